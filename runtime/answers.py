@@ -1,5 +1,5 @@
 """What workers answer: each event goes to the session that waits for it, and what follows from it
-is carried out.
+is returned as effects, which the coordinator carries out.
 
 An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the
 session that it is about: a draft's is done without, a target's ends the request. Turns are the
@@ -9,7 +9,7 @@ scheduler's business, what an event means to a request is the session's.
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, TypeVar
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
@@ -22,7 +22,6 @@ from dovetail.protocol.messages import (
     Failed,
     Fed,
     Hello,
-    Message,
     Opened,
     Prefilled,
     Probed,
@@ -33,8 +32,9 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.spans import Span
 from dovetail.runtime.changes import Changes
-from dovetail.runtime.effects import Effects
+from dovetail.runtime.effects import Break, Effects, Fail, Follow, Lose, Say, Send
 from dovetail.runtime.failing import FailingDrafts, note_failure
+from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.metrics import Dropped, RoundTimes, extent_ns
 from dovetail.runtime.moving import Moving
@@ -45,39 +45,7 @@ from dovetail.runtime.scheduler import Owed
 from dovetail.runtime.session import MAX_HELD_BYTES, Action, State
 
 log = logging.getLogger("dovetail.coordinator")
-
-
-class House(Protocol):
-    """What the coordinator does for sessions whose answers arrive."""
-
-    epoch: int
-
-    def now_ns(self) -> int:
-        """The coordinator's clock."""
-
-    def perform(self, live: Live, actions: Sequence[Action]) -> None:
-        """Carry out what a session decided."""
-
-    def carry_out(self, effects: Effects[None]) -> None:
-        """Carry out what is to be done about sessions."""
-
-    def fail(self, live: Live, error: RequestError) -> None:
-        """End a request with an error."""
-
-    def broken(self, live: Live, error: BaseException) -> None:
-        """End a session for our own fault."""
-
-    def lose(self, worker: Worker, why: str) -> None:
-        """Take a worker for lost that is there."""
-
-    def dispatch(self, worker: Worker) -> None:
-        """Send a worker its next command, if it is there and free and one waits."""
-
-    def send_to(self, worker: Worker, message: Message) -> None:
-        """Send to a worker."""
-
-    def decide(self, words: str) -> None:
-        """Keep for `status` what was decided."""
+E = TypeVar("E", Prefilled, Refed, Drafted)
 
 
 class Answers:
@@ -85,7 +53,7 @@ class Answers:
 
     def __init__(
         self,
-        house: House,
+        epoch: int,
         live: Mapping[int, Live],
         registry: Registry,
         moving: Moving,
@@ -94,12 +62,12 @@ class Answers:
         observing: Observing,
         dropped: Dropped,
     ) -> None:
-        """`live`: the sessions by their numbers."""
-        self._house, self._live, self._registry = house, live, registry
+        """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
+        self._epoch, self._live, self._registry = epoch, live, registry
         self._moving, self._failing = moving, failing
         self._changes, self._observing, self._dropped = changes, observing, dropped
 
-    def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
+    def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None]:
         """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other
         exception ends the session that the event is about."""
         if event.epoch != worker.hello.epoch:
@@ -109,27 +77,27 @@ class Answers:
         worker.liveness.heard()
         try:
             self._aside(worker, lambda: self._observing.event(worker, event))
-            self._take(worker, event, now_ns, size)
+            if (effects := self._take(worker, event, now_ns, size)) is not None:
+                yield from effects
         except StaleError:
             raise
         except BaseException as error:
+            reraise_exits(error)
             if not (about := _about(worker, event)):
                 raise
             for session, answer in about:
-                self._broken(worker, session, answer, error)
-        finally:
-            self._house.dispatch(worker)
+                yield from self._broken(worker, session, answer, error)
 
     def _broken(
         self, worker: Worker, session: int, answer: Owed | None, error: BaseException
-    ) -> None:
+    ) -> Effects[None]:
         """An answer that we could not handle: its session ends, and the worker is free for the
         others."""
         if answer is not None:
             worker.turns.settle(session, answer)
         if (live := self._live.get(session)) is None:
             raise error
-        self._house.broken(live, error)
+        yield Break(live, error)
 
     def _aside(self, worker: Worker, note: Callable[[], None]) -> None:
         """Note what is about no session; what goes wrong there changes nothing for anybody."""
@@ -138,38 +106,39 @@ class Answers:
         except Exception:
             log.exception("what %s says of its time could not be noted", worker.name)
 
-    def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
+    def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None] | None:
         match event:
             case Drafted():
-                self._drafted(worker, event, now_ns, size)
+                return self._drafted(worker, event, now_ns, size)
             case Verified():
-                self._verified(worker, event, now_ns, size)
+                return self._verified(worker, event, now_ns, size)
             case Opened():
-                self._opened(worker, event, now_ns, size)
+                return self._opened(worker, event, now_ns, size)
             case Prefilled():
-                self._prefilled(worker, event, size)
+                return self._prefilled(worker, event, size)
             case Scored():
-                self._scored(worker, event, size)
+                return self._scored(worker, event, size)
+            case Refed():
+                return self._refed(worker, event, size)
+            case Probed():
+                return self._probed(worker, event, now_ns)
+            case Failed():
+                return self._worker_failed(worker, event)
             case Fed():
                 self._fed(worker, event, now_ns, size)
-            case Refed():
-                self._refed(worker, event, size)
-            case Probed():
-                self._probed(worker, event, now_ns)
-            case Failed():
-                self._worker_failed(worker, event)
-            case Closed():
-                pass
             case Hello():
                 raise StaleError(f"{worker.name} said Hello again")
+            case Closed():
+                pass
+        return None
 
-    def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
+    def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
         live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         if worker is not live.target:
             live.draft_read(now_ns)
             return
         if event.bonus is not None and event.bonus >= worker.facts.size:
-            self._house.fail(
+            yield Fail(
                 live,
                 RequestError(
                     "internal",
@@ -183,32 +152,31 @@ class Answers:
         if not live.session.round:
             live.target_read(now_ns)
         if live.draft is not None and not live.session.complete:
-            self.go_on_alone(live, worker, "fewer features than were asked for")
+            yield from self._go_on_alone(live, worker, "fewer features than were asked for")
         times = live.round_ended() if live.session.round else None
-        self._believe(
+        yield from self._believe(
             live, lambda: live.give(live.session.opened, event, now_ns, times), asked=True
         )
 
-    def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
+    def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> Effects[None]:
         """Features of a part of a prompt; the answer to Open is still owed."""
         live = self._live.get(event.session)
         if live is None or live.target is not worker:
             raise StaleError(f"session {event.session} reads nothing of {worker.name}")
-        actions = self._sensible(live, worker, lambda: live.give(live.session.prefilled, event))
+        yield from self._sensible(live, worker, live.session.prefilled, event)
         live.passed_on(size)
-        self._house.perform(live, actions)
 
-    def _scored(self, worker: Worker, event: Scored, size: int) -> None:
+    def _scored(self, worker: Worker, event: Scored, size: int) -> Effects[None]:
         """What the target thinks of a part of a prompt; the answer to Open is still owed."""
         live = self._live.get(event.session)
         if live is None or live.target is not worker:
             raise StaleError(f"session {event.session} asks {worker.name} nothing")
         live.passed_on(size)
-        self._believe(live, lambda: live.give(live.session.scored, event))
+        yield from self._believe(live, lambda: live.give(live.session.scored, event))
 
     def _believe(
         self, live: Live, handle: Callable[[], list[Action]], *, asked: bool = False
-    ) -> None:
+    ) -> Effects[None]:
         """Do what follows from the word of a session's target; one that makes no sense ends the
         request. `asked`: no other will come in its place."""
         try:
@@ -217,28 +185,26 @@ class Answers:
             if isinstance(error, StaleError) and not asked:
                 raise
             self._dropped.refused += 1
-            self._house.fail(
+            yield Fail(
                 live,
                 RequestError(
                     "internal", f"the target worker {live.target.name} sent what cannot be: {error}"
                 ),
             )
             return
-        self._house.perform(live, actions)
+        yield Follow(live, actions)
 
     def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
         live.passed_on(size)
         live.draft_read(now_ns)
 
-    def _refed(self, worker: Worker, event: Refed, size: int) -> None:
+    def _refed(self, worker: Worker, event: Refed, size: int) -> Effects[None]:
         live = self._answer(worker, event.session, Owed(Refed, event.round), "target")
         live.passed_on(size)
-        self._house.perform(
-            live, self._sensible(live, worker, lambda: live.give(live.session.refed, event))
-        )
+        yield from self._sensible(live, worker, live.session.refed, event)
 
-    def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
+    def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> Effects[None]:
         live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
         if not live.session.wants_proposal(event.round):
             raise StaleError(
@@ -246,24 +212,23 @@ class Answers:
             )
         worker.traffic.answered(size, 1)
         live.answered(worker, now_ns, size, event.spans)
-        self._house.perform(
-            live, self._sensible(live, worker, lambda: live.give(live.session.drafted, event))
-        )
+        yield from self._sensible(live, worker, live.session.drafted, event)
 
     def _sensible(
-        self, live: Live, worker: Worker, handle: Callable[[], list[Action]]
-    ) -> list[Action]:
-        """What follows from a message that drafting needs; from one that makes no sense that the
+        self, live: Live, worker: Worker, handle: Callable[[E], list[Action]], event: E
+    ) -> Effects[None]:
+        """Do what follows from a message that drafting needs; after one that makes no sense the
         session goes on without its draft."""
         try:
-            return handle()
+            actions = live.give(handle, event)
         except StaleError:
             raise
         except ProtocolError as error:
-            self.go_on_alone(live, worker, error)
-            return []
+            yield from self._go_on_alone(live, worker, error)
+        else:
+            yield Follow(live, actions)
 
-    def go_on_alone(self, live: Live, worker: Worker, why: object) -> None:
+    def _go_on_alone(self, live: Live, worker: Worker, why: object) -> Effects[None]:
         log.warning(
             "%s sent what cannot be (%s): session %d goes on without its draft",
             worker.name,
@@ -271,11 +236,9 @@ class Answers:
             live.session.number,
         )
         self._dropped.refused += 1
-        self._house.carry_out(
-            self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
-        )
+        yield from self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
 
-    def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
+    def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> Effects[None]:
         """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
         be or cannot be handled ends its session."""
         self._aside(worker, lambda: self._passed(worker, event, size))
@@ -287,19 +250,20 @@ class Answers:
                 self._dropped.stale += 1
                 continue
             try:
-                self._verdict(
+                yield from self._verdict(
                     worker, live, item, features, now_ns, size // len(event.items), event.spans
                 )
             except ProtocolError as error:
                 self._dropped.refused += 1
-                self._house.fail(
+                yield Fail(
                     live,
                     RequestError(
                         "internal", f"the target worker {worker.name} sent no verdict: {error}"
                     ),
                 )
             except BaseException as error:
-                self._broken(worker, item.session, answer, error)
+                reraise_exits(error)
+                yield from self._broken(worker, item.session, answer, error)
 
     def _verdict(
         self,
@@ -310,17 +274,17 @@ class Answers:
         now_ns: int,
         size: int,
         spans: Sequence[Span],
-    ) -> None:
+    ) -> Effects[None]:
         live.answered(worker, now_ns, size, spans)
         times = self._learn(live, item)
         if not live.session.readable(features, len(item.accepted)):
-            self.go_on_alone(
+            yield from self._go_on_alone(
                 live,
                 worker,
                 f"features {features and features.shape} with a path of {len(item.accepted)}",
             )
-        self._house.perform(live, live.give(live.session.verified, item, features, times))
-        self._relieve(live)
+        yield Follow(live, live.give(live.session.verified, item, features, times))
+        yield from self._relieve(live)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
         """Remember what the pass took that these are the first verdicts of."""
@@ -348,14 +312,14 @@ class Answers:
         live.pilot.learn(done)
         return times
 
-    def _relieve(self, live: Live) -> None:
+    def _relieve(self, live: Live) -> Effects[None]:
         """A draft that has not been asked for long would have too much to catch up with."""
         if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
-            self._house.decide(
+            yield Say(
                 f"session {live.session.number} gives its draft up: "
                 f"{live.session.held_bytes >> 20} MiB of features wait for it"
             )
-            self._house.carry_out(self._moving.drop_draft(live, shun=True))
+            yield from self._moving.drop_draft(live, shun=True)
 
     def _answer(
         self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
@@ -374,7 +338,7 @@ class Answers:
             )
         return live
 
-    def _worker_failed(self, worker: Worker, event: Failed) -> None:
+    def _worker_failed(self, worker: Worker, event: Failed) -> Effects[None]:
         """A worker could not do what was asked: a draft is done without, a target that does not
         have the session is to read it anew, and any other word of a target's ends the request."""
         if event.session is None:
@@ -389,53 +353,47 @@ class Answers:
         log.warning(
             "%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code
         )
-        if owed.type is Opened and self._open_anew(live, worker, event):
+        if owed.type is Opened and (yield from self._open_anew(live, worker, event)):
             return
         if self._changes.failed(live, worker, event.text):
             if worker is live.target and worker.peer in self._registry.workers:
-                self._house.carry_out(
-                    self._moving.lose_target(live, "could not do what was asked of it")
-                )
-                self._house.carry_out(self._moving.resettle())
+                yield from self._moving.lose_target(live, "could not do what was asked of it")
+                yield from self._moving.resettle()
             return
         if worker is live.draft and worker is not live.target:
-            self._house.carry_out(self._moving.draft_failed(live, event.text))
+            yield from self._moving.draft_failed(live, event.text)
         elif owed.type is Refed:
-            self._house.carry_out(
-                self._moving.draft_failed(
-                    live, f"the target worker {worker.name} cannot show what it reads: {event.text}"
-                )
+            yield from self._moving.draft_failed(
+                live, f"the target worker {worker.name} cannot show what it reads: {event.text}"
             )
         elif worker is live.target and event.code == "protocol" and live.session.doubtful:
-            self._verify_without_tree(live, event.text)
+            yield from self._verify_without_tree(live, event.text)
         elif (
             worker is live.target and event.code in ("session", "prefix") and owed.type is Verified
         ):
-            self._house.carry_out(
-                self._moving.lose_target(live, "does not have its session any more")
-            )
-            self._house.carry_out(self._moving.resettle())
+            yield from self._moving.lose_target(live, "does not have its session any more")
+            yield from self._moving.resettle()
         elif worker is live.target:
-            self._house.fail(live, RequestError(event.code, event.text))
+            yield Fail(live, RequestError(event.code, event.text))
 
     def _failed_ahead(self, worker: Worker, why: str) -> None:
         """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on
         with what it answers."""
         log.error("%s failed in what it does ahead of its orders: %s", worker.name, why)
-        now_ns = self._house.now_ns()
+        now_ns = self._observing.now_ns()
         if worker.plays("draft"):
             self._failing.failed(worker, None, why, now_ns)
         for live in self._live.values():
             if live.draft is worker:
                 note_failure(live, worker, why, now_ns)
 
-    def _open_anew(self, live: Live, worker: Worker, event: Failed) -> bool:
+    def _open_anew(self, live: Live, worker: Worker, event: Failed) -> Effects[bool]:
         """Whether a worker reads the whole prompt, since it does not have what its session should
         have gone on from."""
         role = "target" if worker is live.target else "draft"
         if (base := live.session.base(role)) is None:
             return False
-        self._house.send_to(worker, Close(epoch=self._house.epoch, session=base.session))
+        yield Send(worker, Close(epoch=self._epoch, session=base.session))
         if event.code != "prefix" or (
             role == "draft"
             and live.session.brief is not None
@@ -443,25 +401,25 @@ class Answers:
         ):
             return False
         if role == "target":
-            live.interrupted(self._house.now_ns())
-            self._house.perform(live, live.give(live.session.base_refused, role))
+            live.interrupted(self._observing.now_ns())
+            yield Follow(live, live.give(live.session.base_refused, role))
             return True
         orders = worker.turns.withdraw(live.session.number, Draft)
-        self._house.perform(live, live.give(live.session.base_refused, role))
+        yield Follow(live, live.give(live.session.base_refused, role))
         for order in orders:  # it may have been waiting for the prompt to be read
             worker.turns.resume(live.session.number)
             worker.turns.ask(live.session.number, order)
         return True
 
-    def _verify_without_tree(self, live: Live, why: str) -> None:
+    def _verify_without_tree(self, live: Live, why: str) -> Effects[None]:
         """The target can make nothing of what the draft proposed, such as laws that its nodes
         cannot have been drawn from; that changed nothing there."""
         if live.draft is not None:
-            self.go_on_alone(live, live.draft, why)
-        live.interrupted(self._house.now_ns())
-        self._house.perform(live, live.give(live.session.tree_refused))
+            yield from self._go_on_alone(live, live.draft, why)
+        live.interrupted(self._observing.now_ns())
+        yield Follow(live, live.give(live.session.tree_refused))
 
-    def _probed(self, worker: Worker, event: Probed, now_ns: int) -> None:
+    def _probed(self, worker: Worker, event: Probed, now_ns: int) -> Effects[None]:
         worker.awaiting_probe = False
         worker.probed = event
         if event.sent_ns <= now_ns:
@@ -469,7 +427,7 @@ class Answers:
             worker.round_trip_ns = min(worker.trips)
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
         if worker.liveness.has_forgotten(event, worker.turns.owed):
-            self._house.lose(worker, "owes an answer and says that it has nothing to do")
+            yield Lose(worker, "owes an answer and says that it has nothing to do")
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:

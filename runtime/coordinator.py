@@ -56,9 +56,18 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.answers import Answers
 from dovetail.runtime.changes import Changes
 from dovetail.runtime.dispatch import Dispatch
-from dovetail.runtime.effects import Break, Effects, Fail, Follow, Forget, Say
+from dovetail.runtime.effects import (
+    Break,
+    Effects,
+    Fail,
+    Follow,
+    Forget,
+    Lose,
+    Say,
+    Send,
+)
 from dovetail.runtime.failing import FailingDrafts, note_failure
-from dovetail.runtime.faults import reraise_exits, told
+from dovetail.runtime.faults import as_raised, reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
 from dovetail.runtime.live import Live, load_of
 from dovetail.runtime.liveness import DEAF, LEAST_S
@@ -177,7 +186,7 @@ class Coordinator:
         )
         self._dispatch = Dispatch(self, self._post, self._live, self.registry, reuse=settings.reuse)
         self._answers = Answers(
-            self,
+            self.epoch,
             self._live,
             self.registry,
             self._moving,
@@ -224,7 +233,7 @@ class Coordinator:
                 if worker is None:
                     self.registry.hear_loading(peer, message.state, self._hub.user(peer), now_ns)
             elif worker is not None:
-                self._answers.take(worker, message, now_ns, sum(map(len, frames)))  # type: ignore[arg-type]
+                self._answered(worker, message, now_ns, sum(map(len, frames)))  # type: ignore[arg-type]
             elif client is not None:
                 self._intake.take(client, message, now_ns)  # type: ignore[arg-type]
             else:
@@ -243,11 +252,19 @@ class Coordinator:
         self._step_change(now_ns)
         self.part()
 
+    def _answered(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
+        """Handle what a worker answers; then it is free for what waits."""
+        try:
+            self.carry_out(self._answers.take(worker, event, now_ns, size))
+        finally:
+            self._dispatch.next(worker)
+
     # -- faults of our own -------------------------------------------------------------------------
 
     def broken(self, live: Live, error: BaseException) -> None:
         """Our own fault about one session: it ends with one error, and nobody else notices."""
         reraise_exits(error)
+        error = as_raised(error)
         log.error(
             "session %d ends for a fault of the coordinator's", live.session.number, exc_info=error
         )
@@ -534,6 +551,10 @@ class Coordinator:
                     self.broken(effect.live, effect.error)
                 case Say():
                     self.decide(effect.words)
+                case Lose():
+                    self.lose(effect.worker, effect.why)
+                case Send():
+                    self.send_to(effect.worker, effect.message)
 
     def _emit(self, live: Live, emit: Emit) -> None:
         if live.told_ns is not None and not live.trial:
@@ -812,9 +833,6 @@ class Coordinator:
     def abandon(self, live: Live) -> None:
         """Forget a session that nobody waits for."""
         self._drop(live)
-
-    def dispatch(self, worker: Worker) -> None:
-        self._dispatch.next(worker)
 
     def user(self, client: ClientPeer) -> PeerKey | None:
         return self._hub.user(client.peer)

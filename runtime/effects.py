@@ -1,5 +1,5 @@
-"""What is to be done about sessions, as values: a part of the coordinator decides, and one loop
-carries out what it yields.
+"""What is to be done about sessions and workers, as values: a part of the coordinator decides, and
+one loop carries out what it yields.
 
 An effect is carried out before what comes behind it is decided, so that a decision sees the state
 of things as it is by then.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Message
 from dovetail.runtime.live import Live
 from dovetail.runtime.registry import Worker
 from dovetail.runtime.session import Action
@@ -54,7 +55,23 @@ class Say:
     words: str
 
 
-Effect = Follow | Forget | Fail | Break | Say
+@dataclass(frozen=True)
+class Lose:
+    """Take a worker for lost that is there, and say why."""
+
+    worker: Worker
+    why: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send to a worker what needs no answer."""
+
+    worker: Worker
+    message: Message
+
+
+Effect = Follow | Forget | Fail | Break | Say | Lose | Send
 T = TypeVar("T")
 Effects = Generator[Effect, None, T]
 """Effects one after the other, and at the end what came of them."""
