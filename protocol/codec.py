@@ -24,7 +24,7 @@ MAX_ITEMS = 4 << 20
 MAX_FIELDS = 256
 SMALL_BYTES = 512
 """A body up to this can claim little, each of its arrays no more items than it has bytes: it is not
-walked over first."""
+walked over first, nor are its items counted."""
 _CONTAINER_ITEMS = 8
 
 M = TypeVar("M")
@@ -72,7 +72,8 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
         raise DecodeError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
     if len(frames[0]) > MAX_BODY_BYTES or any(len(f) > MAX_FRAME_BYTES for f in frames[1:]):
         raise DecodeError(f"a frame of {max(map(len, frames))} bytes is beyond the limit")
-    budget, size = _Budget(), len(frames[0])
+    size = len(frames[0])
+    budget = _Budget() if size > SMALL_BYTES else None
     try:
         if size > SMALL_BYTES:
             _measure(frames[0])

@@ -10,7 +10,7 @@ in, and nothing here knows who computes.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import log
@@ -61,20 +61,15 @@ class Average:
     """A running mean of the last values, the early ones all alike."""
 
     def __init__(self, recent: float = RECENT) -> None:
-        self._recent, self._count, self._mean = recent, 0, 0.0
-
-    @property
-    def known(self) -> bool:
-        return self._count > 0
-
-    @property
-    def value(self) -> float:
+        self._recent, self._count = recent, 0
+        self.known = False
+        self.value = 0.0
         """0 where nothing is known."""
-        return self._mean
 
     def add(self, value: float) -> None:
         self._count += 1
-        self._mean += (value - self._mean) / min(self._count, self._recent)
+        self.known = True
+        self.value += (value - self.value) / min(self._count, self._recent)
 
 
 class Lags:
@@ -189,6 +184,11 @@ class RowCosts:
             self._passes[key] = _Passes()
         self._passes[key].add(seconds, context)
         self._observed += 1
+
+    def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
+        """Passes of so many rows have taken so many nanoseconds each."""
+        for rows, duration_ns in passes:
+            self.observe(rows, duration_ns / 1e9)
 
     def at(self, rows: int, context: float = 0.0) -> float:
         """Seconds of a pass; 0 where nothing is known."""

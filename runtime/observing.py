@@ -276,6 +276,8 @@ class Timed:
         self._detokenizer, self._observing, self._session = detokenizer, observing, session
 
     def push(self, token: int) -> str:
+        if not self._observing.fine:
+            return self._detokenizer.push(token)
         began_ns = self._observing.began_ns
         text = self._detokenizer.push(token)
         self._observing.finely("detokenise", began_ns, self._session)

@@ -113,6 +113,7 @@ class Pilot:
             say,
         )
         self._fixed = tree.insist or drawn
+        self._most_nodes = tree.most_nodes
         self._load = ALONE
         self._era = 0
         """Of the switch, when the round was planned."""
@@ -364,7 +365,7 @@ class Pilot:
             else 0
         )
         rows = load.target + nodes
-        most = max(rows, load.target + self._tree.most_nodes)
+        most = max(rows, load.target + self._most_nodes)
         floor = floor_of(
             rate * load.target, self._costs.target.table(most + 1, context).__getitem__, rows, most
         )
@@ -388,7 +389,8 @@ class Pilot:
         """Levels of one node that bring most where text is predictable, and what they bring above
         their cost, in tokens: that of the order and of drafting all who share the draft pay, that
         of rows all who share the pass."""
-        (target, draft), costs, alone_s = self._load, self._costs, self._alone_s(context)
+        target, draft = self._load.target, self._load.draft
+        costs, alone_s = self._costs, self._alone_s(context)
         if alone_s <= 0.0:
             return 1, 0.0
         rows_s = costs.target.at(2 * target, context) - costs.target.at(target, context)
@@ -516,8 +518,7 @@ class Pilot:
             return
         pair.costs.exposed_s.add(times.draft_ns / 1e9)
         pair.costs.draft_hop_s.add(times.draft_hop_ns / 1e9)
-        for rows, duration_ns in drafted.passes:
-            pair.costs.draft.observe(rows, duration_ns / 1e9)
+        pair.costs.draft.observe_all(drafted.passes)
         if self._promise is not None:
             pair.expected.add(self._promise[0])
             pair.predicted.add(self._promise[1])

@@ -126,9 +126,14 @@ class Request:
     packed: bytes = field(init=False, repr=False)
     """The prompt as ended sessions are compared with; made with the request, where a millisecond
     does not matter."""
+    most_nodes: int = field(init=False, repr=False)
+    """Of a tree; `most_levels`: its levels."""
+    most_levels: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "packed", pack(self.prompt))
+        object.__setattr__(self, "most_nodes", self.tree.most_nodes)
+        object.__setattr__(self, "most_levels", self.tree.most_levels)
 
     @property
     def capacity(self) -> int:
@@ -494,9 +499,9 @@ class Session:
                 f"session {self.number} did not wait for a proposal of round {event.round}"
             )
         tree = event.tree
-        if len(tree) > self.request.tree.most_nodes:
+        if len(tree) > self.request.most_nodes:
             raise TreeError(
-                f"a proposal of {len(tree)} nodes where at most {self.request.tree.most_nodes} "
+                f"a proposal of {len(tree)} nodes where at most {self.request.most_nodes} "
                 "were asked for"
             )
         if len(event.scores) != len(tree):
@@ -686,7 +691,7 @@ class Session:
             self.number,
             self.packed(),
             rows,
-            self.length + 1 + self.request.tree.most_levels,
+            self.length + 1 + self.request.most_levels,
             self.request.owner,
         )
 
@@ -754,8 +759,10 @@ class Session:
         """The text that a token completes, and whether the reply ends with it."""
         if token in self.request.end:
             return "", "stop"
-        text, stopped = self._stops.push(self.detokenizer.push(token))
-        if not stopped and self._stops.foresees(self.detokenizer.fresh):
+        text, stopped = self.detokenizer.push(token), False
+        if self.request.stop:
+            text, stopped = self._stops.push(text)
+        if self.request.stop and not stopped and self._stops.foresees(self.detokenizer.fresh):
             more, stopped = self._stops.peek(self.detokenizer.peek())
             text += more if stopped else ""
         if stopped:
@@ -789,7 +796,7 @@ class Session:
 
     def _order(self, brief: Briefing, plan: Plan) -> Draft:
         """The Draft of this round, with everything that was committed since the last one."""
-        tree, rejects = self.request.tree, self.request.sampling.rejects
+        request, most_levels = self.request, self.request.most_levels
         accepted, bonus = brief.accepted, brief.bonus
         more, features = brief.take_more()
         return Draft(
@@ -800,13 +807,13 @@ class Session:
             accepted=accepted,
             bonus=bonus,
             more=more,
-            max_nodes=tree.most_nodes,
-            max_depth=min(tree.most_levels, self.room - 1, plan.most_depth or tree.most_levels),
-            max_width=tree.width,
+            max_nodes=request.most_nodes,
+            max_depth=min(most_levels, self.room - 1, plan.most_depth or most_levels),
+            max_width=request.tree.width,
             deadline_ms=plan.deadline_ms,
             rate=plan.rate,
             floor=plan.floor,
-            ahead=plan.ahead and not rejects,
+            ahead=plan.ahead and not request.sampling.rejects,
             features=features,
         )
 
