@@ -19,7 +19,7 @@ from dovetail.runtime.session import Action, Session, State
 
 P = ParamSpec("P")
 Actions = TypeVar("Actions", bound=Sequence[Action])
-Heard = Callable[[str, Sequence[Any], Sequence[Action], Exception | None], None]
+Heard = Callable[[str, Sequence[Any], Sequence[Action], BaseException | None], None]
 """Hears of an event of a session: its name, its arguments, the actions that followed, and the
 exception that it ended with instead."""
 
@@ -119,7 +119,7 @@ class Live:
         error = None
         try:
             actions = event(*what, **named)
-        except Exception as raised:
+        except BaseException as raised:  # a library's panic too
             error = raised
             raise
         finally:

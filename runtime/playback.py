@@ -30,6 +30,7 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.runtime.briefing import Briefing, Joining
+from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.kept import TOKEN_BYTES, Base
 from dovetail.runtime.metrics import Accounts, RoundTimes
 from dovetail.runtime.pilot import Plan
@@ -136,7 +137,8 @@ class Playback:
         method, arguments = getattr(self.session, step.name), self._arguments(step)
         try:
             actions = method(*arguments)
-        except Exception as error:
+        except BaseException as error:
+            reraise_exits(error)
             raised = (type(error).__name__, str(error)[:MAX_WORDS])
         today = step.model_copy(update={"actions": tuple(map(whole, actions)), "raised": raised})
         self.taken.append(Taken(today, actions))

@@ -138,7 +138,7 @@ class Recorder:
         name: str,
         arguments: Sequence[Any],
         actions: Sequence[Action],
-        error: Exception | None,
+        error: BaseException | None,
     ) -> None:
         """A session was given an event."""
         self._note(about.add_step, self._now(), name, arguments, actions, error)
@@ -297,7 +297,7 @@ class _Tape:
         name: str,
         arguments: Sequence[Any],
         actions: Sequence[Action],
-        error: Exception | None,
+        error: BaseException | None,
     ) -> None:
         """A step, and what followed."""
         entry: dict[str, Any] = {
