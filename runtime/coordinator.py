@@ -448,7 +448,7 @@ class Coordinator:
             return None
         session, pilot = live.session, live.pilot
         load = load_of(live, self._live.values())
-        if not self._dispatch.can_draft(live):
+        if not self._dispatch.can_draft(live, load):
             return pilot.plan(session.length, load=load, ready=False)
         self._dispatch.resume(live)
         ready = not live.draft.turns.busy_with(session.number)

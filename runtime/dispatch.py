@@ -22,10 +22,11 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.faults import reraise_exits
 from dovetail.runtime.live import JOIN_WORTH, Live, load_of
+from dovetail.runtime.loads import Load
 from dovetail.runtime.policies import cut, worth_waiting
 from dovetail.runtime.post import Post
 from dovetail.runtime.registry import Registry, Worker
-from dovetail.runtime.session import Ask, State
+from dovetail.runtime.session import MAX_HELD_BYTES, Ask, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass is held up for so many times as long as a proposal is expected to take, and so much
@@ -81,28 +82,32 @@ class Dispatch:
             return
         if isinstance(ask.command, Close):
             self._close(live, worker, ask.role, ask.command)
-        elif (
-            isinstance(ask.command, Open)
-            and worker is not live.target
-            and self._can_wait(live, ask.command)
-        ):
-            worker.turns.postpone(live.session.number, ask.command)
-            live.joining = False  # nobody waits for it, not even a change of drafts
-            if live.session.state is State.OPENING:
-                self._post.later(BURST_S, lambda: self._read_after_all(live))
+        elif isinstance(ask.command, Open | Feed) and self._can_wait(live, worker, ask.command):
+            self._postpone(live, worker, ask.command)
         else:
-            if isinstance(ask.command, Draft):
-                worker.turns.resume(live.session.number)  # whoever is to draft has read the prompt
+            if isinstance(ask.command, Draft | Feed):
+                worker.turns.resume(live.session.number)  # the prompt is read before
             worker.turns.ask(live.session.number, ask.command)
             self.next(worker)
 
-    def _can_wait(self, live: Live, command: Open) -> bool:
+    def _can_wait(self, live: Live, worker: Worker, command: Open | Feed) -> bool:
         """Return whether a draft need not read a prompt yet: with the first ones of a burst until
-        it is known how many there are, and as long as it is not asked at this load. One that reads
-        its target's features gets them as they come."""
-        return command.features is None and (
-            live.session.state is State.OPENING or not self._drafts_soon(live)
-        )
+        it is known how many there are, and as long as it is not asked at this load. What the target
+        says of the prompt waits with it, as long as there is room."""
+        if worker is live.target:
+            return False
+        if isinstance(command, Feed):
+            held = worker.turns.postponed.get(live.session.number, ())
+            size = sum(len(feed.features.data) for feed in held if isinstance(feed, Feed))
+            return bool(held) and size <= MAX_HELD_BYTES
+        return live.session.state is State.OPENING or not self._drafts_soon(live)
+
+    def _postpone(self, live: Live, worker: Worker, command: Open | Feed) -> None:
+        worker.turns.postpone(live.session.number, command)
+        if isinstance(command, Open):
+            live.joining = False  # nobody waits for it, not even a change of drafts
+            if live.session.state is State.OPENING:
+                self._post.later(BURST_S, lambda: self._read_after_all(live))
 
     def _drafts_soon(self, live: Live) -> bool:
         """Return whether a session is drafted for once all prompts that are being read are."""
@@ -113,11 +118,11 @@ class Dispatch:
         if live.session.number in self._live and self._drafts_soon(live):
             self.resume(live)
 
-    def can_draft(self, live: Live) -> bool:
-        """Return whether a draft is asked about a session at this load. One that has not begun with
-        the prompt is not where so many others are about to run that it will not be asked, nor
-        where the reply is about to end."""
-        if not live.pilot.drafts_at(load_of(live, self._live.values())):
+    def can_draft(self, live: Live, load: Load) -> bool:
+        """Return whether a draft is asked about a session at the load that it runs at. One that has
+        not begun with the prompt is not where so many others are about to run that it will not be
+        asked, nor where the reply is about to end."""
+        if not live.pilot.drafts_at(load):
             return False
         if live.draft is None or live.session.number not in live.draft.turns.postponed:
             return True

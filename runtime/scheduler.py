@@ -66,8 +66,9 @@ class Turns:
     waiting: deque[tuple[int, Command]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
-    postponed: dict[int, Open] = field(default_factory=dict)
-    """Prompts by session that are read once somebody wants what follows from them."""
+    postponed: dict[int, list[Open | Feed]] = field(default_factory=dict)
+    """Prompts by session, with what the target says of them, that are read once somebody wants what
+    follows from them."""
     void: set[int] = field(default_factory=set)
     """Sessions that had ended here when it was under way: nobody waits for it, though another of
     the same number may have begun."""
@@ -77,17 +78,17 @@ class Turns:
     def ask(self, session: int, command: Command) -> None:
         self.waiting.append((session, command))
 
-    def postpone(self, session: int, command: Open) -> None:
+    def postpone(self, session: int, command: Open | Feed) -> None:
         """Keep a command until `resume`."""
-        self.postponed[session] = command
+        self.postponed.setdefault(session, []).append(command)
 
     def resume(self, session: int) -> bool:
-        """Have the postponed command of a session wait for its turn; return whether there was
-        one."""
-        command = self.postponed.pop(session, None)
-        if command is not None:
+        """Have the postponed commands of a session wait for their turn; return whether there were
+        any."""
+        commands = self.postponed.pop(session, ())
+        for command in commands:
             self.ask(session, command)
-        return command is not None
+        return bool(commands)
 
     def busy_with(self, session: int) -> bool:
         """Whether the session has asked for something that has not been answered."""
@@ -155,7 +156,7 @@ class Turns:
                 if not any(entry[1] is command for command in dropped)
             )
         if session in self.postponed and Open in (types or (Open,)):
-            dropped.append(self.postponed.pop(session))
+            dropped += self.postponed.pop(session)
         return dropped
 
     def next(self, most: int = MAX_SESSIONS) -> tuple[Command, Sequence[int]] | None:
