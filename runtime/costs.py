@@ -43,6 +43,7 @@ half."""
 LEAST_S = 1e-9
 STALE_TOKENS = 32
 """A table of passes serves contexts that are so near."""
+MOST_TABLES = 64
 STALE_PASSES = 8
 MOST_POINTS = 24
 """Of a curve that is shown."""
@@ -131,6 +132,17 @@ class _Passes:
         ) / len(inner)
 
 
+@dataclass
+class _Table:
+    """Seconds of passes over 0, 1, ... rows."""
+
+    seconds: list[float] = field(default_factory=list)
+    observed: int = 0
+    """Passes that had been seen when it was made."""
+    asked: int = 0
+    """Rows that were asked for since."""
+
+
 class RowCosts:
     """T(M, context) of one worker's passes, in seconds."""
 
@@ -145,10 +157,8 @@ class RowCosts:
         """Each curve at 0, 1, 2, ... rows."""
         self._passes: dict[int, _Passes] = {}
         self._observed = 0
-        self._table: list[float] = []
-        self._made_for = (0.0, -1)
-        self._asked = 0
-        """Rows that were asked for since the table was made."""
+        self._tables: dict[int, _Table] = {}
+        """By context, `STALE_TOKENS` to one table: sessions that share a pass ask in turns."""
 
     @property
     def known(self) -> bool:
@@ -197,13 +207,18 @@ class RowCosts:
     def table(self, most: int, context: float = 0.0) -> list[float]:
         """Seconds of passes over 0, 1, ... at least `most` rows (0: none); the list is another one
         when more is known."""
-        made_for, made_after = self._made_for
-        self._asked = max(self._asked, most)
-        stale = self._observed - made_after >= min(STALE_PASSES, 1 + self._observed // 4)
-        if len(self._table) <= most or stale or abs(context - made_for) > STALE_TOKENS:
-            self._table = self._made(max(most, self._asked), context)
-            self._made_for, self._asked = (context, self._observed), most
-        return self._table
+        key = int(context) // STALE_TOKENS
+        found = self._tables.get(key)
+        if found is None:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()
+            found = self._tables[key] = _Table()
+        found.asked = max(found.asked, most)
+        stale = self._observed - found.observed >= min(STALE_PASSES, 1 + self._observed // 4)
+        if len(found.seconds) <= most or stale:
+            found.seconds = self._made(found.asked, context)
+            found.observed, found.asked = self._observed, most
+        return found.seconds
 
     def curve(self, context: float = 0.0) -> RowsSeconds | None:
         """What is thought of the numbers of rows that have been seen; None where nothing has."""
