@@ -188,6 +188,8 @@ def test_a_coordinator_that_comes_back_is_found_again(
         assert server.metric("dovetail_up") == 0
         second = stack.enter_context(contextlib.closing(Backend(address=address)))
         second.until(lambda: len(second.coordinator.registry.clients) == 1)
+        while server.client.get("/health").status_code != 200:
+            pass  # it has said Hello, and has not been welcomed yet
         assert server.chat(max_tokens=5)["choices"][0]["message"]["content"] == " ".join(
             f"w{token}" for token in continuation(CHAT, 5)
         )
