@@ -115,8 +115,11 @@ class Dispatch:
 
     def _read_after_all(self, live: Live) -> None:
         """Have the draft read the prompt of a session that it will be asked about."""
-        if live.session.number in self._live and self._drafts_soon(live):
-            self.resume(live)
+        try:
+            if live.session.number in self._live and self._drafts_soon(live):
+                self.resume(live)
+        except BaseException as error:
+            self._house.broken(live, error)
 
     def can_draft(self, live: Live, load: Load) -> bool:
         """Return whether a draft is asked about a session at the load that it runs at. One that has

@@ -134,7 +134,14 @@ class Playback:
                 "know: use the one that wrote it"
             )
         raised, actions = None, list[Action]()
-        method, arguments = getattr(self.session, step.name), self._arguments(step)
+        method = getattr(self.session, step.name)
+        try:
+            arguments = self._arguments(step)
+        except (IndexError, TypeError, ValueError):
+            raise UserError(
+                f"{self.recording.path} has a step {step.name} whose arguments make no sense: it "
+                "is damaged"
+            ) from None
         try:
             actions = method(*arguments)
         except BaseException as error:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from dovetail.protocol.codec import COMMAND, EVENT, encode
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Finished
 from dovetail.runtime.playback import Difference, Playback
 from dovetail.runtime.recording import Recorder
@@ -314,3 +315,14 @@ def test_a_recording_of_an_exception_of_ours_is_kept_as_a_test_of_what_is_right(
     assert difference.recorded == f"{error.__name__}: a bug"
     correct(path, tmp_path / "kept.messages")
     assert play(tmp_path / "kept.messages").difference is None
+
+
+@pytest.mark.parametrize("name", ["opened", "verified", "next_round"])
+def test_a_step_whose_arguments_make_no_sense_is_refused(tmp_path: Path, name: str) -> None:
+    def change(entry: Any) -> Any:
+        if not isinstance(entry, Step) or entry.name != name:
+            return entry
+        return entry.model_copy(update={"arguments": ()})
+
+    with pytest.raises(UserError, match=f"a step {name} whose arguments make no sense"):
+        altered(read_recording(SKY), tmp_path / "altered", change)
