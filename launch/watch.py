@@ -149,7 +149,7 @@ class _State:
     losses: int = 0
     """Since it was last healthy."""
     drained: bool = False
-    """Whether an operator wants it no more, and it has not ended yet."""
+    """True from when an operator drains the part until its process ends."""
     ends: deque[float] = field(default_factory=deque)
     """When it ended, within the last `WITHIN_S`."""
 

@@ -1091,7 +1091,7 @@ class WorkerState(Frozen):
     leaving: bool = False
     """It gets no more sessions, and is let go when the last one is done with."""
     stuck: bool = False
-    """It owes an answer for too long, or has not responded for too long."""
+    """The worker has owed an answer, or has not responded, for too long."""
     sent_bytes: Count = 0
     """To it, since it registered; `received_bytes`: from it."""
     received_bytes: Count = 0

@@ -43,7 +43,7 @@ class Briefing:
     features: list[Array] = field(default_factory=list)
     """Of the verdicts since the last order."""
     held_bytes: int = 0
-    """Of these."""
+    """Size of `features`."""
     rows: int = 0
     """What it had of the log when it made its last proposal; 0: it has made none."""
     fed: int = field(init=False)

@@ -159,10 +159,10 @@ class Coordinator:
         self._dropped = Dropped()
         self._rounds = self._round_tokens = 0
         self._lost_drafts: dict[str, tuple[str, int]] = {}
-        self._drained: set[Role] = set()
-        """Roles of which an operator let a worker go, until the next one comes."""
         """By the names of those that were lost and that no other draft has replaced: what became of
         them, and when."""
+        self._drained: set[Role] = set()
+        """Roles of which an operator drained a worker, until the next one registers."""
         self._supervised, self._supervised_ns = Supervised(), clock_ns()
         self._gone: deque[tuple[Worker, str]] = deque()
         """Workers that are no longer registered and whose sessions have not been seen to, each with
@@ -424,7 +424,7 @@ class Coordinator:
         self.carry_out(self._moving.resettle())
 
     def drained(self, worker: Worker) -> None:
-        """Keep that a worker went because an operator wanted it, so that nobody brings it back."""
+        """Remember that an operator drained a worker, so that it is not started again."""
         self._drained.update(worker.hello.roles)
 
     def _unplayed(self) -> tuple[Role, ...]:
@@ -532,8 +532,8 @@ class Coordinator:
         return live.give(live.session.next_round, plan, joining)
 
     def carry_out(self, effects: Effects[T]) -> T:
-        """Do what is to be done about sessions, one thing after the other; what came of it. A
-        fault of ours at a session ends that session."""
+        """Carry out effects one after the other and return their outcome. A fault of the
+        coordinator's in one session ends that session alone."""
         while True:
             try:
                 effect = next(effects)
@@ -665,8 +665,8 @@ class Coordinator:
             self._aside(self.carry_out, self._moving.resettle())
 
     def _unreachable(self, worker: Worker) -> None:
-        """Let a worker go to which nothing can be sent: it has gone, or its key was revoked and it
-        waits for ever unless it is told."""
+        """Give up a worker to which nothing can be sent: it has disconnected, or its key was
+        revoked and it would wait for ever unless it is told."""
         if not self._let_go_if_revoked(worker):
             self._worker_lost(worker)
 

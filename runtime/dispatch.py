@@ -91,16 +91,16 @@ class Dispatch:
             self.next(worker)
 
     def _can_wait(self, live: Live, worker: Worker, command: Open | Feed) -> bool:
-        """Return whether a draft need not read a prompt yet: with the first ones of a burst until
-        it is known how many there are, and as long as it is not asked at this load. What the target
-        says of the prompt waits with it, as long as there is room."""
+        """Return whether a draft need not read a prompt yet. The first prompts of a burst wait
+        until it is known how many there are, the others as long as nothing is drafted at this load.
+        Features of a prompt wait with it while there is room."""
         if worker is live.target:
             return False
         if isinstance(command, Feed):
             held = worker.turns.postponed.get(live.session.number, ())
             size = sum(len(feed.features.data) for feed in held if isinstance(feed, Feed))
-            return bool(held) and size <= MAX_HELD_BYTES
-        return live.session.state is State.OPENING or not self._drafts_soon(live)
+            return bool(held) and size + live.session.held_bytes <= MAX_HELD_BYTES
+        return live.session.state is State.OPENING or not live.pilot.drafts_at(self._coming(live))
 
     def _postpone(self, live: Live, worker: Worker, command: Open | Feed) -> None:
         worker.turns.postpone(live.session.number, command)
@@ -110,8 +110,12 @@ class Dispatch:
                 self._post.later(BURST_S, lambda: self._read_after_all(live))
 
     def _drafts_soon(self, live: Live) -> bool:
-        """Return whether a session is drafted for once all prompts that are being read are."""
-        return live.pilot.drafts_at(load_of(live, self._live.values(), opening=True))
+        """Return whether a session is drafted for once all sessions that are opening run."""
+        return live.pilot.drafts_soon(self._coming(live))
+
+    def _coming(self, live: Live) -> Load:
+        """Return the load of a session's workers once all sessions that are opening run."""
+        return load_of(live, self._live.values(), opening=True)
 
     def _read_after_all(self, live: Live) -> None:
         """Have the draft read the prompt of a session that it will be asked about."""
@@ -122,9 +126,9 @@ class Dispatch:
             self._house.broken(live, error)
 
     def can_draft(self, live: Live, load: Load) -> bool:
-        """Return whether a draft is asked about a session at the load that it runs at. One that has
-        not begun with the prompt is not where so many others are about to run that it will not be
-        asked, nor where the reply is about to end."""
+        """Return whether a session is drafted for at the load that it runs at. If the draft has not
+        read its prompt, it is not where so many others are about to run that drafting will stop,
+        nor where the reply is about to end."""
         if not live.pilot.drafts_at(load):
             return False
         if live.draft is None or live.session.number not in live.draft.turns.postponed:

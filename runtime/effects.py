@@ -1,5 +1,5 @@
-"""What is to be done about sessions and workers, as values: a part of the coordinator decides, and
-one loop carries out what it yields.
+"""Effects: values that say what is to be done about sessions and workers. The parts of the
+coordinator that decide yield them, and one loop of the coordinator carries them out.
 
 An effect is carried out before what comes behind it is decided, so that a decision sees the state
 of things as it is by then.
@@ -57,7 +57,7 @@ class Say:
 
 @dataclass(frozen=True)
 class Lose:
-    """Take a worker for lost that is there, and say why."""
+    """Treat a worker as lost although it is connected, for the reason `why`."""
 
     worker: Worker
     why: str
@@ -74,4 +74,4 @@ class Send:
 Effect = Follow | Forget | Fail | Break | Say | Lose | Send
 T = TypeVar("T")
 Effects = Generator[Effect, None, T]
-"""Effects one after the other, and at the end what came of them."""
+"""Yields effects one after the other, and returns their outcome."""

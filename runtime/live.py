@@ -84,7 +84,7 @@ class Live:
     observing: Observing | None = None
     """Hears where its time goes."""
     recorded: Heard | None = None
-    """Hears of every event of the session."""
+    """Called with every event of the session."""
     times: RoundTimes = field(default_factory=RoundTimes)
     """Of the round that runs."""
     opened_ns: int | None = None
@@ -111,8 +111,8 @@ class Live:
     """That its workers had been given to read when the round began."""
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
-        """Give the session an event, which is one of its methods; the actions that follow. All of
-        its events pass here."""
+        """Give the session an event, which is one of its methods, and return the actions that
+        follow. All events of a session pass here."""
         if self.recorded is None:
             return event(*what, **named)
         actions: Sequence[Action] = ()

@@ -13,7 +13,7 @@ class Load:
     draft: int = 1
     """On its draft, which serves one after the other."""
     alone: bool = field(init=False, repr=False)
-    """Whether nobody else is in the session's way."""
+    """True if no other session runs on these workers."""
     level: tuple[int, int] = field(init=False, repr=False)
     """Loads of one level are taken to be alike: 1, 2, 3 and 4, 5 to 8, 9 to 16, ..."""
 

@@ -178,12 +178,24 @@ class Pilot:
         return self._switch is not None
 
     def drafts_at(self, load: Load) -> bool:
-        """Whether a session is drafted for at this load, or that is tried."""
-        if self._pair is None or self._own is None:
+        """Return whether a session is drafted for at this load, or that is tried."""
+        if (switch := self._switch_at(load)) is None:
             return self._pair is not None
-        return (
-            self._own if load.alone else self._pair.crowd(greedy=self._greedy, load=load).switch
-        ).drafting
+        return switch.drafting
+
+    def drafts_soon(self, load: Load) -> bool:
+        """Return whether a session is drafted for at this load, or may be after a few rounds."""
+        if (switch := self._switch_at(load)) is None:
+            return self._pair is not None
+        return switch.drafting or switch.untried
+
+    def _switch_at(self, load: Load) -> Switch | None:
+        """Return what decides at a load whether is drafted; None: nothing does."""
+        if self._pair is None or self._own is None:
+            return None
+        if load.alone:
+            return self._own
+        return self._pair.crowd(greedy=self._greedy, load=load).switch
 
     @property
     def off(self) -> str | None:

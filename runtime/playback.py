@@ -139,8 +139,8 @@ class Playback:
             arguments = self._arguments(step)
         except (IndexError, TypeError, ValueError):
             raise UserError(
-                f"{self.recording.path} has a step {step.name} whose arguments make no sense: it "
-                "is damaged"
+                f"{self.recording.path} is damaged: it has a step {step.name} whose arguments make "
+                "no sense"
             ) from None
         try:
             actions = method(*arguments)

@@ -93,7 +93,7 @@ class Worker:
     stuck: bool = False
     """It owes an answer for too long; it gets no sessions until it has given it."""
     silent: bool = False
-    """It has not responded for too long; it gets no sessions until it does."""
+    """The worker has not responded for too long, and gets no sessions until it does."""
     standby: bool = False
     """It gets no sessions until it is put in place."""
     leaving: bool = False

@@ -8,6 +8,12 @@ session asks for its next round, which begins when it is told how to draft. What
 its target is handed on as it comes, the prompt's features by Feed and those of verdicts with the
 next Draft; nothing looks into it.
 
+A session outlives its workers. Without its draft it goes on with the target alone, and it takes
+another draft between two rounds: that one reads the log, and its features if it reads the target,
+which computes them anew. Without its target it waits; another one reads the log, and the token that
+it chooses behind it is the verdict of the round that was lost: none of its proposal is accepted.
+The token is the one that would have come anyway.
+
 An event is a call of a method that returns actions; nothing is called back, so the events of a
 session and their arguments are all that its actions depend on.
 
@@ -127,8 +133,9 @@ class Request:
     """The prompt as ended sessions are compared with; made with the request, where a millisecond
     does not matter."""
     most_nodes: int = field(init=False, repr=False)
-    """Of a tree; `most_levels`: its levels."""
+    """Nodes of a tree at most; kept, since every round asks for them."""
     most_levels: int = field(init=False, repr=False)
+    """Levels of a tree at most."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "packed", pack(self.prompt))
@@ -156,9 +163,9 @@ class State(Enum):
     DRAFTING = "drafting"
     VERIFYING = "verifying"
     READY = "ready"
-    """For its next round, since a target has just read the log."""
+    """A target has just read the log, and the next round has not begun."""
     BETWEEN = "between"
-    """Two rounds."""
+    """A round is over, and the next one has not begun."""
     DONE = "done"
 
 
@@ -594,7 +601,7 @@ class Session:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next round can be drafted for, by the draft that it has."""
+        """Return whether the session's draft can be asked for a tree for the next round."""
         return self.brief is not None and self.request.tree.gamma > 0 and self.room > 1
 
     def next_round(self, plan: Plan | None, joining: Joining | None = None) -> list[Action]:

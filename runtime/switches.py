@@ -96,6 +96,11 @@ class Switch:
     def drafting(self) -> bool:
         return self.state != "off"
 
+    @property
+    def untried(self) -> bool:
+        """Return whether the first rounds at this load run, behind which drafting is tried."""
+        return self._many and not self.era and self._rounds < FIRST_OF_MANY
+
     def begin(self) -> None:
         """A session comes to run at this load: how often trying has failed before it came is
         forgotten, what it may cost is not."""

@@ -604,27 +604,25 @@ def _with_features(
     """Return the verdicts with what the sessions' drafts read of the target. Verdicts whose drafts
     read the same are served at once: a gather for each session costs more than the numbers."""
     shown = list(verdicts)
-    readers: dict[Reads, list[int]] = {}
+    readers: dict[Reads, list[tuple[int, Verdict]]] = {}
     for place, verdict in enumerate(verdicts):
         if isinstance(verdict, Verdict) and verdict.reads is not None:
-            readers.setdefault(verdict.reads, []).append(place)
-    for reads, places in readers.items():
-        own = [verdict for place in places if isinstance(verdict := verdicts[place], Verdict)]
-        paths = [_path(verdict.item.accepted) for verdict in own]
-        rows = [
-            passed.starts[place] + row
-            for place, path in zip(places, paths, strict=True)
-            for row in path
+            readers.setdefault(verdict.reads, []).append((place, verdict))
+    for reads, own in readers.items():
+        paths = [
+            [passed.starts[place] + row for row in _path(verdict.item.accepted)]
+            for place, verdict in own
         ]
+        rows = [row for path in paths for row in path]
         try:
             device = passed.states[_places(reads)[0]].device
             features = _features(reads, passed.states, torch.tensor(rows, device=device))
         except Exception as error:
-            for place in places:
+            for place, _ in own:
                 shown[place] = as_request_error(error)
             continue
         parts = torch.split(features, [len(path) for path in paths])
-        for place, verdict, part in zip(places, own, parts, strict=True):
+        for (place, verdict), part in zip(own, parts, strict=True):
             shown[place] = replace(verdict, features=part)
     return shown
 

@@ -24,9 +24,9 @@ from dovetail.protocol.errors import DovetailError
 from gpu.report import Line, Report
 
 LIMIT_S = 525.0
-"""Of the whole command, where nobody gives it another."""
+"""Limit of the whole command unless `--seconds` sets another."""
 LIMITS = {"facts": 60.0, "drafts": 240.0, "margins": 150.0, "offload": 300.0, "tests": 240.0}
-"""Of each step in so long a command; the last one has what is left."""
+"""Limit of each step in a command of `LIMIT_S`; the last step has what is left."""
 SHM = Path("/dev/shm")
 NEEDED_BYTES = 40 << 30
 MOST_GB = 1024

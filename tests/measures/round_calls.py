@@ -40,7 +40,7 @@ WARM = 3
 
 @dataclass
 class Calls:
-    """What was called since a message arrived."""
+    """Calls, files and moves between files since a message arrived."""
 
     calls: int = 0
     files: set[str] = field(default_factory=set)

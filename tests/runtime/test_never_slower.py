@@ -252,7 +252,7 @@ def test_sessions_that_begin_together_draft_though_no_pass_has_a_single_row() ->
     ):
         assert result.tau is not None
         assert result.tau > 3.0
-        assert result.plain_rounds <= 5  # two to see what a pass takes, and the prompt
+        assert result.plain_rounds <= 4
 
 
 def test_sessions_that_share_a_pass_are_cut_together_and_one_that_insists_is_left_whole() -> None:
