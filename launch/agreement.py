@@ -5,7 +5,7 @@ Whatever stands between a checkpoint and a reply is compared as a user has it: t
 each token of a text and goes on by itself, and log-probabilities and choices are those of the
 reference at every position, or the first that is not is named. Weights of few bits are another
 function of the checkpoint: of these the mean difference is bounded. Knows a coordinator and a
-folder; how a reference is computed, `workers/models/reference.py` knows.
+folder; how a reference is computed, `workers/models/parity/reference.py` knows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from dovetail.protocol.settings import Sampling, byte_count
 from dovetail.runtime.text import TextCodec
 
 if TYPE_CHECKING:
-    from dovetail.workers.models.checkpoint import Checkpoint
+    from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 
 TOP = 20
 """Tokens of each position whose log-probabilities are compared."""
@@ -129,10 +129,10 @@ def agreement_of(
 ) -> Agreement:
     """Compare the target of a connection, on a text made of prompts; `text_tokens`: so many, None:
     as many as its configuration makes worth while."""
-    from dovetail.workers.models.checkpoint import open_checkpoint, read_json
-    from dovetail.workers.models.following import UnprovableError
-    from dovetail.workers.models.landmarks import landmarks
-    from dovetail.workers.models.reference import reference_logits
+    from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint, read_json
+    from dovetail.workers.models.parity.following import UnprovableError
+    from dovetail.workers.models.parity.landmarks import landmarks
+    from dovetail.workers.models.parity.reference import reference_logits
 
     target = next(
         worker
@@ -178,7 +178,7 @@ def agreement_of(
 
 def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
     """Return True if a target says that it has loaded this checkpoint."""
-    from dovetail.workers.models.inflate import inflated_digest
+    from dovetail.workers.models.checkpoints.inflate import inflated_digest
 
     digest = (
         inflated_digest(checkpoint.digest, byte_count(target.inflation))

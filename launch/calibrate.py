@@ -463,10 +463,10 @@ def measure(
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
     os.environ.update({**dict.fromkeys(THREAD_VARIABLES, str(threads)), **TORCH_CAPS.get(isa, {})})
-    from dovetail.workers.calibration import calibrate
-    from dovetail.workers.device_costs import measure_device
+    from dovetail.workers.calibration.devices import measure_device
+    from dovetail.workers.calibration.draft import calibrate_draft
+    from dovetail.workers.calibration.target import calibrate
     from dovetail.workers.devices import open_device
-    from dovetail.workers.draft_costs import calibrate_draft
     from dovetail.workers.models.memory import is_out_of_memory
 
     found: dict[str, Any]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dovetail.launch.chart import Curve, draw
 
 if TYPE_CHECKING:
-    from dovetail.workers.training.features import Features
-    from dovetail.workers.training.states import Origin
+    from dovetail.workers.training.data.features import Features
+    from dovetail.workers.training.data.states import Origin
     from dovetail.workers.training.trainer import Trained
 
 CARD = """# {title}

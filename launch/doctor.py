@@ -107,7 +107,8 @@ class Facts:
     memory_refusal: str
     """Why memory cannot be bound to a node; empty if it can."""
     inventory: Mapping[str, Any]
-    """Of `workers/inventory.py`; with the key `broken` alone where that could not run."""
+    """Of `calibration/inventory.py` in workers; with the key `broken` alone where that could not
+    run."""
     gpus: Sequence[Gpu] = ()
     driver_problem: str = ""
     huge_pages: str = "madvise"
@@ -511,7 +512,7 @@ def _parse_gpu(line: str) -> Gpu | None:
 def _inventory() -> dict[str, Any]:
     """What torch and the kernels bring; a crash or a missing library there is a finding, not
     ours."""
-    command = [sys.executable, "-P", "-m", "dovetail.workers.inventory"]
+    command = [sys.executable, "-P", "-m", "dovetail.workers.calibration.inventory"]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

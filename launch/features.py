@@ -21,8 +21,8 @@ from dovetail.launch.training import json_option, show_progress
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from dovetail.workers.training.states import HalfType
-    from dovetail.workers.training.store import Index
+    from dovetail.workers.training.data.states import HalfType
+    from dovetail.workers.training.data.store import Index
 
 
 @click.command()
@@ -141,7 +141,7 @@ def command(
     dovetail features --target MODEL --data sharegpt.jsonl --regenerate --out FEATURES
     """
     check_model("target", target)
-    from dovetail.workers.training import corpus, states, store
+    from dovetail.workers.training.data import corpus, states, store
     from dovetail.workers.training.regenerate import Writing, regenerate_files
     from dovetail.workers.training.workplace import held
 

@@ -15,7 +15,7 @@ from dovetail.launch.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
 from dovetail.protocol.settings import Settings, byte_count
-from dovetail.workers.models.footprint import (
+from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
     PROCESS_SPACE,
     Tensor,
@@ -212,7 +212,9 @@ def _tensors(model: str) -> list[Tensor]:
     not, none."""
     if not model or (folder := Path(model).expanduser()).is_dir():
         return read_tensors(folder) if model else []
-    from dovetail.workers.models.hub import local_folder  # huggingface_hub takes long to import
+    from dovetail.workers.models.checkpoints.hub import (
+        local_folder,  # huggingface_hub takes long to import
+    )
 
     try:
         cached = local_folder(model)

@@ -21,7 +21,7 @@ from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from dovetail.workers.training.features import Features
+    from dovetail.workers.training.data.features import Features
     from dovetail.workers.training.folder import TargetParts
     from dovetail.workers.training.heads import Head, HeadShape, Kind
     from dovetail.workers.training.peers import Peers
@@ -345,10 +345,10 @@ def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
 
 def _features(wish: Wish) -> "tuple[Features, str]":
     """What there is to learn from, and the target's name."""
-    from dovetail.workers.training.corpus import open_reader, read_examples
-    from dovetail.workers.training.features import online_features, open_features
+    from dovetail.workers.training.data.corpus import open_reader, read_examples
+    from dovetail.workers.training.data.features import online_features, open_features
+    from dovetail.workers.training.data.states import open_states
     from dovetail.workers.training.regenerate import Writing, regenerate_files
-    from dovetail.workers.training.states import open_states
 
     if wish.features is not None:
         stored = open_features(wish.features)

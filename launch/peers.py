@@ -34,7 +34,7 @@ from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, Settings, byte_count
-from dovetail.workers.generated import Generated
+from dovetail.workers.peers.generated import Generated
 
 if TYPE_CHECKING:
     from dovetail.runtime.text import TextCodec
@@ -245,7 +245,7 @@ class _Assisted:
 
     def __init__(self, settings: Settings) -> None:
         from dovetail.runtime.text import TextCodec
-        from dovetail.workers.assisted import (
+        from dovetail.workers.peers.assisted import (
             AssistedModel,
         )  # torch comes in here, after the binding
 
@@ -273,7 +273,7 @@ class _Assisted:
 def assistant_of(settings: Settings) -> str:
     """The whole model that assists: the draft if it is one; of the embedded target the embedded
     draft, where another draft or none is named."""
-    from dovetail.workers.models.heads import classify
+    from dovetail.workers.heads.head import classify
 
     draft = settings.draft
     if draft.model and classify(draft.model, allow_bin=draft.pickled) is None:

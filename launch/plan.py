@@ -45,7 +45,7 @@ from dovetail.launch.terminal import explained, note, print_table, progress_bar,
 from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.protocol.settings import Settings, TreeSettings
 from dovetail.runtime.planner import Option, Planner
-from dovetail.workers.models.placement import WEIGHT_BYTES
+from dovetail.workers.models.backends.placement import WEIGHT_BYTES
 
 GPU = "cuda:0"
 """Of a described machine."""
@@ -380,7 +380,7 @@ def folder_of(source: str) -> Path:
             f"{source} is no folder: name one that has a config.json, or the id of a hub "
             "(OWNER/NAME)"
         )
-    from dovetail.workers.models.hub import CONFIG_ALONE, find_folder  # half a second
+    from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder  # half a second
 
     return find_folder(source, files=CONFIG_ALONE)
 

@@ -15,9 +15,9 @@ from dovetail.launch.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
-from dovetail.workers.models import placement
-from dovetail.workers.models.architecture import MODEL_FILES, why_no_folder
-from dovetail.workers.models.placement import Sizes, has_sizes, sizes_of, substitute_bytes
+from dovetail.workers.models.backends import placement
+from dovetail.workers.models.backends.placement import Sizes, has_sizes, sizes_of, substitute_bytes
+from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
 
 MAX_CONFIG_BYTES = 16 << 20
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
@@ -136,7 +136,10 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
 def check_whole(source: str) -> None:
     """Raise `CheckpointError` if a model that is here is damaged or cannot be decoded, as far as
     its files tell without reading the weights."""
-    from dovetail.workers.models import checkpoint, hub  # torch, for seconds: for refusals alone
+    from dovetail.workers.models.checkpoints import (
+        checkpoint,  # torch, for seconds: for refusals alone
+        hub,  # torch, for seconds: for refusals alone
+    )
 
     if (folder := hub.local_folder(source)) is not None:
         checkpoint.stored_tensors(folder)
@@ -146,7 +149,9 @@ def check_whole(source: str) -> None:
 def check_source(role: str, source: str, *, pickled: bool = False) -> None:
     """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads
     nothing."""
-    from dovetail.workers.models import hub  # half a second, which only ids of the hub cost
+    from dovetail.workers.models.checkpoints import (
+        hub,  # half a second, which only ids of the hub cost
+    )
 
     files = (*hub.HUB_FILES, *hub.PICKLED_FILES) if pickled else hub.HUB_FILES
     try:

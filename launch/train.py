@@ -195,7 +195,7 @@ def train_small(
             "another folder"
         )
     from dovetail.workers.training import small
-    from dovetail.workers.training.corpus import open_reader
+    from dovetail.workers.training.data.corpus import open_reader
     from dovetail.workers.training.regenerate import Writing, regenerate_files
 
     with small.quiet_loading():

@@ -245,7 +245,7 @@ def _serve(
             serve,
         )  # torch comes in here, after the binding
         from dovetail.workers.progress import Watchdog, hearing_loads
-        from dovetail.workers.telling import Telling
+        from dovetail.workers.serving.loading import Telling
 
         with hearing_loads(
             Telling(
@@ -318,7 +318,7 @@ def _serve_both(
             serve,
         )  # torch comes in here, after the binding
         from dovetail.workers.progress import Watchdog, hearing_loads
-        from dovetail.workers.telling import Telling
+        from dovetail.workers.serving.loading import Telling
         from dovetail.workers.unified import open_unified
 
         target, draft, profile = (
@@ -449,8 +449,8 @@ def _check_text(source: str) -> None:
     """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
     before the weights are read."""
     from dovetail.runtime.text import TextCodec
-    from dovetail.workers.models.checkpoint import read_tokenizer
-    from dovetail.workers.models.hub import find_folder
+    from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
+    from dovetail.workers.models.checkpoints.hub import find_folder
 
     folder = find_folder(source)
     try:

@@ -19,7 +19,7 @@ from math import ceil
 Seconds = Callable[[int], float]
 """Of a number of rows."""
 BUFFERS = 2
-"""That streamed layers pass through (`workers/models/placement.py`)."""
+"""That streamed layers pass through (`workers/models/backends/placement.py`)."""
 DRAFTED_HOPS, PLAIN_HOPS = 4, 2
 """Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
 coordinator handles every second of them."""

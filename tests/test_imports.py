@@ -20,11 +20,11 @@ DOORS = {
     "msgpack": ("protocol/codec.py", "runtime/tape.py"),
     "tokenizers": ("runtime/text.py", "workers/training/"),
     "jinja2": ("runtime/templates.py",),
-    "safetensors": ("workers/models/checkpoint.py", "workers/training/"),
-    "hqq": ("workers/models/quantize.py",),
-    "huggingface_hub": ("workers/models/hub.py",),
+    "safetensors": ("workers/models/checkpoints/checkpoint.py", "workers/training/"),
+    "hqq": ("workers/models/substitutes/quantize.py",),
+    "huggingface_hub": ("workers/models/checkpoints/hub.py",),
     "torch": ("workers/",),
-    "transformers": ("workers/models/lean.py", "workers/assisted.py", "workers/training/"),
+    "transformers": ("workers/models/lean.py", "workers/peers/assisted.py", "workers/training/"),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),
@@ -41,7 +41,7 @@ INSIDE_WORKERS = {
     "models": {"models", "kernels", "progress"},
     "devices": {"devices"},
 }
-OPENS_PICKLED_WEIGHTS = "workers/models/head_checkpoint.py"
+OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"
 """The one file that may call torch.load, and only with weights_only=True: the public draft heads
 are pickled, and the user has to ask for it."""
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -99,7 +99,7 @@ def test_a_library_is_imported_only_at_its_door(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in sources() if name(p).startswith("workers/") and name(p).count("/") == 2],
+    [p for p in sources() if name(p).startswith("workers/") and name(p).count("/") > 1],
     ids=name,
 )
 def test_the_rooms_of_workers_do_not_import_each_other(path: Path) -> None:

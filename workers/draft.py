@@ -2,8 +2,8 @@
 becomes events.
 
 Keeps the rules of rounds, measures spans, introduces itself. Knows one session per number and
-nothing of links; the engine is `drafter.py` with a small model, `head_drafter.py` with a head of
-its target's, or `lookup.py` without a model, and then torch is never imported.
+nothing of links; the engines are in `drafters/`: a small model, a head of the target, or n-grams
+without a model, and then torch is never imported.
 """
 
 import os
@@ -40,9 +40,9 @@ from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.kept import KeptSessions, Left, affordable_tokens
-from dovetail.workers.lookup import Lookup
-from dovetail.workers.rounds import check_round, find_session
+from dovetail.workers.drafters.ngram import Lookup
+from dovetail.workers.sessions.prefix_cache import KeptSessions, Left, affordable_tokens
+from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 
 MAX_OPEN = 64
@@ -497,7 +497,7 @@ def open_draft_worker(
             "draft.model is empty: name the folder or the hub id of a smaller model of the "
             "target's family or of a head for it, or choose draft.kind 'ngram'"
         )
-    from dovetail.workers.models.heads import classify  # torch comes in here
+    from dovetail.workers.heads.head import classify  # torch comes in here
 
     kind = classify(settings.model, allow_bin=settings.pickled)
     if settings.kind not in ("auto", told := _KIND_NAMES.get(kind, kind)):
@@ -534,11 +534,11 @@ def _open_substitute(
     cache: Path | None,
     tell: Callable[[int, int], None],
 ) -> DraftWorker[Any]:
+    from dovetail.workers.calibration.levels import known_levels
     from dovetail.workers.devices import against_int4, first_device, free_bytes, open_device
-    from dovetail.workers.draft_levels import known_levels
-    from dovetail.workers.drafter import SUBSTITUTE_SHARPENING, Drafter
-    from dovetail.workers.models.inflate import inflation_bytes
-    from dovetail.workers.models.substitute import load_substitute
+    from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
+    from dovetail.workers.models.checkpoints.inflate import inflation_bytes
+    from dovetail.workers.models.substitutes.substitute import load_substitute
 
     if settings.model:
         raise SettingsError(
@@ -591,9 +591,9 @@ def _open_substitute(
 def _open_small(
     settings: DraftSettings, name: str, threads: int, profile: Path | None
 ) -> DraftWorker[Any]:
+    from dovetail.workers.calibration.levels import known_levels
     from dovetail.workers.devices import first_device, free_bytes, open_device
-    from dovetail.workers.draft_levels import known_levels
-    from dovetail.workers.drafter import Drafter
+    from dovetail.workers.drafters.model import Drafter
     from dovetail.workers.models.language_model import load_language_model
 
     if settings.weights == "int4":
@@ -625,10 +625,10 @@ def _open_small(
 def _open_head(
     settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None
 ) -> DraftWorker[Any]:
+    from dovetail.workers.calibration.levels import known_levels
     from dovetail.workers.devices import first_device, free_bytes, open_device
-    from dovetail.workers.draft_levels import known_levels
-    from dovetail.workers.head_drafter import HeadDrafter
-    from dovetail.workers.models.heads import open_head
+    from dovetail.workers.drafters.head import HeadDrafter
+    from dovetail.workers.heads.head import open_head
 
     device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
     head = open_head(

@@ -51,8 +51,8 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.spans import Spans
-from dovetail.workers.failures import as_request_error
 from dovetail.workers.progress import Abandoned, Watchdog, heard
+from dovetail.workers.serving.failures import as_request_error
 
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0

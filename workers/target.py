@@ -42,16 +42,16 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.profile import ContextCurve, load_profile
 from dovetail.protocol.settings import MAX_GAMMA, MemorySettings, TargetSettings
 from dovetail.protocol.spans import Span, Spans
-from dovetail.workers.calibration import Subject, calibration_key, read_design
+from dovetail.workers.calibration.target import Subject, calibration_key, read_design
 from dovetail.workers.devices import free_bytes, open_device
-from dovetail.workers.failures import as_request_error
-from dovetail.workers.kept import affordable_tokens
-from dovetail.workers.models.inflate import inflation_bytes
+from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.serving.failures import as_request_error
+from dovetail.workers.serving.spread import known_readings, spread_of
+from dovetail.workers.sessions.prefix_cache import affordable_tokens
+from dovetail.workers.sessions.wire import to_array, to_tensor
 from dovetail.workers.speculation.rejection import Drawn
-from dovetail.workers.spread import known_readings, spread_of
 from dovetail.workers.verifier import MAX_SESSIONS, First, Part, ScoredPart, Verdict, Verifier
-from dovetail.workers.wire import to_array, to_tensor
 
 MOST_WORDS = 200
 """Letters that summaries have for why torch computes a model; the log has all of them."""

@@ -24,14 +24,19 @@ from dovetail.protocol.settings import (
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices import against_int4, open_device
 from dovetail.workers.draft import DraftWorker, Identity
-from dovetail.workers.drafter import SUBSTITUTE_SHARPENING
+from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
+from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.loop import Worker
-from dovetail.workers.models.device_codes import load_device_substitute
-from dovetail.workers.models.inflate import inflation_bytes
-from dovetail.workers.models.quantize import BITS
-from dovetail.workers.models.substitute import Tell, load_substitute, share, shared_cache
+from dovetail.workers.models.checkpoints.inflate import inflation_bytes
+from dovetail.workers.models.substitutes.device_codes import load_device_substitute
+from dovetail.workers.models.substitutes.quantize import BITS
+from dovetail.workers.models.substitutes.substitute import (
+    Tell,
+    load_substitute,
+    share,
+    shared_cache,
+)
 from dovetail.workers.progress import beat
-from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
 from dovetail.workers.target import TargetWorker, open_target_worker
 
 BEAT_S = 0.2

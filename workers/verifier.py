@@ -35,20 +35,20 @@ from dovetail.protocol.messages import Reads, TokenLogprobs, VerifiedItem, Verif
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.failures import as_request_error
-from dovetail.workers.kept import KeptSessions, check_prefix
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Paths, Segment
 from dovetail.workers.models.states import LAST
-from dovetail.workers.room import check_rows, host_row_bytes
-from dovetail.workers.rounds import check_round, find_session
+from dovetail.workers.serving.failures import as_request_error
+from dovetail.workers.sessions.prefix_cache import KeptSessions, check_prefix
+from dovetail.workers.sessions.room import check_rows, host_row_bytes
+from dovetail.workers.sessions.rounds import check_round, find_session
+from dovetail.workers.sessions.timing import timed_pass
+from dovetail.workers.sessions.wire import narrowed
 from dovetail.workers.speculation.acceptance import walk
 from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import Choices, Drawn, judge
 from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
-from dovetail.workers.timing import timed_pass
-from dovetail.workers.wire import narrowed
 
 PREFILL_ROWS = PROMPT_ROWS
 """Rows of a prefill pass, unless weights stream; and of what is said of a prompt at a time."""

@@ -26,9 +26,9 @@ def process(configuration: Configuration, out: Path, parent: int) -> None:
     end_with(parent)
     end_when_told()
     said = claim_stdout()
-    from dovetail.workers.models.checkpoint import read_tokenizer  # torch comes in here
-    from dovetail.workers.models.hub import find_folder
-    from dovetail.workers.models.inflate import write_inflated
+    from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer  # torch comes in here
+    from dovetail.workers.models.checkpoints.hub import find_folder
+    from dovetail.workers.models.checkpoints.inflate import write_inflated
 
     target = with_target(configuration.settings.target)
     folder = find_folder(target.model)

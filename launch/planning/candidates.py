@@ -86,7 +86,7 @@ class Candidate:
 
     def _own_bytes(self, resident: int) -> int:
         """As many as a worker leaves room for, whatever stays there of the target
-        (`workers/spread.py`)."""
+        (`workers/serving/spread.py`)."""
         return self.size.shared_bytes
 
 
@@ -268,7 +268,7 @@ def kind_of(folder: Path) -> str:
     """small, or the kind of head, that a folder holds: by its tensors, or by the architecture that
     a config.json alone names."""
     if any(folder.glob("*.safetensors")):
-        from dovetail.workers.models.head_checkpoint import classify  # torch comes in here
+        from dovetail.workers.heads.checkpoint import classify  # torch comes in here
 
         return str(classify(str(folder)) or "small").rstrip("*")
     named = str(read_config(folder, "draft").get("architectures")).lower()

@@ -14,8 +14,7 @@ from typing import Any
 from dovetail.launch.simulation.machines import SIZES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.runtime.planner import Target
-from dovetail.workers.models.architecture import refuse_content
-from dovetail.workers.models.placement import (
+from dovetail.workers.models.backends.placement import (
     WEIGHT_BYTES,
     cache_bytes,
     coded_bytes,
@@ -26,6 +25,7 @@ from dovetail.workers.models.placement import (
     sizes_of,
     substitute_bytes,
 )
+from dovetail.workers.models.checkpoints.architecture import refuse_content
 
 HALF = 2
 """Bytes of a draft's number."""

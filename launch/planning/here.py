@@ -57,8 +57,8 @@ class Here:
         settings = candidate.settings
         if candidate.lacks and candidate.kind != "substitute":
             return None
+        from dovetail.workers.calibration.levels import expected_levels
         from dovetail.workers.devices import open_device
-        from dovetail.workers.draft_levels import expected_levels
 
         target = with_target(self.configuration.settings.target)
         if candidate.kind == "substitute" and not any(
@@ -98,9 +98,9 @@ def look_here(configuration: Configuration, say: Say) -> Here:
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     say("looking at what is known of this machine")
     device = device_of(settings)
-    from dovetail.workers.device_costs import known_costs, planned_config
+    from dovetail.workers.calibration.devices import known_costs, planned_config
     from dovetail.workers.devices import open_device
-    from dovetail.workers.models.placement import has_sizes
+    from dovetail.workers.models.backends.placement import has_sizes
 
     open_device("cpu", threads)
     target = with_target(settings.target)
@@ -122,7 +122,7 @@ def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:
     if calibration is not None:
         return calibration.limits, "measured"
     from dovetail.protocol.profile import machine_key
-    from dovetail.workers.calibration import measure_limits
+    from dovetail.workers.calibration.target import measure_limits
 
     kept = [
         c.limits
@@ -176,9 +176,9 @@ def _hardware(
 def _with_gpu(
     settings: Settings, device: str, host: Engine, threads: int, ram: int, *, measured: bool
 ) -> Hardware:
-    from dovetail.workers.device_costs import probe_device
+    from dovetail.workers.calibration.devices import probe_device
     from dovetail.workers.devices import free_bytes, open_device
-    from dovetail.workers.spread import FREE_SHARE
+    from dovetail.workers.serving.spread import FREE_SHARE
 
     opened = open_device(device, threads)
     free = int(FREE_SHARE * free_bytes(opened.torch_device))

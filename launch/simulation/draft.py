@@ -16,8 +16,8 @@ from dovetail.launch.simulation.costs import Costs
 from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.draft import DraftWorker, Identity
-from dovetail.workers.grower import Grower, GrowingSession, Ranking
-from dovetail.workers.head_drafter import HeadDrafter
+from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.tree import Grower, GrowingSession, Ranking
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes
 from dovetail.workers.speculation.proposal import Shape

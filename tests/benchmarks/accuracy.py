@@ -20,7 +20,7 @@ from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.prompts import read_prompts
 from dovetail.launch.terminal import print_table, progress_bar
 from dovetail.runtime.text import TextCodec
-from dovetail.workers.models.checkpoint import read_tokenizer
+from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
 from dovetail.workers.models.language_model import load_language_model
 from dovetail.workers.models.segment import Segment
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.nodes import coupled, matched, rejected
-from dovetail.workers.head_drafter import NOISE_SHARE
-from dovetail.workers.models.heads import Head, classify, open_head
+from dovetail.workers.drafters.head import NOISE_SHARE
+from dovetail.workers.heads.head import Head, classify, open_head
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST
-from dovetail.workers.wire import narrowed
+from dovetail.workers.sessions.wire import narrowed
 
 FIGURE = 0.95
 """Acceptance per node at temperature 1 against temperature 0."""

@@ -13,7 +13,7 @@ from benchmarks.models import draw_tree, token_row
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.kernels import PackedMatrix
-from dovetail.workers.models.fused import Kernels
+from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.verifier import Verifier, tree_paths

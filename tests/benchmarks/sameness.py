@@ -21,7 +21,7 @@ from benchmarks.options import ISAS, Command, Numbers, option, options, pin, rep
 from dovetail.launch.terminal import print_table, progress_bar
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass
-from dovetail.workers.models.fused import BlockedCache, Kernels
+from dovetail.workers.models.backends.fused import BlockedCache, Kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 

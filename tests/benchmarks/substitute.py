@@ -30,14 +30,14 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.text import TextCodec
 from dovetail.workers import kernels
-from dovetail.workers.drafter import SHARPENING, SUBSTITUTE_SHARPENING, Drafter
-from dovetail.workers.models.checkpoint import read_tokenizer
+from dovetail.workers.drafters.model import SHARPENING, SUBSTITUTE_SHARPENING, Drafter
+from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
+from dovetail.workers.models.backends.placement import Place, sizes_of
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import Place, sizes_of
-from dovetail.workers.models.quantize import BITS
-from dovetail.workers.models.staged import Staging
-from dovetail.workers.models.substitute import load_substitute, share, shared_cache
-from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
+from dovetail.workers.models.substitutes.quantize import BITS
+from dovetail.workers.models.substitutes.substitute import load_substitute, share, shared_cache
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.verifier import First, Verdict, Verifier
 from support.stacks import PROMPTS, complete_all, running, submit

@@ -25,23 +25,21 @@ from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.comparison import NEAR_TIE
-from dovetail.workers.calibration import Passes
+from dovetail.workers.calibration.target import Passes
 from dovetail.workers.devices import Device
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.cuda import CudaTransfer
-from dovetail.workers.drafter import SUBSTITUTE_SHARPENING, Drafter
-from dovetail.workers.models import staged, substitute
-from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.device_codes import (
-    DeviceSubstitute,
-    SharedLayer,
-    load_device_substitute,
+from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
+from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
+from dovetail.workers.models.backends import staged
+from dovetail.workers.models.backends.placement import (
+    Demand,
+    Place,
+    coded_bytes,
+    place_layers,
+    sizes_of,
 )
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import Demand, Place, coded_bytes, place_layers, sizes_of
-from dovetail.workers.models.quantize import GROUP, Codes
-from dovetail.workers.models.segment import Segment
-from dovetail.workers.models.staged import (
+from dovetail.workers.models.backends.staged import (
     KernelEngine,
     Reader,
     Stage,
@@ -50,8 +48,17 @@ from dovetail.workers.models.staged import (
     Staging,
     TorchEngine,
 )
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import Kept
-from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
+from dovetail.workers.models.substitutes import substitute
+from dovetail.workers.models.substitutes.device_codes import (
+    DeviceSubstitute,
+    SharedLayer,
+    load_device_substitute,
+)
+from dovetail.workers.models.substitutes.quantize import GROUP, Codes
 from dovetail.workers.speculation.proposal import Shape as Proposed
 from dovetail.workers.verifier import First, Verdict, Verifier
 from gpu import chip

@@ -11,9 +11,9 @@ from torch import Tensor
 from dovetail.launch.agreement import Agreement, compare
 from dovetail.protocol.messages import TokenLogprobs
 from dovetail.workers import kernels
-from dovetail.workers.models.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.reference import reference_logits
+from dovetail.workers.models.parity.reference import reference_logits
 from dovetail.workers.models.segment import Segment
 from support.models import CONTEXT, tiny_mistral
 from support.zoo import TOKENS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch import cli
-from dovetail.workers.training.features import open_features
+from dovetail.workers.training.data.features import open_features
 from dovetail.workers.training.workplace import held
 from support.features import samples
 

@@ -19,8 +19,8 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room
 from dovetail.protocol.settings import Settings
 from dovetail.workers.models import memory
-from dovetail.workers.models.checkpoint import open_checkpoint
-from dovetail.workers.models.footprint import PROCESS_BYTES, loading_bytes, read_tensors
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES, loading_bytes, read_tensors
 from dovetail.workers.models.language_model import against_device, load_language_model
 from support.kernels import needs_kernels
 from support.models import tiny_llama, tiny_qwen2
@@ -261,7 +261,9 @@ def test_what_transformers_rearranges_is_refused_before_it_is_loaded(
     folder = tiny_llama(tmp_path / "llama")
     monkeypatch.setattr(memory, "read_room", lambda: Room(1000, "available on this machine"))
     load_language_model(str(folder), weights="fp32", device="cpu")
-    monkeypatch.setattr("dovetail.workers.models.loader._maps_one_to_one", lambda *_: False)
+    monkeypatch.setattr(
+        "dovetail.workers.models.checkpoints.loader._maps_one_to_one", lambda *_: False
+    )
     with pytest.raises(
         CheckpointError,
         match=r"all of it as float32 takes .* GB of memory while it is loaded, and there are "

@@ -20,8 +20,8 @@ from dovetail.launch.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.text import TextCodec
-from dovetail.workers.generated import Generated, Round
-from dovetail.workers.models.checkpoint import read_tokenizer
+from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
+from dovetail.workers.peers.generated import Generated, Round
 from support.heads import write_head
 
 TURNS = ["Tell me a story about a small owl."]

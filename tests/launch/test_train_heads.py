@@ -21,8 +21,8 @@ from torch import Tensor
 from dovetail.launch.heads import Wish, train_head
 from dovetail.launch.train import command
 from dovetail.protocol.errors import UserError
-from dovetail.workers.models.checkpoint import open_weights
-from dovetail.workers.models.heads import classify, open_head
+from dovetail.workers.heads.head import classify, open_head
+from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.training.folder import read_target, shape_for
 from dovetail.workers.training.heads import (

@@ -183,7 +183,7 @@ def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(
 STUCK = """
 import sys
 from dovetail.launch import cli
-from dovetail.workers.lookup import Lookup
+from dovetail.workers.drafters.ngram import Lookup
 
 def propose_for_ever(*arguments, **named):
     while True:

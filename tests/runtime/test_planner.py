@@ -21,8 +21,8 @@ from dovetail.runtime.planner import (
     Tree,
     by_budget,
 )
-from dovetail.workers.models import placement
-from dovetail.workers.models.placement import Demand, place_layers, sizes_of
+from dovetail.workers.models.backends import placement
+from dovetail.workers.models.backends.placement import Demand, place_layers, sizes_of
 
 LAYERS = 6
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dovetail.launch.cli import main
 from dovetail.workers.draft import DraftWorker
-from dovetail.workers.grower import Grower
-from dovetail.workers.head_drafter import HeadDrafter
-from dovetail.workers.models.heads import Head
+from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.tree import Grower
+from dovetail.workers.heads.head import Head
 
 WORDS = "the index is on another device than the states"
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dovetail.workers.training.features import Features, Packed
+from dovetail.workers.training.data.features import Features, Packed
 
 
 @dataclass(frozen=True)

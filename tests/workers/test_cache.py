@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dovetail.workers import kernels
+from dovetail.workers.models.backends.fused import BlockedCache
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.fused import BlockedCache
 from support.models import cache_row
 
 

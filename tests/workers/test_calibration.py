@@ -11,7 +11,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import Calibration, Limits, ProfileKey, RowsSeconds
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration import (
+from dovetail.workers.calibration.target import (
     LADDER,
     Passes,
     best_of,

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training.chats import Chat, Message, RefusedError, Renderer, read_chats
-from dovetail.workers.training.corpus import open_reader, read_examples, read_rows
-from dovetail.workers.training.examples import Example
+from dovetail.workers.training.data.chats import Chat, Message, RefusedError, Renderer, read_chats
+from dovetail.workers.training.data.corpus import open_reader, read_examples, read_rows
+from dovetail.workers.training.data.examples import Example
 
 TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
 CHATML = """{% for m in messages %}<|im_start|>{{ m['role'] }}

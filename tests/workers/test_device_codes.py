@@ -10,11 +10,8 @@ from torch import Tensor
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cpu import HostTransfer
-from dovetail.workers.models import staged
-from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.device_codes import Capture, DeviceSubstitute, load_device_substitute
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import (
+from dovetail.workers.models.backends import staged
+from dovetail.workers.models.backends.placement import (
     TREE_ROWS,
     TREES_AHEAD,
     Place,
@@ -22,12 +19,19 @@ from dovetail.workers.models.placement import (
     needed_bytes,
     sizes_of,
 )
-from dovetail.workers.models.quantised import CodedProduct
-from dovetail.workers.models.quantize import GROUP, Codes
+from dovetail.workers.models.backends.staged import Staging, TorchEngine
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.models.staged import Staging, TorchEngine
-from dovetail.workers.models.substitute import load_substitute
-from dovetail.workers.spread import spread_of
+from dovetail.workers.models.substitutes.device_codes import (
+    Capture,
+    DeviceSubstitute,
+    load_device_substitute,
+)
+from dovetail.workers.models.substitutes.quantised import CodedProduct
+from dovetail.workers.models.substitutes.quantize import GROUP, Codes
+from dovetail.workers.models.substitutes.substitute import load_substitute
+from dovetail.workers.serving.spread import spread_of
 from support.kernels import needs_kernels
 from support.models import CONFIG, tiny_llama
 

@@ -8,7 +8,7 @@ import pytest
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import DeviceCosts, update_profile
 from dovetail.protocol.settings import TargetSettings
-from dovetail.workers.device_costs import (
+from dovetail.workers.calibration.devices import (
     keys_of,
     known_costs,
     measure_device,
@@ -16,7 +16,7 @@ from dovetail.workers.device_costs import (
     probe_device,
 )
 from dovetail.workers.devices import open_device
-from dovetail.workers.spread import known_readings
+from dovetail.workers.serving.spread import known_readings
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 

@@ -17,9 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models import digests
-from dovetail.workers.models.checkpoint import FLOAT_TYPES, Weights, open_checkpoint, open_weights
-from dovetail.workers.models.digests import Identity, all_finite
+from dovetail.workers.models.checkpoints import digests
+from dovetail.workers.models.checkpoints.checkpoint import (
+    FLOAT_TYPES,
+    Weights,
+    open_checkpoint,
+    open_weights,
+)
+from dovetail.workers.models.checkpoints.digests import Identity, all_finite
 from dovetail.workers.models.language_model import load_language_model
 from dovetail.workers.progress import hearing_loads
 from support.models import tiny_llama
@@ -239,7 +244,9 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(
     file = folder / "model.safetensors"
     other = tiny_llama(tmp_path / "other", seed=1) / "model.safetensors"
     if way == "by transformers":
-        monkeypatch.setattr("dovetail.workers.models.loader._maps_one_to_one", lambda *_: False)
+        monkeypatch.setattr(
+            "dovetail.workers.models.checkpoints.loader._maps_one_to_one", lambda *_: False
+        )
 
     def told(doing: str, done: int, total: int) -> None:
         if doing == "loading" and other.exists():

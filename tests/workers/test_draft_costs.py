@@ -9,12 +9,12 @@ import pytest
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import ContextCurve, ProfileKey, RowsSeconds, update_profile
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.calibration import Passes
+from dovetail.workers.calibration.draft import LEVELS, _Guesses, calibrate_draft
+from dovetail.workers.calibration.levels import levels_key
+from dovetail.workers.calibration.target import Passes
 from dovetail.workers.devices import open_device
 from dovetail.workers.draft import open_draft_worker
-from dovetail.workers.draft_costs import LEVELS, _Guesses, calibrate_draft
-from dovetail.workers.draft_levels import levels_key
-from dovetail.workers.models.heads import Predicted, open_head
+from dovetail.workers.heads.head import Predicted, open_head
 from dovetail.workers.models.language_model import load_language_model
 from support.heads import VARIANTS, write_head
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training import store
-from dovetail.workers.training.corpus import open_reader, read_examples
-from dovetail.workers.training.examples import Example, Examples, arrange, read_token_file
-from dovetail.workers.training.features import Features, online_features, open_features
-from dovetail.workers.training.run import Progress
-from dovetail.workers.training.states import (
+from dovetail.workers.training.data import store
+from dovetail.workers.training.data.corpus import open_reader, read_examples
+from dovetail.workers.training.data.examples import Example, Examples, arrange, read_token_file
+from dovetail.workers.training.data.features import Features, online_features, open_features
+from dovetail.workers.training.data.states import (
     PASS_ROWS,
     Origin,
     TargetStates,
     choose_taps,
     open_states,
 )
+from dovetail.workers.training.run import Progress
 from support.features import samples
 from support.models import tiny_llama, transformers_model
 

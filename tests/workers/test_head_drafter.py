@@ -20,13 +20,13 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices import open_device
-from dovetail.workers.head_drafter import FORETOLD, NOISE_SHARE, HeadDrafter
-from dovetail.workers.head_levels import Capture
-from dovetail.workers.models.heads import Head, Predicted, open_head
+from dovetail.workers.drafters.head import FORETOLD, NOISE_SHARE, HeadDrafter
+from dovetail.workers.drafters.head_levels import Capture
+from dovetail.workers.heads.head import Head, Predicted, open_head
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.growth import NO_ROW
 from dovetail.workers.speculation.proposal import Proposal, Shape
-from dovetail.workers.wire import TYPES, to_array
 from support.heads import write_head
 from support.models import VOCABULARY, cache_row, reference_law, reference_processed
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.training import losses, run, trainer
-from dovetail.workers.training.features import Batch
+from dovetail.workers.training.data.features import Batch
 from dovetail.workers.training.heads import (
     Eagle3Head,
     Head,

@@ -18,14 +18,14 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.head_drafter import HeadDrafter
-from dovetail.workers.models.heads import Head, Predicted, open_head
+from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.heads.head import Head, Predicted, open_head
+from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.growth import GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec
 from dovetail.workers.speculation.policies import Dynamic
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.registry import open_policy
-from dovetail.workers.wire import TYPES, to_array
 from support.growing import Children, Path, Table, grow, path_of, proposal
 from support.heads import write_head
 

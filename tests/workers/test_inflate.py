@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
-from dovetail.workers.models.checkpoint import open_checkpoint
-from dovetail.workers.models.inflate import (
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.inflate import (
     grow_layer,
     grow_skeleton,
     linear_bytes,

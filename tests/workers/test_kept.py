@@ -34,16 +34,21 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, 
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.draft import DraftWorker, Identity, open_draft_worker
-from dovetail.workers.drafter import Drafter, DraftLeft, DraftSession
-from dovetail.workers.head_drafter import HeadDrafter, HeadLeft, HeadSession
-from dovetail.workers.head_levels import Capture
-from dovetail.workers.kept import MEMORY_SHARE, KeptSessions, affordable_tokens, check_prefix
-from dovetail.workers.models.heads import Head, open_head
+from dovetail.workers.drafters.head import HeadDrafter, HeadLeft, HeadSession
+from dovetail.workers.drafters.head_levels import Capture
+from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
+from dovetail.workers.heads.head import Head, open_head
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.sessions.prefix_cache import (
+    MEMORY_SHARE,
+    KeptSessions,
+    affordable_tokens,
+    check_prefix,
+)
+from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Proposal, Shape
 from dovetail.workers.target import TargetWorker, open_target_worker
 from dovetail.workers.verifier import First, Part, Verdict, Verifier
-from dovetail.workers.wire import TYPES, to_array
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import CONTEXT, VOCABULARY, cache_row

@@ -12,13 +12,13 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models import attention
-from dovetail.workers.models.following import UnsupportedError
-from dovetail.workers.models.fused import BlockedCache, Kernels
+from dovetail.workers.models.backends.fused import BlockedCache, Kernels
 from dovetail.workers.models.language_model import (
     LanguageModel,
     load_language_model,
     random_language_model,
 )
+from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Paths, Segment
 from support.models import (
     CONTEXT,

@@ -10,9 +10,14 @@ from torch import nn
 from torch.nn.functional import linear
 
 from dovetail.protocol.profile import LinearChoice, update_profile
-from dovetail.workers.models.library import Library
-from dovetail.workers.models.linear import CANDIDATES, Candidate, PackedLinear, reason_against
-from dovetail.workers.models.selection import ROW_CLASSES, Selection, profile_key, select
+from dovetail.workers.models.backends.library import Library
+from dovetail.workers.models.backends.linear import (
+    CANDIDATES,
+    Candidate,
+    PackedLinear,
+    reason_against,
+)
+from dovetail.workers.models.backends.selection import ROW_CLASSES, Selection, profile_key, select
 
 USABLE = [
     pytest.param(c, id=c.name)

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dovetail.workers import kernels
-from dovetail.workers.models.checkpoint import open_checkpoint
-from dovetail.workers.models.loader import Types, load_transformers, open_skeleton
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.loader import Types, load_transformers, open_skeleton
 from support.models import FAMILIES, reference_logits, tiny_llama, write_tokenizer
 
 SHARD_BYTES = 20 << 20

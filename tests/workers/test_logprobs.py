@@ -17,13 +17,13 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers import verifier as module
-from dovetail.workers.drafter import Drafter
+from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.rejection import Drawn
 from dovetail.workers.verifier import PREFILL_ROWS, First, Part, ScoredPart, Verdict, Verifier
-from dovetail.workers.wire import to_tensor
 from support.kernels import needs_kernels
 from support.models import VOCABULARY, reference_logprobs
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.lookup import LEAST, OCCURRENCES, ODDS, SIZES, Index, Lookup, LookupSession
+from dovetail.workers.drafters.ngram import (
+    LEAST,
+    OCCURRENCES,
+    ODDS,
+    SIZES,
+    Index,
+    Lookup,
+    LookupSession,
+)
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 
 SHAPE = Shape(15, 8, 4)

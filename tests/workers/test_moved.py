@@ -35,9 +35,9 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.draft import DraftWorker, open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.sessions.wire import TYPES, to_array, to_tensor
 from dovetail.workers.target import TargetWorker, open_target_worker
 from dovetail.workers.verifier import PREFILL_ROWS, First, Part, Verdict, Verifier
-from dovetail.workers.wire import TYPES, to_array, to_tensor
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import CONTEXT, VOCABULARY, cache_row, tiny_llama

@@ -18,18 +18,18 @@ from dovetail.workers.devices.pretended import (
     capture,
     device,
 )
-from dovetail.workers.head_levels import open_levels
-from dovetail.workers.models.device_codes import load_device_substitute
-from dovetail.workers.models.heads import open_head
+from dovetail.workers.drafters.head_levels import open_levels
+from dovetail.workers.drafters.shared import Lent, SharedDrafter
+from dovetail.workers.heads.head import open_head
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import Place
-from dovetail.workers.models.quantised import CodedProduct
-from dovetail.workers.models.quantize import GROUP, Codes
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.models.staged import Staging
 from dovetail.workers.models.states import LAST
-from dovetail.workers.models.substitute import shared_cache
-from dovetail.workers.shared_drafter import Lent, SharedDrafter
+from dovetail.workers.models.substitutes.device_codes import load_device_substitute
+from dovetail.workers.models.substitutes.quantised import CodedProduct
+from dovetail.workers.models.substitutes.quantize import GROUP, Codes
+from dovetail.workers.models.substitutes.substitute import shared_cache
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.verifier import First, Verdict, Verifier
 from support.heads import write_head

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels.layer import LANES
-from dovetail.workers.models.blob import gather
-from dovetail.workers.models.fused import BlockedCache
-from dovetail.workers.models.language_model import load_language_model
-from dovetail.workers.models.placement import (
+from dovetail.workers.models.backends.blob import gather
+from dovetail.workers.models.backends.fused import BlockedCache
+from dovetail.workers.models.backends.placement import (
     BUFFERS,
     Demand,
     Place,
@@ -24,6 +23,7 @@ from dovetail.workers.models.placement import (
     place_layers,
     sizes_of,
 )
+from dovetail.workers.models.language_model import load_language_model
 from support.kernels import needs_kernels
 from support.models import FAMILIES
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cuda import CudaTransfer
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.backends.streaming import Ring
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import Place
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.models.staged import Staging
-from dovetail.workers.models.streaming import Ring
 from dovetail.workers.target import open_target_worker
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama

@@ -3,7 +3,7 @@
 import pytest
 
 from dovetail.workers import kernels
-from dovetail.workers.inventory import kernel_failures, take_inventory
+from dovetail.workers.calibration.inventory import kernel_failures, take_inventory
 from dovetail.workers.kernels import Isa
 from support.kernels import every_isa, use
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dovetail.workers import progress
-from dovetail.workers.models.heads import open_head
+from dovetail.workers.heads.head import open_head
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import DEAF, Abandoned, beat, heard

@@ -14,10 +14,10 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.models.following import UnprovableError
-from dovetail.workers.models.landmarks import runs_of
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.oracle import Oracle
+from dovetail.workers.models.parity.following import UnprovableError
+from dovetail.workers.models.parity.landmarks import runs_of
+from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.target import open_target_worker
 from support.models import CONTEXT, SHAPE, reference_logits

@@ -5,8 +5,13 @@ import torch
 from hqq.core.quantize import Quantizer
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.models import quantize
-from dovetail.workers.models.quantize import check_installed, from_bytes, quantise, to_bytes
+from dovetail.workers.models.substitutes import quantize
+from dovetail.workers.models.substitutes.quantize import (
+    check_installed,
+    from_bytes,
+    quantise,
+    to_bytes,
+)
 
 ERRORS = {8: 0.01, 4: 0.1, 3: 0.2, 2: 0.45}
 """Of normal random weights, relative: what hqq reaches (0.005, 0.087, 0.185, 0.43), and a

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.workers.models import reference
-from dovetail.workers.models.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.models.parity import reference
 from support.models import CONTEXT, reference_logits
 from support.zoo import COMPUTED, TOKENS, write
 

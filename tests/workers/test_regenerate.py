@@ -11,8 +11,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.training.chats import Chat, Message, Renderer
-from dovetail.workers.training.corpus import open_reader, read_examples
+from dovetail.workers.training.data.chats import Chat, Message, Renderer
+from dovetail.workers.training.data.corpus import open_reader, read_examples
 from dovetail.workers.training.regenerate import Outcome, Scribe, Writing, regenerate
 from dovetail.workers.training.run import Progress
 from support.models import reference_tokens

@@ -16,13 +16,13 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.drafter import Drafter
-from dovetail.workers.lookup import Lookup
+from dovetail.workers.drafters.model import Drafter
+from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.proposal import Proposal, Shape
 from dovetail.workers.speculation.rejection import Drawn
 from dovetail.workers.verifier import First, Verdict, Verifier
-from dovetail.workers.wire import to_tensor
 from support.models import VOCABULARY, reference_law, reference_logits, reference_processed
 
 PROMPT = [3, 1, 4, 1, 5]

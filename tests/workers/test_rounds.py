@@ -3,7 +3,7 @@
 import pytest
 
 from dovetail.protocol.errors import RequestError, StaleError
-from dovetail.workers.rounds import check_round, find_session
+from dovetail.workers.sessions.rounds import check_round, find_session
 
 
 def test_the_next_round_of_the_same_length_passes() -> None:

@@ -13,9 +13,9 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
+from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.shared_drafter import Lent, SharedDrafter, SharedSession
 from dovetail.workers.speculation.growth import NO_ROW
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.verifier import First, Verdict, Verifier

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.drafter import SHARPENING, Drafter, DraftSession
+from dovetail.workers.drafters.model import SHARPENING, Drafter, DraftSession
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.speculation.growth import GrowingTree, likeliest
 from dovetail.workers.speculation.proposal import Proposal, Shape

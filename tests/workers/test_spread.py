@@ -9,10 +9,10 @@ import torch
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import ProfileKey, Reading, RowsSeconds, update_profile
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
-from dovetail.workers.calibration import calibrate
+from dovetail.workers.calibration.target import calibrate
 from dovetail.workers.devices import open_device
-from dovetail.workers.models.placement import Place
-from dovetail.workers.spread import known_readings, spread_of
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.serving.spread import known_readings, spread_of
 from dovetail.workers.target import open_target_worker
 from support.kernels import needs_kernels
 from support.models import CONFIG, tiny_llama

@@ -15,13 +15,13 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.models import staged
-from dovetail.workers.models.blob import Lying, unpack
-from dovetail.workers.models.device_layer import product
+from dovetail.workers.models.backends import staged
+from dovetail.workers.models.backends.blob import Lying, unpack
+from dovetail.workers.models.backends.device_layer import product
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.staged import StagedCache, Staging, TorchEngine
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.placement import Place
 from dovetail.workers.models.segment import PROMPT_ROWS, Paths, Segment
-from dovetail.workers.models.staged import StagedCache, Staging, TorchEngine
 from dovetail.workers.models.states import LAST
 from dovetail.workers.verifier import First, Verdict, Verifier
 from support.kernels import needs_kernels

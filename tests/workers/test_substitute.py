@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers import kernels
-from dovetail.workers.models import fused
-from dovetail.workers.models.checkpoint import load_tensors, save_tensors
-from dovetail.workers.models.fused import BlockedCache
+from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends.fused import BlockedCache
+from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
-from dovetail.workers.models.quantize import quantise
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.models.substitute import load_substitute
+from dovetail.workers.models.substitutes.quantize import quantise
+from dovetail.workers.models.substitutes.substitute import load_substitute
 from support.models import tiny_llama, transformers_model
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")

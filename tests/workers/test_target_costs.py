@@ -18,7 +18,7 @@ from dovetail.protocol.profile import (
     update_profile,
 )
 from dovetail.protocol.settings import TargetSettings
-from dovetail.workers.calibration import Subject, calibration_key, read_design
+from dovetail.workers.calibration.target import Subject, calibration_key, read_design
 from dovetail.workers.models.language_model import load_language_model
 from dovetail.workers.target import open_target_worker
 

@@ -12,7 +12,7 @@ from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.timing import PARTS, asked, timed
-from dovetail.workers.timing import timed_pass
+from dovetail.workers.sessions.timing import timed_pass
 
 FAMILIES = [
     pytest.param(

@@ -13,7 +13,7 @@ import torch
 from dovetail.launch.train import train_small
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training import run, small
-from dovetail.workers.training.examples import read_token_file
+from dovetail.workers.training.data.examples import read_token_file
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
 TINY = small.Shape(hidden=32, layers=1, heads=2, kv_heads=1, mlp=48)

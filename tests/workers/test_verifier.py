@@ -18,8 +18,8 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers import room
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.sessions import room
 from dovetail.workers.verifier import PREFILL_ROWS, First, Verdict, Verifier, tree_paths
 from support.models import (
     CONTEXT,

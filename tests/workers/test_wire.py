@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dovetail.protocol.arrays import Array
-from dovetail.workers.wire import TYPES, narrowed, to_array, to_tensor
+from dovetail.workers.sessions.wire import TYPES, narrowed, to_array, to_tensor
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)

@@ -3,7 +3,7 @@ behind the committed ones.
 
 Slots 0..length-1 hold the committed tokens in order; whatever lies behind is free, or rows of a
 tree whose fate is not known yet. Knows neither tokens nor trees: its owner says which slots
-survive. This is the layout for torch's operations; `fused.py` has that of the kernels.
+survive. This is the layout for torch's operations; `backends/fused.py` has that of the kernels.
 """
 
 from collections.abc import Sequence

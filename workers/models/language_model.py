@@ -24,14 +24,22 @@ from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.protocol.messages import MAX_TOKENS, VocabularyFacts
 from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.kernels import Kind
-from dovetail.workers.models import fused
-from dovetail.workers.models.architecture import REMEDY, why_not
+from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.backends.library import Library, prove_whole
+from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
+from dovetail.workers.models.backends.selection import select
+from dovetail.workers.models.backends.staged import Staged, Staging
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.checkpoint import FLOAT_TYPES, Checkpoint, open_checkpoint, read_json
-from dovetail.workers.models.following import UnprovableError, UnsupportedError
-from dovetail.workers.models.fused import Kernels
-from dovetail.workers.models.hub import find_folder
-from dovetail.workers.models.inflate import (
+from dovetail.workers.models.checkpoints.architecture import REMEDY, why_not
+from dovetail.workers.models.checkpoints.checkpoint import (
+    FLOAT_TYPES,
+    Checkpoint,
+    open_checkpoint,
+    read_json,
+)
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.inflate import (
     Plan,
     grow_layer,
     grow_skeleton,
@@ -39,9 +47,7 @@ from dovetail.workers.models.inflate import (
     plan_inflation,
     planned_shapes,
 )
-from dovetail.workers.models.library import Library, prove_whole
-from dovetail.workers.models.linear import CANDIDATES, reason_against
-from dovetail.workers.models.loader import (
+from dovetail.workers.models.checkpoints.loader import (
     Skeleton,
     Types,
     decoder_layers,
@@ -52,10 +58,9 @@ from dovetail.workers.models.loader import (
     said_by,
 )
 from dovetail.workers.models.memory import is_out_of_memory, release_memory
-from dovetail.workers.models.oracle import Oracle
+from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
+from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import Cache, Paths, Segment
-from dovetail.workers.models.selection import select
-from dovetail.workers.models.staged import Staged, Staging
 from dovetail.workers.models.states import LAST, Kept
 from dovetail.workers.progress import loading
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.models.checkpoint import Stored, open_weights, read_json
-from dovetail.workers.models.hub import find_folder
+from dovetail.workers.models.checkpoints.checkpoint import Stored, open_weights, read_json
+from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.training.heads import Head, HeadShape, Kind
 from dovetail.workers.training.losses import Frozen
 from dovetail.workers.training.workplace import Workplace

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training.features import Batch
+from dovetail.workers.training.data.features import Batch
 from dovetail.workers.training.heads import Head, Said, Seen, mask_of, own_ids
 
 NOISE_COLUMNS = 512

@@ -28,7 +28,7 @@ from dovetail.workers.models.language_model import LanguageModel, load_language_
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.noise import gumbel_noise
 from dovetail.workers.speculation.sampling import choose, process_logits
-from dovetail.workers.training.chats import Chat, Message, RefusedError, Renderer, read_chats
+from dovetail.workers.training.data.chats import Chat, Message, RefusedError, Renderer, read_chats
 from dovetail.workers.training.run import Callback, Progress, silent
 
 PASS_ROWS = 512

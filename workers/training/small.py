@@ -1,6 +1,6 @@
 """Train a small causal language model on sequences of tokens, and distil a smaller one from it.
 
-The sequences are those of files of chats or of token files (`corpus.py`). A run is resumed from the
+The sequences are those of files of chats or of token files (`data/corpus.py`). A run is resumed from the
 checkpoint in its folder, and nothing is ever pickled. This module does not know where a text came
 from, and it shows no progress itself: it calls back.
 """
@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils import logging
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training.corpus import read_rows, renderer_of
-from dovetail.workers.training.examples import Example, digest_of
+from dovetail.workers.training.data.corpus import read_rows, renderer_of
+from dovetail.workers.training.data.examples import Example, digest_of
 from dovetail.workers.training.run import Callback, Outcome, Pace, Run, carry_out, silent
 from dovetail.workers.training.workplace import Workplace
 

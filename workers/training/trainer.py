@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.workers.training.features import Batch, Features
+from dovetail.workers.training.data.features import Batch, Features
 from dovetail.workers.training.heads import Eagle3Head, Head, HeadShape, most_frequent, new_head
 from dovetail.workers.training.losses import Acceptance, Frozen, Recipe, head_loss, simulate
 from dovetail.workers.training.peers import ALONE, Peers

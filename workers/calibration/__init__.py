@@ -1,0 +1,1 @@
+"""Measurements of this machine for its profile file, and the look-ups in that file."""

@@ -1,0 +1,247 @@
+"""What a layer and the head of a target take on a device, resident or streamed, and on the CPU
+beside it: measured for the profile file, from which a planner puts placements together.
+
+A few layers of random weights and the target's own shapes are enough. What a layer takes is the
+difference between models of more and of fewer layers; the rest of a pass is put down to the head.
+The CPU may stand for the device. Knows settings and seconds; nothing of plans.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.profile import (
+    Calibration,
+    DeviceCosts,
+    ProfileKey,
+    RowsSeconds,
+    load_profile,
+    machine_key,
+    shapes_key,
+)
+from dovetail.protocol.settings import TargetSettings
+from dovetail.workers import kernels
+from dovetail.workers.calibration.target import CONTEXT, Passes, read_design
+from dovetail.workers.devices import Device, open_device
+from dovetail.workers.models.backends.fused import VERSION
+from dovetail.workers.models.backends.linear import CANDIDATES
+from dovetail.workers.models.backends.placement import Place, has_sizes, sizes_of
+from dovetail.workers.models.backends.selection import profile_key
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.backends.streaming import Transfer
+from dovetail.workers.models.checkpoints.checkpoint import read_json
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.inflate import (
+    grow_skeleton,
+    inflation_bytes,
+    plan_inflation,
+)
+from dovetail.workers.models.checkpoints.loader import random_skeleton
+from dovetail.workers.models.language_model import LanguageModel, random_language_model
+
+FEW, MORE = 2, 6
+"""Layers of the models whose difference is taken; more than there are buffers, so that streamed
+ones do stream."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 288)
+"""As far as the model has positions for them; large trees have as many as the last."""
+LINK_TIMES = 5
+LEAST_S = 1e-7
+PROBE_SIDE, PROBE_BYTES = 4096, 256 << 20
+
+
+def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
+    """The config.json of the settings' target, with the layers and the width that an inflation
+    gives it."""
+    folder = find_folder(settings.model)
+    if not settings.inflate:
+        return read_json(folder / "config.json")
+    model = random_skeleton(folder, layers=None, stored=torch.float16).model
+    grow_skeleton(model, plan_inflation(model, inflation_bytes(settings.inflate)))
+    config: Mapping[str, Any] = model.config.to_dict()
+    return {**config, "dtype": str(config.get("dtype")).removeprefix("torch.")}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the profile file has of a target: its passes on the CPU, and its parts on a device;
+    None: not measured."""
+
+    calibration: Calibration | None
+    parts: DeviceCosts | None
+
+
+def known_costs(settings: TargetSettings, profile: Path, *, device: str) -> Known:
+    """What was measured of the settings' target, with the threads in use. `ProfileError` if the
+    file is damaged."""
+    known = load_profile(profile)
+    for key in keys_of(settings):
+        entry = known.find(key)
+        if entry.calibrations or entry.devices:
+            calibration = next(
+                (c for c in entry.calibrations if settings.backend in ("auto", c.backend)), None
+            )
+            return Known(calibration, next((d for d in entry.devices if d.device == device), None))
+    return Known(None, None)
+
+
+def keys_of(settings: TargetSettings) -> Iterator[ProfileKey]:
+    """Under which its calibration may be: with the kernels, else with the library."""
+    shapes = list(read_design(settings).shapes)
+    for weights in ("fp16", "bf16") if settings.weights == "half" else (settings.weights,):
+        if kernels.available():
+            software = f"{VERSION}-{kernels.isa().name.lower()}"
+            yield ProfileKey(
+                machine=machine_key(),
+                software=software,
+                weights=weights,
+                threads=torch.get_num_threads(),
+                shapes=shapes_key(shapes),
+            )
+        if weights in CANDIDATES:
+            yield profile_key(shapes, weights=weights)
+
+
+def measure_device(
+    settings: TargetSettings, *, device: str, threads: int, seconds: float
+) -> DeviceCosts:
+    """A target's `DeviceCosts` with a device; about `seconds` of passes. `UserError` where its
+    layers cannot be placed, or memory holds too few of them."""
+    opened = open_device(device, threads)
+    config = planned_config(settings)
+    if not has_sizes(config):
+        raise UserError(
+            f"the config.json of a {config.get('model_type')} model has no sizes that layers "
+            "could be placed by: leave the device out"
+        )
+    with TemporaryDirectory(prefix="dovetail-design-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+        bench = _Bench(settings, Path(folder), opened, seconds / 5)
+        host, resident = (
+            _parted(bench.curve(place, FEW), bench.curve(place, MORE))
+            for place in (Place.CPU, Place.RESIDENT)
+        )
+        streaming = bench.curve(Place.STREAMED, MORE)
+    layer = sizes_of(config, settings.weights).layer
+    link = link_gb_s(opened, layer)
+    return DeviceCosts(
+        device=opened.name,
+        link_gb_s=link,
+        layer=resident[0],
+        streamed=_each(
+            streaming,
+            lambda rows, taken: max(
+                (taken - resident[1].at(rows)) / MORE, resident[0].at(rows), layer / link / 1e9
+            ),
+        ),
+        head=resident[1],
+        host_layer=host[0],
+        host_head=host[1],
+    )
+
+
+def link_gb_s(device: Device, size: int) -> float:
+    """10^9 bytes a second of copies of that size from memory that is locked; the best of a few."""
+    transfer: Transfer = device.transfer()
+    source = torch.empty(size, dtype=torch.uint8).fill_(1)
+    transfer.pin(source)
+    buffer = transfer.buffer(size)
+    best = 0.0
+    for _ in range(LINK_TIMES):
+        start = time.perf_counter()
+        transfer.wait(transfer.copy(source, buffer, transfer.computed()))
+        _ = buffer[-1].item()  # asked for, so that a GPU has it
+        best = max(best, size / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+class _Bench:
+    """Models of some layers, all of them in one place, and what their passes take."""
+
+    def __init__(
+        self, settings: TargetSettings, folder: Path, device: Device, seconds: float
+    ) -> None:
+        self._settings, self._folder, self._device, self._seconds = (
+            settings,
+            folder,
+            device,
+            seconds,
+        )
+
+    def curve(self, place: Place, layers: int) -> RowsSeconds:
+        model = self._open(place, layers)
+        rows = [count for count in ROWS if 2 * count <= model.context] or [1]
+        length = max(1, min(CONTEXT, model.context - rows[-1]) // 2)
+        passes = Passes(model, length + rows[-1])
+        passes.fill(length)
+        return passes.curve(rows, self._seconds)
+
+    def _open(self, place: Place, layers: int) -> LanguageModel:
+        staging = Staging(
+            (place,) * layers, None if place is Place.CPU else self._device.transfer()
+        )
+        weights, backend = self._settings.weights, self._settings.backend
+        return random_language_model(
+            self._folder,
+            weights=weights,
+            backend=backend,
+            layers=layers,
+            stage=lambda _config, _weights: staging,
+        )
+
+
+def _parted(few: RowsSeconds, more: RowsSeconds) -> tuple[RowsSeconds, RowsSeconds]:
+    """A layer, and what a pass has beside its layers."""
+    layer = _each(more, lambda rows, taken: (taken - few.at(rows)) / (MORE - FEW))
+    return layer, _each(few, lambda rows, taken: taken - FEW * layer.at(rows))
+
+
+def _each(curve: RowsSeconds, change: Callable[[int, float], float]) -> RowsSeconds:
+    """Never less for more rows: what is found otherwise is another program's doing."""
+    points = zip(curve.rows, curve.seconds, strict=True)
+    return RowsSeconds(
+        rows=curve.rows,
+        seconds=tuple(
+            accumulate((max(LEAST_S, change(rows, taken)) for rows, taken in points), max)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a device can do, roughly: for estimates where no target was measured on it."""
+
+    read_gb_s: float
+    gflop_s: float
+    """In fp32; `half_gflop_s` in fp16."""
+    half_gflop_s: float
+    link_gb_s: float
+
+
+def probe_device(device: Device, *, side: int = PROBE_SIDE, size: int = PROBE_BYTES) -> Probed:
+    """Bandwidth, arithmetic and link of a device, the best of a few short tries: over so many
+    bytes, and with square matrices of that side."""
+    place = device.torch_device
+    memory = torch.ones(size // 4, device=place)
+    read = size / _least(lambda: memory.sum().item()) / 1e9
+    peaks = []
+    for dtype in (torch.float32, torch.float16):
+        square = torch.ones(side, side, dtype=dtype, device=place)
+        peaks.append(2 * side**3 / _least(lambda: (square @ square)[0, 0].item()) / 1e9)  # noqa: B023 - called at once
+    return Probed(read, peaks[0], peaks[1], link_gb_s(device, size))
+
+
+def _least(call: Callable[[], float]) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(LINK_TIMES))

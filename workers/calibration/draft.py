@@ -1,0 +1,105 @@
+"""What a level of a draft's tree costs on this machine, t_D: measured with passes as a draft worker
+makes them.
+
+t_D(rows) is one pass over so many nodes with the logits of all of them, behind a cache of some
+length: of a smaller model by its own forward pass, of a head as `drafters/head_levels.py` computes
+a level, from states instead of features. What ranking the children takes on top of it depends on
+the tree; the coordinator learns that from rounds. The weights are those of the settings, and the
+model is opened as the worker opens it. Knows seconds and keys; nothing of who asks.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.profile import ContextCurve, ProfileKey
+from dovetail.protocol.settings import DraftSettings
+from dovetail.workers.calibration.levels import levels_key
+from dovetail.workers.calibration.target import CONTEXT, Computes, Passes
+from dovetail.workers.devices import first_device, open_device
+from dovetail.workers.draft import open_draft_worker
+from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.head_levels import Capture, Levels, open_levels
+from dovetail.workers.drafters.model import Drafter
+from dovetail.workers.heads.head import Head
+from dovetail.workers.models.segment import Cache, Segment
+
+LEVELS = (1, 2, 4, 8, 10, 16)
+"""Rows of one level of a draft."""
+
+
+def calibrate_draft(
+    settings: DraftSettings,
+    *,
+    threads: int,
+    target: str,
+    seconds: float,
+    inflate: str = "",
+    cache: Path | None = None,
+) -> tuple[ProfileKey, ContextCurve]:
+    """t_D of the draft of `settings`, a small model, a head of the model `target` or its
+    substitute, which is inflated as it is and kept in the folder `cache`; and where that holds.
+    `seconds`: about how long to measure.
+
+    Behind a cache of CONTEXT rows, or as many as the draft allows. `UserError` as
+    `open_draft_worker`.
+    """
+    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
+    own = settings.model_copy(update={"device": device.name})
+    engine = open_draft_worker(
+        own, name="draft", threads=threads, target=target, inflate=inflate, cache=cache
+    ).engine
+    if isinstance(engine, HeadDrafter):
+        head = engine.head
+        return levels_key(head, device.library), _measure(
+            _Guesses(head, device.capture), head.spec.context, seconds
+        )
+    assert isinstance(engine, Drafter)
+    return levels_key(engine.model, device.library), _measure(
+        engine.model, engine.model.context, seconds
+    )
+
+
+def _measure(model: Computes, context: int, seconds: float) -> ContextCurve:
+    length = max(1, min(CONTEXT, context - LEVELS[-1]))
+    passes = Passes(model, length + LEVELS[-1])
+    passes.fill(length)
+    return ContextCurve(context=length, t_v=passes.curve(LEVELS, seconds))
+
+
+class _Guesses:
+    """A head as it computes levels, one session's; its states and tokens are made up, which costs
+    the same."""
+
+    def __init__(self, head: Head, capture: Capture | None) -> None:
+        self._head, self._capture = head, capture
+        self._levels: Levels | None = None
+        self.vocabulary_size = head.vocabulary_size
+
+    def new_cache(self, capacity: int) -> Cache:
+        cache, self._levels = open_levels(self._head, capacity, self._capture)
+        return cache
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [R, V] of `rows`, or, as of a level, of all."""
+        (segment,) = segments
+        states = torch.zeros(len(tokens), self._head.spec.hidden, device=self._head.device)
+        if rows is not None:
+            return self._head.forward(
+                tokens, states, positions, segments, true=False, rows=rows
+            ).logits
+        assert self._levels is not None
+        assert segment.paths is not None
+        return self._levels(
+            tokens, states, positions, segment.paths, segment.start, contrast=False
+        ).logits

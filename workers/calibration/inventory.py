@@ -1,0 +1,139 @@
+"""What torch and the C++ kernels bring on this machine, and whether the kernels compute what they
+should.
+
+`python -m dovetail.workers.calibration.inventory` prints it as one JSON object, so that the
+caller neither imports torch nor ends with it if it is broken. Knows what there is, not what it is good for.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from dovetail.workers import kernels
+from dovetail.workers.devices import cuda
+from dovetail.workers.kernels import Isa, Kind, PackedMatrix
+from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
+
+SHAPE = (83, 70)
+"""[out, in] of the self-test's matrix: no multiple of any register's width."""
+ROWS = (1, 2, 7, 16, 33)
+TOLERANCE = {Kind.FP32: 1e-5, Kind.FP16: 1e-5, Kind.BF16: 1e-5, Kind.INT8: 3e-2}
+"""Largest accepted difference to the product in double precision, relative to the largest output:
+of sums in fp32, and for int8 of weights and rows too."""
+STORED = {
+    Kind.FP32: torch.float32,
+    Kind.FP16: torch.float16,
+    Kind.BF16: torch.bfloat16,
+    Kind.INT8: torch.float32,
+}
+
+
+def take_inventory() -> dict[str, Any]:
+    """torch's version, build and GPUs, and the kernels' instruction sets and failures."""
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "architectures": cuda.architectures(),
+        "capabilities": cuda.capabilities(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels_missing": kernels.why_not() or "",
+        "isas": [isa.name.lower() for isa in kernels.isas()] if kernels.available() else [],
+        "kernels_failures": list(kernel_failures()) if kernels.available() else [],
+    }
+
+
+def kernel_failures() -> Iterator[str]:
+    """What the kernels compute wrong, a line each: products that differ from those in double
+    precision, and bytes that differ between instruction sets or with the rows beside them.
+    """
+    best = kernels.isa()
+    try:
+        for kind in Kind:
+            yield from _failures_of(kind)
+        for bits in KINDS:
+            yield from _failures_of_codes(bits)
+    finally:
+        kernels.use_isa(best)
+
+
+def _failures_of(kind: Kind) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(SHAPE, generator=generator).to(STORED[kind])
+    x = torch.randn(max(ROWS), SHAPE[1], generator=generator)
+    x[1] = 0.0
+    x[2] = x[2].abs()  # one-sided: sums of int8 products that saturate show here
+    expected = x.double() @ weight.double().T
+    matrix = PackedMatrix(kind, *SHAPE)
+    matrix.pack(weight)
+    reference: torch.Tensor | None = None
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        whole = matrix.linear(x)
+        reference = whole if reference is None else reference
+        yield from _complaints(kind, isa, whole, reference, expected)
+        if any(
+            not _same_bytes(matrix.linear(x[:rows].contiguous()), whole[:rows]) for rows in ROWS
+        ):
+            yield (
+                f"{kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on the "
+                "rows beside it"
+            )
+
+
+def _failures_of_codes(bits: int) -> Iterator[str]:
+    outputs, groups = SHAPE[0], 3
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(
+        0, 1 << bits, (outputs, groups * GROUP), dtype=torch.uint8, generator=generator
+    )
+    scales, offsets = (torch.rand(outputs, groups, generator=generator).half() for _ in range(2))
+    x = torch.randn(max(ROWS), groups * GROUP, generator=generator)
+    matrix = CodedMatrix(bits, outputs, groups * GROUP)
+    matrix.pack_codes(codes, scales, offsets)
+    weight = (codes.double() - (1 << bits - 1)).view(outputs, groups, GROUP) * scales.double()[
+        ..., None
+    ] + offsets.double()[..., None]
+    expected = x.double() @ weight.view(outputs, -1).T
+    reference: torch.Tensor | None = None
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        whole = matrix.linear(x)
+        reference = whole if reference is None else reference
+        yield from _complaints(matrix.kind, isa, whole, reference, expected)
+        if any(
+            not _same_bytes(matrix.linear(x[:rows].contiguous()), whole[:rows]) for rows in ROWS
+        ):
+            yield (
+                f"{matrix.kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on "
+                "the rows beside it"
+            )
+
+
+def _complaints(
+    kind: IntEnum, isa: Isa, found: torch.Tensor, reference: torch.Tensor, expected: torch.Tensor
+) -> Iterator[str]:
+    name = f"{kind.name.lower()} on {isa.name.lower()}"
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= (
+        TOLERANCE[kind] if isinstance(kind, Kind) else TOLERANCE[Kind.INT8]
+    ):  # rows are rounded to 8 bits too
+        yield f"{name}: differs from the exact product by {difference:.1e}"
+    if not _same_bytes(found, reference):
+        yield f"{name}: other bytes than on {kernels.isas()[0].name.lower()}"
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+
+
+if __name__ == "__main__":
+    said = os.dup(1)
+    os.dup2(
+        2, 1
+    )  # what the libraries print (ONEDNN_VERBOSE and its like) is not for who reads this
+    with os.fdopen(said, "w", encoding="utf-8") as stdout:
+        json.dump(take_inventory(), stdout)

@@ -1,0 +1,88 @@
+"""What the profile file says a level of a draft's tree costs, t_D, and where that holds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dovetail.protocol.profile import (
+    ContextCurve,
+    ProfileKey,
+    load_profile,
+    machine_key,
+    shapes_key,
+)
+from dovetail.protocol.settings import DraftSettings
+from dovetail.workers.heads.head import Head
+from dovetail.workers.models.checkpoints.checkpoint import open_weights
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.inflate import inflated_digest, inflation_bytes
+from dovetail.workers.models.language_model import LanguageModel
+
+
+def known_levels(
+    profile: Path | None, model: LanguageModel | Head, library: str
+) -> Sequence[ContextCurve]:
+    """t_D of a draft as the file has it; nothing where it was not measured. `library`: of the
+    device that it is on. `ProfileError` if the file is damaged."""
+    levels = (
+        load_profile(profile).find(levels_key(model, library)).levels
+        if profile is not None
+        else None
+    )
+    return () if levels is None else (levels,)
+
+
+def expected_levels(
+    profile: Path,
+    settings: DraftSettings,
+    *,
+    target: str,
+    inflate: str,
+    vocabulary_size: int,
+    library: str,
+) -> ContextCurve | None:
+    """The same of a draft that is not loaded: by the digest of its files, or, of a substitute, of
+    its target's; None where it was not measured."""
+    known = [entry for entry in load_profile(profile).entries if entry.levels is not None]
+    if not known:
+        return None
+    digest = open_weights(
+        find_folder(target if settings.kind == "substitute" else settings.model)
+    ).digest
+    if settings.kind == "substitute" and inflate:
+        digest = inflated_digest(digest, inflation_bytes(inflate))
+    shapes = shapes_key((), digest, vocabulary_size)
+    fitting = [
+        entry
+        for entry in known
+        if (entry.key.machine, entry.key.shapes, entry.key.threads)
+        == (machine_key(), shapes, torch.get_num_threads())
+    ]
+    weights = (
+        settings.weights
+        if settings.weights != "auto"
+        else "int4"
+        if settings.kind == "substitute"
+        else None
+    )
+    found = [
+        entry.levels
+        for entry in fitting
+        if entry.key.software.endswith(f", {library}") and weights in (None, entry.key.weights)
+    ]
+    return found[-1] if found else None
+
+
+def levels_key(model: LanguageModel | Head, library: str) -> ProfileKey:
+    """Where t_D of a draft holds. A digest of its files tells its shapes, and the types that its
+    matrices are stored in."""
+    how = model.arithmetic if isinstance(model, Head) else model.kernels
+    shapes = shapes_key((), model.checkpoint_digest, model.vocabulary_size)
+    return ProfileKey(
+        machine=machine_key(),
+        software=f"{how}, {library}",
+        weights=model.weights,
+        threads=torch.get_num_threads(),
+        shapes=shapes,
+    )

@@ -1,0 +1,88 @@
+"""What reading a prompt takes: on the CPU, and with the weights of a model on the CPU streaming
+through a device. For the profile file, whose numbers alone decide later who reads a prompt.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from dovetail.protocol.profile import Reading, RowsSeconds
+from dovetail.protocol.settings import TargetSettings, byte_count
+from dovetail.workers.devices import open_device
+from dovetail.workers.models.backends.placement import Place, sizes_of
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.segment import PROMPT_ROWS, Segment
+
+LADDER = (16, 64, 256, 1024, 4096)
+"""Rows of the prompts that are measured, as far as the model has positions and there is time."""
+TIMES = 3
+SHARE_OF_TIME = 0.2
+"""Of the seconds for everything, one prompt is expected to take less than so much, or it and longer
+ones are not measured."""
+
+
+def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -> Reading:
+    """A target's `Reading` with the device of `target.prefill`; about `seconds` of passes. The
+    median of three, after one that is not counted."""
+    device = open_device(settings.prefill, threads)
+
+    def stage(config: Mapping[str, Any], weights: str) -> Staging:
+        return Staging((Place.CPU,) * sizes_of(config, weights).layers, reader=device.transfer())
+
+    inflate_bytes = byte_count(settings.inflate) if settings.inflate else 0
+    model = load_language_model(
+        settings.model,
+        weights=settings.weights,
+        device="cpu",
+        backend=settings.backend,
+        inflate_bytes=inflate_bytes,
+        stage=stage,
+    )
+    local: dict[int, float] = {}
+    streamed: dict[int, float] = {}
+    for rows in (rows for rows in LADDER if rows <= model.context):
+        for times, read in ((streamed, _read_apart), (local, _read_locally)):
+            times[rows] = _seconds(model, rows, read)
+        if 4 * TIMES * (streamed[rows] + local[rows]) > SHARE_OF_TIME * seconds:
+            break
+    return Reading(device=device.name, local=_curve(local), streamed=_curve(streamed))
+
+
+def _curve(seconds: dict[int, float]) -> RowsSeconds:
+    return RowsSeconds(rows=tuple(seconds), seconds=tuple(seconds.values()))
+
+
+def _seconds(
+    model: LanguageModel, rows: int, read: Callable[[LanguageModel, torch.Tensor], None]
+) -> float:
+    tokens = torch.arange(rows) % model.vocabulary_size
+    read(model, tokens)
+    taken = []
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        read(model, tokens)
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def _read_apart(model: LanguageModel, tokens: torch.Tensor) -> None:
+    rows = len(tokens)
+    model.read_apart(
+        tokens, Segment(model.new_cache(rows), 0, rows), wanted=(), rows=torch.tensor([rows - 1])
+    )
+
+
+def _read_locally(model: LanguageModel, tokens: torch.Tensor) -> None:
+    """As a target without a reader does."""
+    cache = model.new_cache(len(tokens))
+    for start in range(0, len(tokens), PROMPT_ROWS):
+        part = tokens[start : start + PROMPT_ROWS]
+        positions = torch.arange(start, start + len(part))
+        model.forward(
+            part, positions, [Segment(cache, start, len(part))], rows=torch.tensor([len(part) - 1])
+        )
+        cache.keep(range(start, start + len(part)), len(part))

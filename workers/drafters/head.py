@@ -1,0 +1,485 @@
+"""The engine of a draft worker with a head of its target's: it reads the target's features, and
+guesses its own where there are none yet.
+
+Row j of a head consumes the feature of position j and the token of position j + 1, stands at
+position j, and predicts the token of position j + 2. So with a log of n tokens, the last of which
+is the root, rows 0..n-2 are *true*: their features came from the target, those of the prompt ahead
+of the first round and those of the last root and the accepted nodes with the verdict. Row n-2, of
+the root's token, ranks the root's children; a node's row consumes the state of its parent's row
+instead of a feature. Between rounds the cache holds true rows only: what was guessed on the way to
+the new root is replaced.
+
+Where the draft does not grow ahead, a tree is grown anew in every round. What lies below the new
+root was guessed from guesses, and there is next to none of it: what had been likely there was
+offered, and accepted. With a trained Dovetail head (15/8/10, 12 prompts) the new root had been
+expanded in 0.6 % of the rounds at temperature 0 and 1.0 % at temperature 1; keeping that subtree
+and ranking its top anew gave the same tau (3.44, 2.39) with 4.21 passes a round instead of 4.22.
+
+Where it does grow ahead there is much below the new root, and it is kept. The root's true row is
+computed, which ranks its children anew; below those that are among the children again the tree goes
+on, though its rows were made from guessed states and saw guessed rows on the way. They are replaced
+when the root moves past them, so that what is in the cache between rounds as part of the log is
+always true.
+
+Beyond the length that a head was trained with, its cache holds the last rows only; positions stay
+what they are, since it is distances that it has learned.
+
+A head with a contrast output (Jakiro) guesses with the row of a node what follows that node's
+children, whichever they are, so that the last level of a proposal needs no pass of its own. How a
+tree grows is the grower's business.
+
+What is left of a session that has ended, its log, its true rows and the features that still wait,
+can be kept for one that goes on from it. Since a row consumes the token behind its own, a prompt
+that parts from the log behind n tokens can take over n - 1 of them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.messages import Reads
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.protocol.tree import ROOT
+from dovetail.workers.drafters.head_levels import Capture, Levels, adapts_shapes, open_levels
+from dovetail.workers.drafters.tree import CHUNK, Grower, GrowingSession, Ranking
+from dovetail.workers.heads.head import Head, Predicted
+from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.sessions.prefix_cache import check_prefix
+from dovetail.workers.sessions.wire import to_tensor
+from dovetail.workers.speculation.growth import NO_ROW, Nodes
+from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.registry import open_policy
+from dovetail.workers.speculation.sharpness import Scale
+
+SHARPENING = 1.0
+"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with a
+Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 /
+0.5 / 0.8 / 1.0 / 1.25 / 1.6 they are 3.13 / 3.32 / 3.46 / 3.42 / 3.28 / 2.96 at temperature 0 and
+1.99 / 2.15 / 2.34 / 2.42 / 2.41 / 2.31 at temperature 1,
+in 7.6 / 7.1 / 5.9 / 5.2 / 4.4 / 3.6 and about as many passes of the head."""
+NOISE_SHARE = 0.75
+"""How much of the target's noise a head adds, at first or, where the sharpening is given, for good.
+If it knew the target's distribution that would be all
+of it; what it has is a mixture of the distributions that are possible, flatter than each of them,
+and then the best guess of the target's argmax(z + noise)
+adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and the embedded target,
+24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 /
+4.77 / 4.88 / 4.83 / 4.45; share of nodes with ten children that hold the choice, on text that the
+target does not know (GSM8K, MT-bench), with 0.5 / 0.75 / 1:
+0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
+SLACK_SHARE = 8
+"""A full window loses this part of itself at once, so that a row is moved so many times at most."""
+LEAST_WINDOW_SHARE = 2
+"""A session goes on from a window that has lost rows if at least this part of it is left; rows that
+were dropped cannot be computed again."""
+FORETOLD = -2
+"""In the place of a node's row: it has children, and needs a row only when something below them is
+to be computed, ahead of the orders."""
+
+
+@dataclass(kw_only=True)
+class HeadSession(GrowingSession):
+    """One sequence; the cache holds the true rows `dropped`.. of at most `window`, and the tree's
+    behind them."""
+
+    levels: Levels
+    window: int
+    states: Tensor
+    """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
+    contrasts: dict[int, Tensor] = field(default_factory=dict)
+    """Pool node (-1: the root) -> logits [V] of what follows its children."""
+    waiting: list[Tensor] = field(default_factory=list)
+    """Features [n, W] of the positions behind the true rows."""
+    dropped: int = 0
+
+    @property
+    def rows(self) -> int:
+        """True rows so far, with those that have left the window."""
+        return self.dropped + self.cache.length
+
+    @property
+    def missing_rows(self) -> int:
+        return len(self.log) - 1 - self.rows
+
+    @property
+    def fed(self) -> int:
+        """Positions whose features have come."""
+        return self.rows + sum(len(features) for features in self.waiting)
+
+    @property
+    def free_rows(self) -> int:
+        return len(self.states) - 1 - self.tree.rows_used
+
+    def next_features(self, count: int) -> Tensor:
+        """The first `count` of the features that wait."""
+        self.waiting = [torch.cat(self.waiting)]
+        return self.waiting[0][:count]
+
+    def commit(self, count: int) -> None:
+        """The first `count` rows behind the true ones have become such, and their features need not
+        wait any more."""
+        (features,) = self.waiting
+        self.cache.keep(range(self.cache.length, self.cache.length + count), count)
+        self.waiting = [features[count:]] if len(features) > count else []
+
+    def make_room(self, count: int) -> None:
+        """Let the oldest rows go if there is no place in the window for `count` more. The tree's
+        rows lie behind those of the log that are missing."""
+        length = self.cache.length
+        if length + count > self.window:
+            kept = max(0, self.window - self.window // SLACK_SHARE - count)
+            behind = self.missing_rows + self.tree.rows_used if self.tree.rows_used else 0
+            self.cache.length = 0
+            self.cache.keep(range(length - kept, length + behind), kept)
+            self.dropped += length - kept
+
+
+@dataclass(frozen=True)
+class HeadLeft:
+    """What is left of a session."""
+
+    log: list[int]
+    cache: Cache
+    """The true rows from `dropped` on, at most `window` of them."""
+    dropped: int
+    window: int
+    waiting: Tensor
+    """Features [n, W] of the positions behind the true rows."""
+
+    @property
+    def rows(self) -> int:
+        """True rows that there have been."""
+        return self.dropped + self.cache.length
+
+    def check(self, prompt: Sequence[int], kept: int) -> None:
+        """`RequestError` unless a session with this prompt, which is fed from position `kept` on,
+        has all the features and rows before it."""
+        check_prefix(self.log, prompt, kept, there=self.rows + len(self.waiting))
+        if 0 < kept <= self.rows and prompt[kept] != self.log[kept]:
+            raise RequestError(
+                "prefix",
+                f"row {kept - 1} was computed with token {self.log[kept]}, and the prompt goes "
+                f"on with {prompt[kept]}; take one fewer",
+            )
+        if self.dropped and kept - self.dropped < self.window // LEAST_WINDOW_SHARE:
+            raise RequestError(
+                "prefix",
+                f"{kept} tokens were to be taken over from a session whose first "
+                f"{self.dropped} rows are gone; open it without",
+            )
+
+
+class HeadDrafter(Grower[HeadSession]):
+    """Opens sessions, reads features and proposes; one pass at a time."""
+
+    kept = 0
+    """No more than an order asks for: what a head has grown ahead was guessed from guesses, and
+    below unlikely tokens it is worth next to nothing. Simulated with the embedded Dovetail head, 32
+    took 0 to 2 % off the rate at each of two costs of rows and two T_D/T_V."""
+    given_up = 0.02
+    """As in the simulations of `Grower.given_up`, shipped prompts and MT-bench: at 0.01 / 0.02 /
+    0.03 tau is 0.99 / 0.98 / 0.97 of what it is without growth ahead."""
+
+    def __init__(
+        self,
+        head: Head,
+        spans: Spans,
+        *,
+        contrast: bool,
+        capture: Capture | None = None,
+        ahead: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`contrast`: the last level comes from the contrast output, which the head must have.
+        `capture`: levels are captured with it and replayed.
+
+        `ahead`: sessions get rows for growth ahead of the orders.
+        """
+        super().__init__(spans, Scale(SHARPENING, NOISE_SHARE), ahead=ahead, clock=clock)
+        self.head = head
+        self._contrast, self._capture = contrast, capture
+        spec = head.spec
+        self.reads = Reads(
+            taps=spec.taps,
+            width=spec.target_width,
+            dtype=spec.dtype,
+            vocabulary_size=spec.vocabulary_size,
+            trained_for=head.trained_for,
+        )
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """`RequestError` of code "vocabulary" if the head's target has no row for one of
+        `tokens`."""
+        if (largest := max(tokens)) >= self.reads.vocabulary_size:
+            raise RequestError(
+                "vocabulary",
+                f"token {largest} is beyond the vocabulary of {self.reads.vocabulary_size} of "
+                "the target that this head is for",
+            )
+
+    def open(
+        self,
+        prompt: Sequence[int],
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        replied: int = 0,
+        base: HeadLeft | None = None,
+        kept: int = 0,
+    ) -> HeadSession:
+        """A session whose prompt is read with its features; no id at or beyond `vocabulary_size`,
+        the target's, will be proposed.
+
+        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`:
+        what is left of a session that began with the first `kept` tokens, whose features need not
+        come again; it is used up.
+        """
+        ranking = Ranking.begin(
+            prompt,
+            vocabulary_size=min(vocabulary_size, self.reads.vocabulary_size),
+            key=key,
+            sampling=sampling,
+            sharpening=tree.sharpening,
+            sharpness=self.sharpness,
+            end=end,
+            replied=replied,
+            device=self.head.device,
+        )
+        window, rows = (
+            max(1, min(capacity, self.head.spec.context - tree.most_levels)),
+            self._tree_rows(sampling, tree),
+        )
+        states = torch.empty(1 + rows, self.head.spec.hidden, device=self.head.device)
+        waiting: list[Tensor] = []
+        if base is not None:
+            waiting = [base.waiting[: kept - base.rows].clone()] if kept > base.rows else []
+            base.cache.truncate(min(kept, base.rows) - base.dropped)
+        least_rows = 1 if adapts_shapes(tree) else tree.width
+        cache, levels = open_levels(
+            self.head,
+            window + rows,
+            self._capture,
+            least_rows=least_rows,
+            cache=None if base is None else base.cache,
+        )
+        return HeadSession(
+            log=list(prompt),
+            ranking=ranking,
+            policy=open_policy(tree),
+            depth=tree.most_levels,
+            capacity=capacity,
+            rows_ahead=rows,
+            cache=cache,
+            levels=levels,
+            window=window,
+            states=states,
+            waiting=waiting,
+            dropped=0 if base is None else base.dropped,
+        )
+
+    def keep(self, session: HeadSession) -> HeadLeft:
+        """What is left of a session that has ended, whose tree is free."""
+        session.cache.resize(session.cache.length)
+        waiting = torch.cat(session.waiting) if session.waiting else torch.empty(0, self.reads.row)
+        return HeadLeft(session.log, session.cache, session.dropped, session.window, waiting)
+
+    def check_features(self, session: HeadSession, committed: int, features: Array | None) -> None:
+        """`RequestError` unless with `features` those of the whole log and of the next `committed`
+        tokens, all but the new root, are there."""
+        if features is not None:
+            self._check_rows(features)
+        needed = len(session.log) + committed
+        if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
+            raise RequestError(
+                "prefix",
+                f"features of {there} positions have come, and this round goes on from "
+                f"{needed}; open the session anew",
+            )
+
+    @torch.inference_mode()
+    def feed(self, session: HeadSession, start: int, features: Array) -> None:
+        """Take the features of the positions from `start` on, and compute the rows whose tokens are
+        known.
+
+        `RequestError` if they do not follow what came before, `StaleError` if they came before.
+        """
+        self._check_rows(features)
+        if start + features.shape[0] <= session.fed:
+            raise StaleError(f"features of the positions from {start} on have come before")
+        if start != session.fed:
+            raise RequestError(
+                "prefix",
+                f"features from position {start} on follow those of {session.fed} positions; "
+                "open the session anew",
+            )
+        if session.fed + features.shape[0] > len(session.log):
+            raise RequestError(
+                "prefix",
+                f"features of {session.fed + features.shape[0]} positions have come, of a log "
+                f"of {len(session.log)} tokens",
+            )
+        with self._spans.measure("feed"):
+            self.take_features(session, features)
+            self._read_true(session, predicted=False, contrast=False)
+
+    def take_features(self, session: HeadSession, features: Array) -> None:
+        """Note the features of the positions behind those that have come; their rows are computed
+        when something is drafted."""
+        session.waiting.append(to_tensor(features).to(self.head.device))
+
+    def _check_rows(self, features: Array) -> None:
+        reads = self.reads
+        if (features.dtype, features.shape[1:]) != (reads.dtype, (reads.row,)):
+            expected = f"{reads.dtype} in rows of {reads.row}"
+            raise RequestError(
+                "protocol",
+                f"features of type {features.dtype} and shape {list(features.shape)} came, "
+                f"this head reads {expected}",
+            )
+
+    def _move_root(
+        self, session: HeadSession, path: Sequence[int], root: int | None, width: int
+    ) -> None:
+        """What has grown ahead stays below the new root, whose children will be ranked anew. Its
+        rows make place for the true ones of the log."""
+        tree, cache = session.tree, session.cache
+        session.contrasts.clear()
+        if root is None or not session.waiting_time.ahead:
+            tree.clear()
+            return
+        way = tree.rows[[*path, root]].tolist()
+        foretold = np.flatnonzero(tree.rows == FORETOLD)
+        tree.ranks[np.isin(tree.parents, foretold)] = (
+            width  # too far behind to be kept: they were guessed without a row of their parent's
+        )
+        tree.rows[foretold] = NO_ROW
+        survivors = tree.move_root(root, width)
+        tree.root_expanded = False
+        if survivors:
+            session.states[1 : 1 + len(survivors)] = session.states[[1 + row for row in survivors]]
+            cache.keep([cache.length + row for row in (*way, *survivors)], 0)
+
+    def _read_log(self, session: HeadSession, shape: Shape) -> Tensor:
+        predicted = self._read_true(
+            session, predicted=True, contrast=self._contrast and shape.depth == 2
+        )
+        session.states[0] = predicted.states[0]
+        if predicted.contrast is not None:
+            session.contrasts[ROOT] = predicted.contrast[0]
+        return predicted.logits
+
+    def _read_true(self, session: HeadSession, *, predicted: bool, contrast: bool) -> Predicted:
+        """Compute the true rows that are missing, as far as there are tokens for them; what the
+        last one of them predicts, if that is asked for."""
+        last = Predicted(torch.empty(0), torch.empty(0), None)
+        while count := min(session.fed, len(session.log) - 1) - session.rows:
+            count = min(count, CHUNK, session.window)
+            session.make_room(count)
+            first, cache = session.rows, session.cache
+            tokens = torch.tensor(session.log[first + 1 : first + 1 + count])
+            segment = Segment(cache, cache.length, count)
+            positions, rows = (
+                torch.arange(first, first + count),
+                torch.arange(count)[count - predicted :],
+            )
+            last = self.head.forward(
+                tokens,
+                session.next_features(count),
+                positions,
+                [segment],
+                true=True,
+                rows=rows,
+                contrast=contrast,
+            )
+            session.commit(count)
+        return last
+
+    def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Tensor:
+        """The rows of `nodes` go behind those of the tree; nodes whose parents have foretold what
+        follows need none."""
+        tree, contrasts = session.tree, session.contrasts
+        if not contrasts:
+            return self._compute(session, nodes, shape.depth)
+        foretold = self._foretold(session, nodes)
+        tree.rows[nodes[foretold]] = FORETOLD
+        computed = [] if foretold.all() else [self._compute(session, nodes[~foretold], shape.depth)]
+        if len(computed) and not foretold.any():
+            return computed[0]
+        guessed = torch.stack(
+            [contrasts[parent] for parent in tree.parents[nodes[foretold]].tolist()]
+        )
+        order = np.argsort(np.concatenate((np.flatnonzero(~foretold), np.flatnonzero(foretold))))
+        return torch.cat((*computed, guessed))[torch.from_numpy(order)]
+
+    def _read_ahead(self, session: HeadSession, nodes: Nodes, width: int) -> Tensor:
+        """Nothing is foretold ahead: it would end there."""
+        return (
+            self._read_log(session, Shape(0, 0, width))
+            if nodes[0] == ROOT
+            else self._compute(session, nodes, 0)
+        )
+
+    def _rows_of_pass(self, session: HeadSession, nodes: Nodes) -> Nodes:
+        rows: Nodes = np.cumsum(~self._foretold(session, nodes))
+        return rows
+
+    def _foretold(self, session: HeadSession, nodes: Nodes) -> NDArray[np.bool_]:
+        """Which of `nodes` [N] have parents that said what follows their children."""
+        return np.array(
+            [parent in session.contrasts for parent in session.tree.parents[nodes].tolist()]
+        )
+
+    def _add_children(self, session: HeadSession, logits: Tensor, nodes: Nodes, width: int) -> int:
+        """Nodes that have children go on with those of them that are among the new ones: the root
+        when it has moved, and what was foretold."""
+        tree = session.tree
+        again = tree.children_of(nodes) > 0
+        if not again.any():
+            return super()._add_children(session, logits, nodes, width)
+        added = tree.rank_again(
+            nodes, *session.ranking.children(logits, tree, nodes, len(session.log), width)
+        )
+        if nodes[0] == ROOT:
+            tree.prune(width)
+        return added
+
+    def _compute(self, session: HeadSession, nodes: Nodes, depth: int) -> Tensor:
+        """Logits [N, V] of `nodes` by their rows, which come from the states of their parents; in a
+        tree of `depth` levels."""
+        tree, cache = session.tree, session.cache
+        parents, levels = tree.parents[nodes], tree.levels[nodes]
+        above = torch.from_numpy(
+            1 + tree.rows_of(parents)
+        )  # the root has no row in the tree, and its state comes first
+        first = tree.rows_used
+        tree.give_rows(nodes)
+        paths = Paths.behind(cache.length, *tree.lineage(nodes))
+        tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
+        positions = torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64))
+        wanted = self._contrast and bool((levels == depth - 2).any())
+        predicted = session.levels(
+            tokens,
+            session.states.index_select(0, above.to(self.head.device)),
+            positions,
+            paths,
+            cache.length + first,
+            contrast=wanted,
+        )
+        session.states[1 + first : 1 + first + len(nodes)] = predicted.states
+        if predicted.contrast is not None:
+            session.contrasts.update(
+                (int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
+            )
+        return predicted.logits

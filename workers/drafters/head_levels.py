@@ -1,0 +1,171 @@
+"""How the rows of a level of a head's tree are computed: launched operation by operation, or in
+fixed shapes, so that a device can replay them at once.
+
+On a GPU a head of one layer is over before its operations have been launched one after the other.
+In fixed shapes - the rows padded to a power of two, the whole cache under a mask - all of them are
+captured once for a session and number of rows, and replayed for every level (CUDA graphs). Where
+the number of rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic
+computational adaptation, section 4.3). Knows rows and slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.settings import TreeSettings
+from dovetail.workers.heads.head import Head, Predicted
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.segment import Cache, Paths, Segment
+
+Capture = Callable[[Callable[[], Predicted]], Callable[[], Predicted]]
+"""A function of fixed shapes -> one that does the same again, into the same tensors."""
+
+
+class Levels(Protocol):
+    """Computes for one session; the states that it returns are good until it is called again."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        paths: Paths,
+        start: int,
+        *,
+        contrast: bool,
+    ) -> Predicted:
+        """Rows of tokens, positions int64 [N] and states [N, H], which see `paths` and are written
+        to the slots from `start` on."""
+
+
+@dataclass(frozen=True)
+class FreeLevels:
+    """As they come."""
+
+    head: Head
+    cache: Cache
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        paths: Paths,
+        start: int,
+        *,
+        contrast: bool,
+    ) -> Predicted:
+        segment = Segment(self.cache, start, len(tokens), paths)
+        return self.head.forward(
+            tokens, states, positions, [segment], true=False, contrast=contrast
+        )
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """The inputs of a pass of fixed shape, and the pass."""
+
+    tokens: Tensor
+    states: Tensor
+    positions: Tensor
+    slots: Tensor
+    mask: Tensor
+    replay: Callable[[], Predicted]
+
+
+class FixedLevels:
+    """In fixed shapes. The cache's last slot is for the rows of the padding, which see nothing
+    else."""
+
+    def __init__(
+        self, head: Head, cache: KVCache, capture: Capture, *, least_rows: int = 1
+    ) -> None:
+        """`least_rows`: a pass is padded to so many at least; the width of the tree makes one shape
+        of all."""
+        self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
+        self._passes: dict[tuple[int, bool], _Fixed] = {}
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        paths: Paths,
+        start: int,
+        *,
+        contrast: bool,
+    ) -> Predicted:
+        count, slots_there = len(tokens), self._cache.rows.shape[3]
+        spare = slots_there - 1
+        rows = 1 << (max(count, self._least_rows) - 1).bit_length()
+        fixed = self._passes.get((rows, contrast)) or self._open(rows, contrast)
+        mask = torch.full((rows, slots_there), float("-inf"))
+        mask[:count, : paths.prefix] = 0.0
+        mask[count:, spare] = 0.0
+        which = torch.repeat_interleave(torch.arange(count), torch.from_numpy(paths.offsets).diff())
+        mask[which, torch.from_numpy(paths.slots).long()] = 0.0
+        slots = torch.full((rows,), spare)
+        slots[:count] = torch.arange(start, start + count)
+        for buffer, content in ((fixed.mask, mask), (fixed.slots, slots)):
+            buffer.copy_(content)
+        for buffer, content in (
+            (fixed.tokens, tokens),
+            (fixed.positions, positions),
+            (fixed.states, states),
+        ):
+            buffer[:count] = content
+        found = fixed.replay()
+        later = None if found.contrast is None else found.contrast[:count].clone()
+        return Predicted(found.logits[:count].clone(), found.states[:count], later)
+
+    def _open(self, rows: int, contrast: bool) -> _Fixed:
+        """Make the inputs of a pass and capture it."""
+        head, cache, device = self._head, self._cache, self._head.device
+        tokens, positions = (
+            torch.zeros(rows, dtype=torch.long, device=device),
+            torch.zeros(rows, dtype=torch.long, device=device),
+        )
+        states = torch.zeros(rows, head.spec.hidden, device=device)
+        slots_there = cache.rows.shape[3]
+        slots = torch.full((rows,), slots_there - 1, device=device)
+        mask = torch.full((rows, slots_there), float("-inf"), device=device)
+        mask[:, -1] = 0.0
+        replay = self._capture(
+            lambda: head.step(tokens, states, positions, slots, mask, cache, contrast=contrast)
+        )
+        self._passes[rows, contrast] = _Fixed(tokens, states, positions, slots, mask, replay)
+        return self._passes[rows, contrast]
+
+
+def open_levels(
+    head: Head,
+    rows: int,
+    capture: Capture | None,
+    *,
+    least_rows: int = 1,
+    cache: Cache | None = None,
+) -> tuple[Cache, Levels]:
+    """A cache of at least `rows` rows for one session, and how its levels are computed: in fixed
+    shapes where there is a `capture`.
+
+    `cache`: one whose committed rows stay, in place of an empty one.
+    """
+    slots = rows if capture is None else rows + 1
+    if cache is None:
+        cache = head.new_cache(slots)
+    else:
+        cache.resize(slots)
+    if capture is None:
+        return cache, FreeLevels(head, cache)
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"a cache of type {type(cache).__name__} cannot be written in fixed shapes")
+    return cache, FixedLevels(head, cache, capture, least_rows=least_rows)
+
+
+def adapts_shapes(tree: TreeSettings) -> bool:
+    """Whether passes of few rows have shapes of their own; not where heterospec is told to do
+    without, and then all of them are as wide as the tree."""
+    return tree.policy != "heterospec" or "compute" in tree.adapt

@@ -1,0 +1,209 @@
+"""The engine of a draft worker with a smaller causal model of the target's vocabulary.
+
+A session holds the model's cache of its log. Cache slots 0..length-1 are rows of the log; behind
+them lie the rows of the tree's expanded nodes. When a verdict comes, rows of accepted nodes become
+rows of the log, rows of the surviving subtree stay behind them, and the rest is free. The root is
+the last token of the log; it has a row as soon as it has been expanded.
+
+What is left of a session that has ended, its log and the rows of it, can be kept for one that goes
+on from it.
+
+How a tree grows is the grower's business.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.workers.drafters.tree import CHUNK, Grower, GrowingSession, Ranking
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.sessions.prefix_cache import check_prefix
+from dovetail.workers.sessions.room import check_rows, host_row_bytes
+from dovetail.workers.speculation.growth import NO_ROW, Nodes
+from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.registry import open_policy
+from dovetail.workers.speculation.sharpness import Scale
+
+SHARPENING = 1.0
+"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with the
+embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 /
+0.8 / 1.0 / 1.25 they are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 /
+5.15 / 4.87 at temperature 1; the sharper, the more nodes
+are grown for it (388 a round at 0.3, 329 at 1.0)."""
+SUBSTITUTE_SHARPENING = 0.2
+"""The same for a target's own substitute: SubSpec's, section 4.2."""
+
+
+@dataclass(kw_only=True)
+class DraftSession(GrowingSession):
+    """One sequence. `room` is the number of tokens of it that the draft can hold."""
+
+    room: int
+
+    @property
+    def readable(self) -> bool:
+        """Whether the draft's context holds the whole log."""
+        return len(self.log) <= self.room
+
+    def within_reach(self, shape: Shape) -> Shape:
+        """`shape` also without the levels whose parents the draft cannot compute."""
+        shape = super().within_reach(shape)
+        return Shape(shape.nodes, min(shape.depth, self.room - len(self.log) + 1), shape.width)
+
+
+@dataclass(frozen=True)
+class DraftLeft:
+    """What is left of a session."""
+
+    log: list[int]
+    cache: Cache
+    """Rows of the log, as far as it has been read."""
+
+    def check(self, prompt: Sequence[int], kept: int) -> None:
+        """`RequestError` unless a session with this prompt can go on from the first `kept` tokens
+        of it; rows that are missing will be computed."""
+        check_prefix(self.log, prompt, kept, there=len(self.log))
+
+
+class Drafter(Grower[DraftSession]):
+    """Opens sessions and proposes; one pass at a time."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        spans: Spans,
+        *,
+        ahead: bool = False,
+        sharpening: float = SHARPENING,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`ahead`: sessions get rows for growth ahead of the orders. `sharpening`: what "auto"
+        begins with."""
+        super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
+        self.model = model
+        self._row_bytes = host_row_bytes(model)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """`RequestError` of code "vocabulary" if the model has no row for one of `tokens`."""
+        if (largest := max(tokens)) >= self.model.vocabulary_size:
+            raise RequestError(
+                "vocabulary",
+                f"token {largest} is beyond the draft's vocabulary of "
+                f"{self.model.vocabulary_size}; choose a draft of the same family",
+            )
+
+    def open(
+        self,
+        prompt: Sequence[int],
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        replied: int = 0,
+        base: DraftLeft | None = None,
+        kept: int = 0,
+    ) -> DraftSession:
+        """A session with the prompt read, where the draft's context holds it; no id at or beyond
+        `vocabulary_size`, the target's, will be proposed.
+
+        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`:
+        what is left of a session that began with the first `kept` tokens; it is used up.
+        """
+        room = min(capacity, self.model.context)
+        ranking = Ranking.begin(
+            prompt,
+            vocabulary_size=min(vocabulary_size, self.model.vocabulary_size),
+            key=key,
+            sampling=sampling,
+            sharpening=tree.sharpening,
+            sharpness=self.sharpness,
+            end=end,
+            replied=replied,
+            device=self.model.device,
+        )
+        rows = self._tree_rows(sampling, tree)
+        session = DraftSession(
+            log=list(prompt),
+            ranking=ranking,
+            policy=open_policy(tree),
+            depth=tree.most_levels,
+            capacity=capacity,
+            cache=self._open_cache(room + rows, base, kept)
+            if len(prompt) <= room
+            else self.model.new_cache(0),
+            rows_ahead=rows,
+            room=room,
+        )
+        if session.readable:
+            with self._spans.measure("prefill"):
+                self._read_missing(session)
+        return session
+
+    def keep(self, session: DraftSession) -> DraftLeft:
+        """What is left of a session that has ended, whose tree is free."""
+        session.cache.resize(session.cache.length)
+        return DraftLeft(session.log, session.cache)
+
+    def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
+        """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another
+        session."""
+        check_rows(rows, 0, self._row_bytes)
+        if base is None:
+            return self.model.new_cache(rows)
+        base.cache.truncate(min(kept, base.cache.length))
+        base.cache.resize(rows)
+        return base.cache
+
+    def _move_root(
+        self, session: DraftSession, path: Sequence[int], root: int | None, width: int
+    ) -> None:
+        """The rows of the accepted nodes become rows of the log, and all that is known below the
+        root is carried over."""
+        tree, cache = session.tree, session.cache
+        way = path if root is None else (*path, root)
+        # a node with a child in the pool has a row: on the way only the last one may lack it, and
+        # then nothing is behind it
+        accepted, survivors = [int(row) for row in tree.rows[list(way)] if row != NO_ROW], []
+        if root is None:
+            tree.clear()
+        else:
+            survivors = tree.move_root(root, width)
+        cache.keep([cache.length + row for row in (*accepted, *survivors)], len(accepted))
+
+    def _read_log(self, session: DraftSession, shape: Shape) -> Tensor:
+        return self._read_missing(session)
+
+    def _read_missing(self, session: DraftSession) -> Tensor:
+        """Compute the rows of the log that are missing; logits [1, V] after its last token."""
+        cache, logits = session.cache, torch.empty(0)
+        while missing := session.log[cache.length : cache.length + CHUNK]:
+            start, count = cache.length, len(missing)
+            tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
+            logits = self.model.forward(
+                tokens, positions, [Segment(cache, start, count)], rows=torch.tensor([count - 1])
+            )
+            cache.keep(range(start, start + count), count)
+        return logits
+
+    def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Tensor:
+        """The rows of `nodes` go behind those of the tree."""
+        tree, cache = session.tree, session.cache
+        segment_start = cache.length + tree.rows_used
+        tree.give_rows(nodes)
+        segment = Segment(
+            cache, segment_start, len(nodes), Paths.behind(cache.length, *tree.lineage(nodes))
+        )
+        tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
+        positions = torch.from_numpy(len(session.log) - 1 + tree.levels[nodes].astype(np.int64))
+        return self.model.forward(tokens, positions, [segment])

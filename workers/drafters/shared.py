@@ -1,0 +1,221 @@
+"""The engine of a draft that is the substitute of the target in the same process, and reads the
+target's own keys and values (SubSpec, section 4.1).
+
+A session's cache is the target's: slots 0..n-2 hold the committed rows of a log of n tokens, as the
+target computed them, and both models read them. What the target verifies it writes behind them, and
+commits; the draft's rows - the root, then those of the tree's expanded nodes - lie behind all that
+verification can ever write to, so that neither overwrites the other. When the root moves, the rows
+of accepted nodes are free, since the target's own stand in their place by then, and those of the
+surviving subtree move together. The prompt is read by nobody but the target.
+
+Both models do one command at a time; who sees to that, `unified.py` knows.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
+from dovetail.workers.drafters.tree import Ranking
+from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.speculation.growth import NO_ROW, Nodes
+from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
+from dovetail.workers.speculation.registry import open_policy
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A session of the target, as the draft may use it."""
+
+    log: Sequence[int]
+    cache: Cache
+    """As the substitute's layers take it. It has committed the rows of all of the log but its last
+    token."""
+    first: int
+    """The first slot that is the draft's."""
+
+
+Borrow = Callable[[int], Lent]
+"""What the target has of a session's number; `RequestError` if it has none."""
+
+
+@dataclass(kw_only=True)
+class SharedSession(DraftSession):
+    """One sequence."""
+
+    number: int = -1
+    """By which the coordinator and the target know it."""
+    first: int = 0
+    """Slot of the root's row; those of the tree stand behind it."""
+    own: int
+    """Slots from there on."""
+    rooted: bool = False
+    """Whether the root has a row."""
+
+    @property
+    def rows(self) -> int:
+        """The target computes those of the log, all but the root's."""
+        return len(self.log) - 1 + self.rooted
+
+    @property
+    def free_rows(self) -> int:
+        return self.own - 1 - self.tree.rows_used
+
+
+class SharedDrafter(Drafter):
+    """Opens sessions and proposes, over the target's rows."""
+
+    borrow: Borrow
+
+    def rows_beside(self, sampling: Sampling, tree: TreeSettings) -> int:
+        """Slots that a session of these settings needs beside the target's: the root's, and the
+        tree's."""
+        return 1 + self._tree_rows(sampling, tree)
+
+    def open(
+        self,
+        prompt: Sequence[int],
+        *,
+        capacity: int,
+        vocabulary_size: int,
+        key: bytes,
+        sampling: Sampling,
+        tree: TreeSettings,
+        end: Sequence[int] = (),
+        replied: int = 0,
+        base: DraftLeft | None = None,
+        kept: int = 0,
+    ) -> SharedSession:
+        """A session; the target reads the prompt, at the same time or later."""
+        ranking = Ranking.begin(
+            prompt,
+            vocabulary_size=min(vocabulary_size, self.model.vocabulary_size),
+            key=key,
+            sampling=sampling,
+            sharpening=tree.sharpening,
+            sharpness=self.sharpness,
+            end=end,
+            replied=replied,
+            device=self.model.device,
+        )
+        rows = self._tree_rows(sampling, tree)
+        return SharedSession(
+            log=list(prompt),
+            ranking=ranking,
+            policy=open_policy(tree),
+            depth=tree.most_levels,
+            capacity=capacity,
+            cache=self.model.new_cache(0),
+            rows_ahead=rows,
+            room=min(capacity, self.model.context),
+            own=1 + rows,
+        )
+
+    def draft(
+        self,
+        session: DraftSession,
+        accepted: Sequence[int],
+        bonus: int,
+        shape: Shape,
+        deadline_ns: int | None = None,
+        *,
+        more: Sequence[int] = (),
+        price: Price = FREE,
+        ahead: bool = False,
+    ) -> Proposal:
+        """As `Drafter.draft`, from the rows that the target has committed meanwhile; `RequestError`
+        where it does not have them."""
+        assert isinstance(session, SharedSession)
+        tokens = [
+            *(int(session.tree.tokens[session.offered[node]]) for node in accepted),
+            bonus,
+            *more,
+        ]
+        self._attach(session, [*session.log, *tokens])
+        return super().draft(
+            session, accepted, bonus, shape, deadline_ns, more=more, price=price, ahead=ahead
+        )
+
+    def grow_ahead(self, session: DraftSession) -> bool:
+        """As `Drafter.grow_ahead`, as long as the target has the session: what it lent ends with
+        that, and may be another session's by then."""
+        assert isinstance(session, SharedSession)
+        return self._is_lent(session) and super().grow_ahead(session)
+
+    def _is_lent(self, session: SharedSession) -> bool:
+        try:
+            return self.borrow(session.number).cache is session.cache
+        except RequestError:
+            return False
+
+    def _attach(self, session: SharedSession, log: Sequence[int]) -> None:
+        """Take the target's cache; what is in the tree has its rows in the one that was taken
+        before."""
+        lent = self.borrow(session.number)
+        if lent.cache is not session.cache and session.tree.rows_used + session.rooted:
+            raise RequestError(
+                "session",
+                f"session {session.number} was opened anew by its target: open it anew here too",
+            )
+        if [*lent.log[: len(log)]] != log or lent.cache.length < len(log) - 1:
+            raise RequestError(
+                "prefix",
+                f"session {session.number}: its target in this process has another log of "
+                f"{len(lent.log)} tokens; open it anew",
+            )
+        session.cache, session.first = lent.cache, lent.first
+
+    def _move_root(
+        self, session: DraftSession, path: Sequence[int], root: int | None, width: int
+    ) -> None:
+        """The root's row, if it has one, and those of all that is known below it move together to
+        the first of the draft's slots."""
+        assert isinstance(session, SharedSession)
+        if root is None:
+            session.tree.clear()
+            session.rooted = False
+            return
+        row = int(session.tree.rows[root])
+        survivors = session.tree.move_root(root, width)
+        session.rooted = row != NO_ROW
+        if session.rooted:
+            own = copy.copy(
+                session.cache
+            )  # the same slots, of which all before the draft's count as committed
+            own.length = session.first
+            own.keep([session.first + 1 + old for old in (row, *survivors)], 0)
+
+    def _read_log(self, session: DraftSession, shape: Shape) -> Tensor:
+        """The root's row; logits [1, V] after it."""
+        assert isinstance(session, SharedSession)
+        position = len(session.log) - 1
+        segment = Segment(session.cache, session.first, 1, Paths.of(position, [[session.first]]))
+        logits = self.model.forward(
+            torch.tensor(session.log[-1:]), torch.tensor([position]), [segment]
+        )
+        session.rooted = True
+        return logits
+
+    def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Tensor:
+        """Their rows go behind those of the tree; each sees what is committed, the root, its
+        ancestors and itself."""
+        assert isinstance(session, SharedSession)
+        tree, position, start = session.tree, len(session.log) - 1, session.first + 1
+        used = tree.rows_used
+        tree.give_rows(nodes)
+        offsets, rows = tree.lineage(nodes)
+        slots = np.insert(rows + np.int32(start), offsets[:-1], np.int32(session.first))
+        paths = Paths(
+            position, (offsets + np.arange(len(offsets))).astype(np.int32), slots.astype(np.int32)
+        )
+        tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
+        positions = torch.from_numpy(position + tree.levels[nodes].astype(np.int64))
+        return self.model.forward(
+            tokens, positions, [Segment(session.cache, start + used, len(nodes), paths)]
+        )

@@ -1,0 +1,385 @@
+"""A draft head on disk: finds it, tells its kind, and reads it strictly, together with what it
+shares with its target.
+
+Of the target only config.json, the headers of its weight files and the one or two tensors that the
+head lacks are read. Pickled weights are opened only where the user says so, and then without
+running what is in them. Knows files; computes nothing.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.heads.config import MisfitError, read_config
+from dovetail.workers.heads.rope import frequencies
+from dovetail.workers.heads.spec import (
+    HeadSpec,
+    Kind,
+    Shape,
+    TargetShape,
+    kind_of,
+    listed,
+    names_of,
+    read_spec,
+    refuse_strange,
+)
+from dovetail.workers.models.checkpoints.architecture import refuse_content
+from dovetail.workers.models.checkpoints.checkpoint import (
+    COUNT_TYPES,
+    FLOAT_TYPES,
+    open_weights,
+    read_json,
+    stored_tensors,
+    unreadable,
+)
+from dovetail.workers.models.checkpoints.hub import HUB_FILES, PICKLED_FILES, find_folder
+
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "transformer.wte.weight",
+    "wte.weight",
+    "model.decoder.embed_tokens.weight",
+)
+OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
+"""What the families call their embedding and their output head; one without an output head has tied
+it to the embedding."""
+TABLES = ("d2t", "t2d")
+"""Of token ids; all other tensors are weights."""
+PICKLED = "pytorch_model.bin"
+PICKLED_REMEDY = "set draft.pickled = true if you trust it, or convert it to safetensors"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """The tensors of a head's folder, under the names that they have there."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    digest: str
+    """SHA-256 of config.json and the weights, in hexadecimal."""
+    shapes: Mapping[str, Shape]
+    types: Mapping[str, torch.dtype | None]
+    """None: of a type that nothing here reads."""
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class HeadCheckpoint:
+    """A head that is whole and fits its target."""
+
+    source: str
+    digest: str
+    trained_for: str
+    """Digest of the target that it was trained for, empty where config.json does not say."""
+    spec: HeadSpec
+    frequencies: Tensor
+    """float32 [rotary_dim / 2], of the rotary positions."""
+    rope_scaling: float
+    tensors: Mapping[str, Tensor]
+    """By the names of `spec`, but for the next three."""
+    embedding: Tensor
+    """[V, H]."""
+    output: Tensor
+    """[Vd, H]; the same object as the embedding where the two are equal."""
+    tokens: Tensor | None
+    """int64 [Vd]: the target's ids of the draft vocabulary, ascending; None: row v is token v."""
+
+
+def classify(source: str, *, allow_bin: bool = False) -> Kind | None:
+    """The kind of head in `source` (folder, hub id, id@revision); None: an ordinary language model.
+    Reads config.json and the weights' headers only."""
+    folder = _find(source, allow_bin)
+    if _is_pickled(folder):
+        shapes = _open_pickled(folder, read_json(folder / "config.json"), allow_bin).shapes
+    else:
+        shapes = {name: stored.shape for name, stored in stored_tensors(folder).items()}
+    return kind_of(shapes, shapes)
+
+
+def open_head_checkpoint(
+    source: str, *, target: str, weights: str, allow_bin: bool = False
+) -> HeadCheckpoint:
+    """The head in `source` for the model in `target` (folders or hub ids); `CheckpointError` in one
+    line for whatever is wrong with it.
+
+    `weights` (a type of weights) decides with the stored types in which 16 bits features are to
+    come.
+    """
+    folder = _find(source, allow_bin)
+    config = read_json(folder / "config.json")
+    files = (
+        _open_pickled(folder, config, allow_bin)
+        if _is_pickled(folder)
+        else _open_safetensors(folder, config)
+    )
+    try:
+        return _read(source, files, _Target(target), weights)
+    except MisfitError as error:
+        raise CheckpointError(f"{source} {error}") from None
+
+
+def _find(source: str, allow_bin: bool) -> Path:
+    return find_folder(source, files=(*HUB_FILES, *PICKLED_FILES) if allow_bin else HUB_FILES)
+
+
+def _is_pickled(folder: Path) -> bool:
+    """Whether there are only pickled weights; one file of them is known, others are refused by
+    `weight_files`."""
+    return (folder / PICKLED).is_file() and not any(folder.glob("*.safetensors"))
+
+
+def _open_safetensors(folder: Path, config: Mapping[str, Any]) -> HeadFiles:
+    weights = open_weights(folder)
+    types = {
+        name: {**FLOAT_TYPES, **COUNT_TYPES}.get(stored.kind)
+        for name, stored in weights.tensors.items()
+    }
+    shapes = {name: stored.shape for name, stored in weights.tensors.items()}
+    return HeadFiles(
+        folder, config, weights.digest, shapes, types, lambda name: weights.tensors[name].read(name)
+    )
+
+
+def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> HeadFiles:
+    file = folder / PICKLED
+    if not allow_bin:
+        raise CheckpointError(
+            f"{folder} has only pickled weights ({PICKLED}), which can run code when read; "
+            f"{PICKLED_REMEDY}"
+        )
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except (
+        Exception
+    ) as error:  # whatever an unpickler stumbles over; its words may advise to run what is in there
+        raise CheckpointError(
+            f"{file} cannot be read as plain tensors ({type(error).__name__}); take a head "
+            "that is saved as safetensors"
+        ) from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
+    ):
+        raise CheckpointError(
+            f"{file} holds something else than named tensors; save the head's state_dict"
+        )
+    if strange := [name for name, tensor in content.items() if not _is_plain(tensor)]:
+        raise CheckpointError(
+            f"{file} holds tensors that are sparse, quantised, nested or without numbers "
+            f"({listed(strange)}); save them dense, as floats"
+        )
+    configuration = (folder / "config.json").read_bytes()
+    digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
+    with file.open("rb") as weights:
+        digest.update(hashlib.file_digest(weights, "sha256").digest())
+    shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
+    types = {name: tensor.dtype for name, tensor in content.items()}
+
+    def read(name: str) -> Tensor:
+        tensor: Tensor = content[name].detach()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
+        return tensor
+
+    return HeadFiles(folder, config, digest.hexdigest(), shapes, types, read)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether all of a tensor's numbers are there, side by side, and are what they seem."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_quantized or tensor.is_nested)
+    )
+
+
+class _Target:
+    """The target's shape, and the tensors that a head may share with it, read when asked for."""
+
+    def __init__(self, source: str) -> None:
+        folder = find_folder(source)
+        config = read_json(folder / "config.json")
+        refuse_content(config, folder / "config.json")
+        self._stored = stored_tensors(folder)
+        self._embedding = next((name for name in EMBEDDINGS if name in self._stored), "")
+        if not self._embedding:
+            known = f"no embedding under a name that is known ({EMBEDDINGS[0]}, ...)"
+            raise CheckpointError(
+                f"{source} has {known}, which a draft head needs; choose another draft"
+            )
+        tied = config.get("tie_word_embeddings") is True
+        self._output = next(
+            (name for name in OUTPUTS if name in self._stored and not tied), self._embedding
+        )
+        for name in (self._embedding, self._output):
+            stored = self._stored[name]
+            if (
+                stored.kind not in FLOAT_TYPES
+                or len(stored.shape) != 2
+                or stored.shape != self._stored[self._embedding].shape
+            ):
+                found = (
+                    f"{name} is {stored.kind} {list(stored.shape)}, no matrix of floats as "
+                    "a draft head needs it of its target"
+                )
+                raise CheckpointError(f"{source}: {found}; take weights that are stored as floats")
+        rows, width = self._stored[self._embedding].shape
+        layers = config.get("num_hidden_layers") or config.get("n_layer")
+        if type(layers) is not int or layers < 1:
+            raise CheckpointError(
+                f"{source} has no num_hidden_layers in config.json; take the config.json that "
+                "belongs to the weights"
+            )
+        self.shape = TargetShape(source, width, layers, rows)
+        self.type = FLOAT_TYPES.get(self._stored[self._embedding].kind, torch.float32)
+
+    def embedding(self) -> Tensor:
+        """[V, width] as stored."""
+        return self._stored[self._embedding].read_checked(self._embedding)
+
+    def output(self, embedding: Tensor) -> Tensor:
+        """[V, width] as stored: `embedding` itself where the two are tied."""
+        return (
+            embedding
+            if self._output == self._embedding
+            else self._stored[self._output].read_checked(self._output)
+        )
+
+
+def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadCheckpoint:
+    kind = kind_of(files.shapes, files.shapes)
+    if kind is None:
+        raise MisfitError(
+            "is no draft head of a kind that is known (EAGLE-1/2, EAGLE-3, Dovetail, Jakiro): "
+            "its tensors are those of another model"
+        )
+    names = names_of(kind, files.shapes)
+    shapes = {plain: files.shapes[name] for plain, name in names.items()}
+    config = read_config(files.config)
+    spec = read_spec(kind, config, shapes, target.shape, _feature_type(weights, files, target))
+    refuse_strange(spec, config, shapes)
+    _refuse_types({plain: files.types[name] for plain, name in names.items()})
+    turns, scaling = frequencies(
+        config, heads=spec.heads, head_dim=spec.head_dim, context=spec.context
+    )
+    tensors = {plain: files.read(name) for plain, name in names.items()}
+    embedding, output = _shared(
+        source,
+        spec,
+        tensors.pop("embed_tokens.weight", None),
+        tensors.pop("lm_head.weight", None),
+        target,
+    )
+    tokens = _tokens(spec, tensors.pop("d2t", None), tensors.pop("t2d", None))
+    return HeadCheckpoint(
+        source,
+        files.digest,
+        config.dovetail.trained_for,
+        spec,
+        turns,
+        scaling,
+        tensors,
+        embedding,
+        output,
+        tokens,
+    )
+
+
+def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
+    """`MisfitError` where tables of token ids hold anything but whole numbers, or weights anything
+    but fractions."""
+    wrong = [
+        name
+        for name, kind in types.items()
+        if kind not in (COUNT_TYPES if name in TABLES else FLOAT_TYPES).values()
+    ]
+    if wrong:
+        found = ", ".join(
+            sorted({str(types[name] or "another type").removeprefix("torch.") for name in wrong})
+        )
+        raise MisfitError(
+            f"has numbers of the wrong type ({found}) in {listed(wrong)}: weights are floats, "
+            f"{' and '.join(TABLES)} integers; convert it again"
+        )
+
+
+def _feature_type(
+    weights: str, files: HeadFiles, target: _Target
+) -> Literal["float16", "bfloat16"]:
+    """What is asked for, else what the head's matrices are, else what the target's are: streams of
+    a bf16 model can lie beyond fp16."""
+    if weights in ("fp16", "bf16"):
+        return "float16" if weights == "fp16" else "bfloat16"
+    types = {files.types[name] for name, shape in files.shapes.items() if len(shape) == 2}
+    if torch.bfloat16 in types or (torch.float16 not in types and target.type == torch.bfloat16):
+        return "bfloat16"
+    return "float16"
+
+
+def _shared(
+    source: str, spec: HeadSpec, embedding: Tensor | None, output: Tensor | None, target: _Target
+) -> tuple[Tensor, Tensor]:
+    """The embedding and the output head, the head's own where it has them; what is equal becomes
+    one tensor."""
+    theirs = target.embedding() if spec.target_width == spec.hidden else None
+    if embedding is None:
+        embedding = theirs
+    elif theirs is not None:
+        if torch.equal(embedding.float(), theirs.float()):
+            embedding = theirs
+        elif spec.kind != "eagle3":  # EAGLE-3 heads may have trained theirs
+            apart = float((embedding.float() - theirs.float()).abs().max())
+            log.warning(
+                "%s: its embedding differs from that of %s by up to %.2g; was it trained for "
+                "another model?",
+                source,
+                target.shape.name,
+                apart,
+            )
+    if embedding is None:
+        raise MisfitError(
+            f"lacks embed_tokens.weight, which {target.shape.name} of hidden width "
+            f"{spec.target_width} cannot give to a head of {spec.hidden}"
+        )
+    if output is None:
+        output = target.output(embedding if theirs is None else theirs)
+    if (
+        output.shape == embedding.shape
+        and output.dtype == embedding.dtype
+        and torch.equal(output, embedding)
+    ):
+        output = embedding
+    return embedding, output
+
+
+def _tokens(spec: HeadSpec, offsets: Tensor | None, known: Tensor | None) -> Tensor | None:
+    """The target's ids of the draft vocabulary, from d2t (what is to be added to each id) and t2d
+    (which ids have one), checked against each other."""
+    if offsets is None:
+        return None
+    ids = offsets.long() + torch.arange(len(offsets))
+    if (
+        not bool((ids[1:] > ids[:-1]).all())
+        or int(ids[0]) < 0
+        or int(ids[-1]) >= spec.vocabulary_size
+    ):
+        raise MisfitError(
+            "has a d2t whose ids do not ascend within the target's vocabulary of "
+            f"{spec.vocabulary_size}"
+        )
+    if known is not None and not (
+        int(known.bool().sum()) == len(ids) and bool(known.bool()[ids].all())
+    ):
+        raise MisfitError("has a t2d that does not name the tokens of its d2t")
+    return None if len(ids) == spec.vocabulary_size else ids

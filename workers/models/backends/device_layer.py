@@ -1,0 +1,281 @@
+"""A decoder layer computed by torch's operations, on a GPU as anywhere: the function of the
+kernels' layer up to rounding.
+
+States, norms, attention and sums are fp32; 16-bit weights are widened some rows at a time, and int8
+ones meet inputs that are quantised row by row, in exact integer products, as in the kernels. Knows
+a layer by its plan and its matrices, wherever they came from.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import (
+    gelu,
+    layer_norm,
+    linear,
+    pad,
+    rms_norm,
+    scaled_dot_product_attention,
+    silu,
+)
+
+from dovetail.workers.kernels import Kind
+from dovetail.workers.kernels.layer import Activation, LayerPlan, Norm, NormKind, Rotary
+from dovetail.workers.models.attention import Block, attend_blocks, attend_capped
+from dovetail.workers.models.backends.blob import Matrix
+
+TILE_WEIGHTS = 1 << 24
+"""So many 16-bit weights are widened at a time: 64 MiB of fp32."""
+LEAST_ROWS, MULTIPLE = 32, 8
+"""torch's integer product on a GPU takes more than 16 rows, and inputs and outputs that are
+multiples of 8."""
+TINY = 1e-30
+"""A row whose largest magnitude is less is all zeros in int8 (`kernels/native/linear.inl`)."""
+
+
+Multiply = Callable[[str, Tensor], Tensor]
+"""A layer's matrix by its name and x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
+
+
+class Seen(Protocol):
+    """The rows of a pass on the device."""
+
+    @property
+    def turn(self) -> "Turn | None":
+        """By how much queries and keys are turned; None where they are not."""
+
+    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write key and value [kv_heads, T, head_dim], attend with query [heads, T, head_dim];
+        returns [T, heads, head_dim]."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of several sessions, in the shapes that their caches have."""
+
+    turn: "Turn | None"
+    blocks: Sequence[Block]
+
+    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_blocks(
+            plan.index,
+            query,
+            key,
+            value,
+            self.blocks,
+            scale_of(plan),
+            plan.window or None,
+            plan.softcap or None,
+        )
+
+
+@dataclass(frozen=True)
+class FixedRows:
+    """Of one session, in shapes that depend on nothing but how many rows and slots there are: what
+    is written and seen is told by tensors, for CUDA graphs."""
+
+    turn: "Turn | None"
+    cached: Tensor
+    """The rows of a `KVCache`."""
+    slots: Tensor
+    """int64 [T]: where the rows are written; rows that are the same may share one."""
+    masks: Mapping[int, Tensor]
+    """By the window of a layer (0: none) [groups * T, S] of 0 and -inf for the first S slots, once
+    for each query head of a key head."""
+
+    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
+        keys.index_copy_(1, self.slots, key)
+        values.index_copy_(1, self.slots, value)
+        heads, rows, size = query.shape
+        mask = self.masks[plan.window]
+        keys, values = (
+            keys[:, : mask.shape[1]].unsqueeze(0),
+            values[:, : mask.shape[1]].unsqueeze(0),
+        )
+        packed = query.reshape(1, plan.kv_heads, -1, size)
+        if plan.softcap:
+            output = attend_capped(packed, keys, values, mask, scale_of(plan), plan.softcap)
+        else:
+            output = scaled_dot_product_attention(
+                packed, keys, values, attn_mask=mask, scale=scale_of(plan)
+            )
+        return output.reshape(heads, rows, -1).transpose(0, 1)
+
+
+def scale_of(plan: LayerPlan) -> float:
+    """What the scores of a layer are multiplied by."""
+    scale: float = plan.head_dim**-0.5 if plan.scale is None else plan.scale
+    return scale
+
+
+class DeviceNorm:
+    """A norm with its weights on a device."""
+
+    def __init__(self, kind: NormKind, norm: Norm, epsilon: float, device: torch.device) -> None:
+        self._kind, self._epsilon = kind, epsilon
+        self._weight = norm.weight.to(device)
+        self._bias = None if norm.bias is None else norm.bias.to(device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., width], normalised."""
+        if self._kind is NormKind.LAYER_NORM:
+            return layer_norm(x, x.shape[-1:], self._weight, self._bias, self._epsilon)
+        return rms_norm(x, x.shape[-1:], self._weight, self._epsilon)
+
+
+def product(matrix: Matrix, x: Tensor) -> Tensor:
+    """x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
+    if matrix.kind is Kind.FP32:
+        return linear(x, matrix.weight, matrix.bias)
+    y = (
+        _integer_product(matrix, x)
+        if matrix.kind is Kind.INT8
+        else _widened_product(matrix.weight, x)
+    )
+    return y if matrix.bias is None else y + matrix.bias
+
+
+def rounded_product(matrix: Matrix, x: Tensor) -> Tensor:
+    """The same for a draft, which may round: inputs meet 16-bit weights in their own type, and
+    nothing is widened."""
+    if matrix.kind not in (Kind.FP16, Kind.BF16):
+        return product(matrix, x)
+    limit = torch.finfo(matrix.weight.dtype).max
+    y = linear(x.clamp(-limit, limit).to(matrix.weight.dtype), matrix.weight).float()
+    return y if matrix.bias is None else y + matrix.bias
+
+
+def _widened_product(weight: Tensor, x: Tensor) -> Tensor:
+    rows = max(1, TILE_WEIGHTS // weight.shape[1])
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for first in range(0, weight.shape[0], rows):
+        torch.mm(x, weight[first : first + rows].float().t(), out=y[:, first : first + rows])
+    return y
+
+
+def _integer_product(matrix: Matrix, x: Tensor) -> Tensor:
+    """The inputs quantised with a scale of each row; what is not finite makes its row so."""
+    assert matrix.scales is not None
+    most = x.abs().amax(1, keepdim=True)
+    to = torch.where(most < TINY, torch.zeros_like(most), 127.0 / most)
+    scales = torch.where(most < TINY, torch.zeros_like(most), most / 127.0)
+    scales = torch.where(most.isfinite(), scales, torch.full_like(most, float("nan")))
+    quantised = torch.where(most.isfinite(), x * to, torch.zeros_like(x)).round().to(torch.int8)
+    rows, inputs, outputs = (
+        x.shape[0],
+        -(-matrix.weight.shape[1] // MULTIPLE) * MULTIPLE,
+        -(-matrix.weight.shape[0] // MULTIPLE) * MULTIPLE,
+    )
+    left = pad(quantised, (0, inputs - x.shape[1], 0, max(0, LEAST_ROWS - rows)))
+    right = (
+        matrix.weight
+        if matrix.weight.shape == (outputs, inputs)
+        else _padded(matrix.weight, outputs, inputs)
+    )
+    sums = torch._int_mm(left, right.t())[:rows, : matrix.weight.shape[0]]
+    return sums.float() * (scales * matrix.scales)
+
+
+def _padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
+    return pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
+
+
+class Angles:
+    """The rotary table of a model on a device."""
+
+    def __init__(self, rotary: Rotary, device: torch.device) -> None:
+        self._cosines, self._sines = rotary.cosines.to(device), rotary.sines.to(device)
+
+    def at(self, positions: Tensor) -> "Turn":
+        """Those of rows, for all layers of a pass: positions int64 [T]."""
+        return Turn(self._cosines[positions].unsqueeze(1), self._sines[positions].unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The angles of the rows of a pass: [T, 1, rotary_dim / 2]."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    def of(self, heads: Tensor) -> Tensor:
+        """heads [T, H, head_dim], the first part of each turned by the angles of its row's
+        position."""
+        half = self.cosines.shape[-1]
+        a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+        first, second = (
+            torch.addcmul(a * self.cosines, b, self.sines, value=-1),
+            torch.addcmul(b * self.cosines, a, self.sines),
+        )
+        return torch.cat([first, second, rest] if rest.shape[-1] else [first, second], dim=-1)
+
+
+class DeviceLayer:
+    """What of a layer stays on a device, however its matrices come there."""
+
+    def __init__(self, plan: LayerPlan, device: torch.device) -> None:
+        self._plan = plan
+
+        def norm(of: Norm | None, kind: NormKind = plan.norm_kind) -> DeviceNorm | None:
+            return None if of is None else DeviceNorm(kind, of, plan.epsilon, device)
+
+        self._attention_norm, self._mlp_norm = norm(plan.attention_norm), norm(plan.mlp_norm)
+        self._post_attention_norm, self._post_mlp_norm = (
+            norm(plan.post_attention_norm),
+            norm(plan.post_mlp_norm),
+        )
+        self._query_norm, self._key_norm = (
+            norm(plan.query_norm, NormKind.RMS),
+            norm(plan.key_norm, NormKind.RMS),
+        )
+
+    def run(self, rows: Seen, states: Tensor, multiply: Multiply) -> None:
+        """states [T, hidden] through the layer, in place; keys and values of the rows go into the
+        caches. Each matrix is asked for once."""
+        mixed = self._attend(rows, multiply("qkv", _through(self._attention_norm, states)))
+        states += _through(self._post_attention_norm, multiply("output", mixed))
+        inner = _activate(
+            self._plan.activation, multiply("gate_up", _through(self._mlp_norm, states))
+        )
+        states += _through(self._post_mlp_norm, multiply("down", inner))
+
+    def _attend(self, rows: Seen, qkv: Tensor) -> Tensor:
+        plan = self._plan
+        heads = qkv.view(qkv.shape[0], -1, plan.head_dim)
+        turned, value = (
+            heads[:, : plan.heads + plan.kv_heads],
+            heads[:, plan.heads + plan.kv_heads :],
+        )
+        if self._query_norm is not None or self._key_norm is not None:
+            turned = torch.cat(
+                [
+                    _through(self._query_norm, turned[:, : plan.heads]),
+                    _through(self._key_norm, turned[:, plan.heads :]),
+                ],
+                dim=1,
+            )
+        if plan.rotary is not None:
+            assert rows.turn is not None
+            turned = rows.turn.of(turned)
+        query, key = turned[:, : plan.heads], turned[:, plan.heads :]
+        return rows.attend(
+            plan, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        ).flatten(1)
+
+
+def _through(norm: DeviceNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _activate(activation: Activation, x: Tensor) -> Tensor:
+    """[T, units] of [T, 2 units], the gate first, or of [T, units]."""
+    if activation is Activation.GELU_TANH:
+        return gelu(x, approximate="tanh")
+    gate, up = x.chunk(2, dim=1)
+    return (
+        silu(gate) if activation is Activation.SILU_GATED else gelu(gate, approximate="tanh")
+    ) * up

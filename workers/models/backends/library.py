@@ -1,0 +1,253 @@
+"""The library back end: transformers' own modules, their linears laid out and computed by what
+torch brings, attention by torch over our cache.
+
+On a GPU linears stay as transformers has them. A token's logits depend on the rows beside it by
+rounding only, but they do depend on them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.models import attention
+from dovetail.workers.models.attention import Masks, Noted
+from dovetail.workers.models.backends.embedding import widen_embeddings
+from dovetail.workers.models.backends.linear import PackedLinear
+from dovetail.workers.models.backends.selection import Selection
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.checkpoints.loader import decoder_layers
+from dovetail.workers.models.parity.following import (
+    EAGER,
+    UnprovableError,
+    implementation,
+    line_of,
+    stand_in,
+)
+from dovetail.workers.models.parity.landmarks import short_text
+from dovetail.workers.models.parity.oracle import Oracle
+from dovetail.workers.models.segment import PROMPT_ROWS, Segment
+from dovetail.workers.models.states import Kept, keeping
+from dovetail.workers.models.timing import Part, timing_modules
+
+LAYER_TOLERANCE = 2e-4
+"""Of what a layer adds, in fp32; rounding gives 1e-6."""
+
+
+def transformers_pass(
+    model: Any, tokens: Tensor, positions: Tensor, rows: Tensor | None, **given: Any
+) -> Tensor:
+    """Logits [R, V] by transformers' own forward; what is `given` reaches the layers."""
+    device = model.get_input_embeddings().weight.device
+    output = model(
+        input_ids=tokens.to(device).unsqueeze(0),
+        position_ids=positions.to(device).unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=0 if rows is None else rows.to(device),
+        **given,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+class Library:
+    """Takes over the layers of a model one by one, then the rest of it. A `BackEnd`."""
+
+    backend = "library"
+    prompt_rows = PROMPT_ROWS
+    reads_apart = 0
+
+    def __init__(
+        self,
+        selection: Selection | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        oracle: Oracle | None = None,
+    ) -> None:
+        """`oracle`: proves each layer as it is taken; None: who asks for these layers needs no
+        proof of them."""
+        self._oracle = oracle
+        self._noted: list[Noted] = []
+        """What the attention of each layer that was proved is asked for."""
+        self.kernels = "plain" if selection is None else selection.name
+        self._selection, self._device, self._dtype = selection, device, dtype
+
+    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        """The layer to compute with, of one that has its numbers: its linears are packed and the
+        originals dropped."""
+        self.prove(layer, index)
+        self._pack(layer)
+        return layer.to(self._device)
+
+    def prove(self, layer: nn.Module, index: int) -> None:
+        """`UnprovableError` where our attention makes another layer of it; the layer has the
+        checkpoint's numbers, on the CPU."""
+        if self._oracle is None:
+            return
+        what, noted = (
+            f"layer {index} ({type(layer).__name__})",
+            prove_layer(self._oracle, layer, index),
+        )
+        self._noted.append(noted)
+        if noted.shape != self._noted[0].shape:
+            raise UnprovableError(
+                f"{what} has other heads than the layers before it, which is not supported"
+            )
+        if noted.value_dim != noted.head_dim:
+            raise UnprovableError(
+                f"{what} has values of another width than keys, which is not supported"
+            )
+
+    def finish(self, model: Any) -> None:
+        """What is not a layer has its numbers too."""
+        self._pack(model)
+        if self._device.type == "cpu":
+            widen_embeddings(model)
+        self._model = model.to(self._device)
+        self._decoder_layers = decoder_layers(self._model)[1]
+        self._layers = len(self._decoder_layers)
+        heads, self._kv_heads, self._head_dim = (
+            self._noted[0].shape if self._noted else _configured_heads(model.config)
+        )
+        self._timed = (
+            _parts(self._model, self._decoder_layers) if self._device.type == "cpu" else ()
+        )
+        self._masks = Masks(groups=heads // self._kv_heads, device=self._device, dtype=self._dtype)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` rows."""
+        return KVCache(
+            layers=self._layers,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            capacity=capacity,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        rows: Tensor | None,
+        kept: Kept,
+    ) -> Tensor:
+        """Logits [R, V] of a pass."""
+        with keeping(self._model, tuple(self._decoder_layers), kept), timing_modules(self._timed):
+            return transformers_pass(
+                self._model,
+                tokens,
+                positions,
+                rows,
+                blocks=attention.arrange(segments, self._masks),
+            )
+
+    def _pack(self, module: nn.Module) -> None:
+        if self._selection is None:
+            return
+        for name, part in list(module.named_modules()):
+            if type(part) is nn.Linear:
+                module.set_submodule(name, self._selection.pack(part.weight, part.bias))
+                part.weight = nn.Parameter(
+                    torch.empty(0), requires_grad=False
+                )  # nobody holds the original on
+
+
+def _configured_heads(config: Any) -> tuple[int, int, int]:
+    """Heads, key heads and the width of each, by the names of a configuration."""
+    heads: int = config.num_attention_heads
+    return (
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+@torch.inference_mode()
+def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> Noted:
+    """What a layer asks of its attention; `UnprovableError` where the layer with ours differs from
+    the same with transformers' own.
+
+    Both are run in fp32, at every position of the oracle.
+    """
+    what = f"layer {index} ({type(layer).__name__})"
+    own, states = stand_in(layer, {}), oracle.states(index)
+    notes: list[Noted] = []
+    try:
+        found = oracle.run_ours(own, index, states, lambda noted, _query, _key: notes.append(noted))
+        expected = oracle.run_eager(own, index, states)
+    except UnprovableError:
+        raise
+    except Exception as error:  # a layer that nobody here has seen may stumble in any way
+        raise UnprovableError(f"{what} cannot be computed here ({line_of(error)})") from error
+    if not notes:
+        raise UnprovableError(
+            f"{what} computes attention by itself, where token trees need to replace it"
+        )
+    if len(notes) != 1:
+        raise UnprovableError(f"{what} computes {len(notes)} attentions, where one is supported")
+    oracle.check_window(index, notes[0].window)
+    if worst := oracle.difference(expected, found, states, LAYER_TOLERANCE):
+        raise UnprovableError(
+            f"{what} with attention of our own differs from transformers' at position "
+            f"{worst[0]} by {worst[1]:.1e} of what it adds"
+        )
+    return notes[0]
+
+
+@torch.inference_mode()
+def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -> None:
+    """`UnprovableError` where a model with our attention and caches, in two passes beside another
+    session, differs from transformers' own forward.
+
+    `tolerance`: of the logits, relative to their norm.
+    """
+    count = short_text(model.config.to_dict(), context)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(
+        model.get_input_embeddings().weight.shape[0], (count,), generator=generator
+    )
+    positions = torch.arange(count)
+    with implementation(model, EAGER):
+        expected = transformers_pass(model, tokens, positions, None).float().cpu()
+    cut, stranger = count // 2, min(3, count)
+    cache, other = back_end.new_cache(count), back_end.new_cache(stranger)
+    passes = [
+        (
+            torch.cat([tokens[:stranger].flip(0), tokens[:cut]]),
+            torch.cat([positions[:stranger], positions[:cut]]),
+            [(other, 0, stranger), (cache, 0, cut)],
+        ),
+        (tokens[cut:], positions[cut:], [(cache, cut, count - cut)]),
+    ]
+    found = []
+    for rows, places, segments in passes:
+        parts = [Segment(*segment) for segment in segments if segment[2]]
+        found.append(
+            back_end.compute(rows, places, parts, None, Kept())
+            .float()
+            .cpu()[-segments[-1][2] or len(rows) :]
+        )
+        cache.keep(range(cache.length, cache.length + segments[-1][2]), segments[-1][2])
+    norms = expected.norm(dim=-1)
+    shares = (torch.cat(found) - expected).norm(dim=-1) / norms.clamp(
+        min=1e-3 * float(norms.max())
+    )  # a token of padding may have none
+    if wrong := (~(shares <= tolerance)).nonzero().flatten().tolist():
+        raise UnprovableError(
+            "the model with attention of our own differs from transformers' at position "
+            f"{wrong[0]} by {float(shares[wrong[0]]):.1e} of its logits"
+        )
+
+
+def _parts(model: Any, layers: nn.ModuleList) -> Sequence[tuple[Part, nn.Module]]:
+    """The matrices of a model that can be timed, where they stand as modules: those of its layers
+    and the head."""
+    kinds = (nn.Linear, PackedLinear)
+    linears: list[tuple[Part, nn.Module]] = [
+        ("linears", part) for layer in layers for part in layer.modules() if isinstance(part, kinds)
+    ]
+    return [*linears, ("head", model.get_output_embeddings())]

@@ -1,0 +1,250 @@
+"""The proof of a layer of the kernels: what they compute of it is what transformers' own layer
+computes, at every position of the oracle.
+
+Both multiply with the same packed matrices, so that what is left between them is rounding, whatever
+the weights are, and so that no layer is ever there twice; of each matrix some rows are compared
+with those of the checkpoint. Queries, keys and attention are compared one by one: a small
+difference in the scores, which would be lost in what a layer adds, shows there. Knows no model, and
+packs nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.layer import CacheRows, DecoderLayer, LayerPass, LayerPlan, new_cache
+from dovetail.workers.kernels.layer import Paths as KernelPaths
+from dovetail.workers.models.attention import Noted
+from dovetail.workers.models.parity.following import (
+    UnprovableError,
+    UnsupportedError,
+    line_of,
+    stand_in,
+)
+from dovetail.workers.models.parity.oracle import Oracle
+
+SAMPLED = 4
+"""Rows of each linear that are compared with the checkpoint's."""
+PRODUCT_TOLERANCE = {Kind.FP32: 1e-4, Kind.FP16: 1e-4, Kind.BF16: 1e-4, Kind.INT8: 0.1}
+"""Of a product by packed weights to one by the checkpoint's; codes of fewer bits are the
+quantiser's business."""
+ATTENTION_TOLERANCE = 1e-4
+LAYER_TOLERANCE = 2e-4
+"""Of what a layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
+ROUNDED_TOLERANCE = 2e-2
+"""The same where a matrix rounds its inputs to integers, so that a rounding of 1e-7 before it may
+become one of 1e-3."""
+EXACT = (Kind.FP32, Kind.FP16, Kind.BF16)
+
+
+class Product:
+    """A matrix of a layer as its proof computes with it: remembers what it was given last, and
+    gave."""
+
+    def __init__(self, name: str, linears: Sequence[nn.Linear]) -> None:
+        """`linears`: those that the matrix is packed of, below each other; a few of their rows are
+        kept."""
+        self.name = name
+        self.given, self.result = torch.empty(0), torch.empty(0)
+        self._matrix: PackedMatrix | None = None
+        self._first: list[int] = []
+        self._samples: list[tuple[Tensor, Tensor, Tensor | float]] = []
+        first = 0
+        for part in linears:
+            picked = torch.linspace(
+                0, part.out_features - 1, min(SAMPLED, part.out_features)
+            ).long()
+            bias = 0.0 if part.bias is None else part.bias.detach()[picked].float()
+            self._first.append(first)
+            self._samples.append((picked, part.weight.detach()[picked].float(), bias))
+            first += part.out_features
+        self.stand_ins = [
+            _Rows(self, start, part.out_features)
+            for start, part in zip(self._first, linears, strict=True)
+        ]
+
+    def use(self, matrix: PackedMatrix) -> None:
+        """Compute with this matrix from now on."""
+        self._matrix = matrix
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [m, in] -> [m, out]; several linears of one matrix that are given the same rows share
+        one product."""
+        assert self._matrix is not None
+        if self.given.shape != x.shape or not torch.equal(self.given, x):
+            self.given, self.result = x.clone(), self._matrix.linear(x.contiguous())
+            self._check(x)
+        return self.result
+
+    def _check(self, x: Tensor) -> None:
+        """`UnsupportedError` where the packed weights are not the checkpoint's."""
+        assert self._matrix is not None
+        tolerance = (
+            PRODUCT_TOLERANCE.get(Kind(self._matrix.kind))
+            if self._matrix.kind in list(Kind)
+            else None
+        )
+        if tolerance is None:
+            return
+        for first, (picked, weight, bias) in zip(self._first, self._samples, strict=True):
+            expected = x @ weight.t() + bias
+            share = float(
+                (self.result[:, first + picked] - expected).norm() / (expected.norm() + 1e-20)
+            )
+            if not share <= tolerance:
+                raise UnsupportedError(
+                    f"a product by its {self.name} weights differs from that by the "
+                    f"checkpoint's by {share:.1e}"
+                )
+
+
+class _Rows(nn.Module):
+    """A linear that is some rows of a packed matrix."""
+
+    def __init__(self, product: Product, first: int, count: int) -> None:
+        super().__init__()
+        self._product, self._first, self._count = product, first, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = self._product(x.reshape(-1, x.shape[-1]))[:, self._first : self._first + self._count]
+        return y.reshape(*x.shape[:-1], self._count)
+
+
+class _Enough(Exception):
+    """Attention has been told what to compute, and that is all that was wanted."""
+
+
+class LayerProof:
+    """One layer of a model, while it is packed and proved."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        layer: nn.Module,
+        index: int,
+        linears: Mapping[str, Sequence[nn.Linear]],
+    ) -> None:
+        """`linears`: those of each matrix of the layer. To be made before their weights are
+        dropped."""
+        self._oracle, self._index, self._what = (
+            oracle,
+            index,
+            f"layer {index} ({type(layer).__name__})",
+        )
+        self._products = {name: Product(name, parts) for name, parts in linears.items()}
+        others: dict[nn.Module, nn.Module] = {
+            part: own
+            for name, parts in linears.items()
+            for part, own in zip(parts, self._products[name].stand_ins, strict=True)
+        }
+        self._layer = stand_in(layer, others)
+        self._states = oracle.states(index)
+        self._rotated: list[Tensor] = []
+
+    def note(self, matrices: Mapping[str, PackedMatrix]) -> Noted:
+        """What the layer's attention is asked for, computed with these matrices; `UnprovableError`
+        where it is more than any back end knows."""
+        for name, matrix in matrices.items():
+            self._products[name].use(matrix)
+        notes: list[Noted] = []
+
+        def note(noted: Noted, query: Tensor, key: Tensor) -> None:
+            notes.append(noted)
+            self._rotated = [part[0].transpose(0, 1).flatten(1) for part in (query, key)]
+            raise _Enough
+
+        try:
+            self._oracle.run_ours(self._layer, self._index, self._states, note)
+        except _Enough:
+            pass
+        except (UnsupportedError, UnprovableError) as error:
+            raise type(error)(f"{self._what}: {error}") from error
+        except Exception as error:  # a layer that nobody here has seen may stumble in any way
+            raise UnprovableError(
+                f"{self._what} cannot be computed here ({line_of(error)})"
+            ) from error
+        if not notes:
+            raise UnsupportedError(f"{self._what} computes no attention")
+        self._oracle.check_window(self._index, notes[0].window)
+        if notes[0].value_dim != notes[0].head_dim:
+            raise UnsupportedError(f"{self._what} has values of another width than keys")
+        return notes[0]
+
+    def check(self, plan: LayerPlan) -> None:
+        """`UnsupportedError` where the kernels' layer of a plan, with the matrices that are in use,
+        differs from transformers'."""
+        oracle, states = self._oracle, self._states
+        try:
+            expected = oracle.run_eager(self._layer, self._index, states)
+        except (UnsupportedError, UnprovableError):
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"{self._what} cannot be run alone ({line_of(error)})"
+            ) from error
+        try:
+            layer = DecoderLayer(replace(plan, index=0))
+        except ValueError as error:
+            raise UnsupportedError(f"{self._what}: {error}") from error
+        rows = self._rows(plan)
+        qkv = torch.cat(
+            [self._products["qkv"].result[: oracle.dense], self._products["qkv"].result]
+        )
+        layer.place(rows, qkv)
+        width, stop = plan.heads * plan.head_dim, (plan.heads + plan.kv_heads) * plan.head_dim
+        for what, found, wanted in zip(
+            ("queries", "keys"), (qkv[:, :width], qkv[:, width:stop]), self._rotated, strict=True
+        ):
+            self._compare(f"{what} of", wanted[oracle.dense :], found, ATTENTION_TOLERANCE)
+        self._compare(
+            "attention of",
+            self._products["output"].given,
+            layer.attend(rows, qkv),
+            ATTENTION_TOLERANCE,
+        )
+        found = torch.cat([states[: oracle.dense], states])
+        layer.run(rows, found)
+        exact = all(
+            matrix.kind in EXACT for matrix in (plan.qkv, plan.output, plan.gate_up, plan.down)
+        )
+        if worst := oracle.difference(
+            expected, found, states, LAYER_TOLERANCE if exact else ROUNDED_TOLERANCE
+        ):
+            raise UnsupportedError(
+                f"{self._what} differs from transformers' at position {worst[0]} by "
+                f"{worst[1]:.1e} of what it adds"
+            )
+
+    def _compare(self, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
+        if expected.shape[-1] != found.shape[-1]:
+            raise UnsupportedError(
+                f"{what} {self._what} are {found.shape[-1]} numbers wide, where transformers' "
+                f"are {expected.shape[-1]}"
+            )
+        if worst := self._oracle.far(expected, found, expected.norm(dim=-1), tolerance):
+            raise UnsupportedError(
+                f"{what} {self._what} differ from transformers' at position {worst[0]} by "
+                f"{worst[1]:.1e} of them"
+            )
+
+    def _rows(self, plan: LayerPlan) -> LayerPass:
+        """The rows of our own pass in the words of the kernels."""
+        segments = []
+        for segment in self._oracle.segments(self._index, lambda _count: None):
+            keys, values = new_cache(
+                layers=1, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=segment.count
+            )
+            paths = segment.paths
+            seen = (
+                None
+                if paths is None
+                else KernelPaths(
+                    paths.prefix, torch.from_numpy(paths.offsets), torch.from_numpy(paths.slots)
+                )
+            )
+            segments.append(CacheRows(keys, values, segment.start, segment.count, seen))
+        return LayerPass(self._oracle.pass_positions, segments)

@@ -1,0 +1,457 @@
+"""A model folder on disk: finds it, checks it, and reads what is known about its vocabulary. The
+only module that opens safetensors.
+
+Everything that could make a loaded model silently wrong is refused here by name: weights that are
+pickled, truncated, missing from the index, not a number, or quantised. Knows files; builds no
+model.
+"""
+
+import errno
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dovetail.protocol.arrays import MAX_ARRAY_BYTES
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.workers.models.checkpoints.architecture import (
+    MODEL_FILES,
+    reason,
+    refuse_content,
+    refuse_elsewhere,
+    shown,
+)
+from dovetail.workers.models.checkpoints.digests import (
+    Identity,
+    Part,
+    Source,
+    all_finite,
+    digest_of,
+    refuse_changed,
+)
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.progress import count_bytes
+
+MAX_FILE_BYTES = MAX_ARRAY_BYTES
+"""Of configurations, indices and tokenizers: what may travel to the coordinator, and twice the
+largest tokenizer that there is."""
+FLOAT_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+FACTS = {
+    "size": "vocab_size in config.json",
+    "end": "eos_token_id, the ids that end a reply,",
+    "begin": "bos_token_id, the id that begins a text,",
+    "template": "the chat template",
+}
+"""What a folder calls the facts of its vocabulary."""
+COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+"""Of tables of token ids, which some draft heads have."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the numbers of one tensor stand in a safetensors file."""
+
+    file: Path
+    kind: str
+    """safetensors' name of the type: F32, F16, BF16, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """In bytes, from the beginning of the file."""
+    size_bytes: int
+    identity: Identity
+    """Of the file when its header was read: from one that has been changed since nothing is
+    taken."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, called `name` in errors, in the type it is stored in, read from its file
+        alone: no other tensor takes memory for it."""
+        content = bytearray(self.size_bytes)
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.offset)
+                count = file.readinto(content)
+                refuse_changed(self.file, self.identity, file)
+        except OSError as error:
+            raise unreadable(self.file, error) from None
+        kind = {**FLOAT_TYPES, **COUNT_TYPES}.get(self.kind)
+        if count != self.size_bytes or kind is None:
+            raise CheckpointError(
+                f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; "
+                "fetch the model again"
+            )
+        count_bytes(self.size_bytes)
+        return (
+            torch.frombuffer(content, dtype=kind).view(self.shape)
+            if content
+            else torch.empty(self.shape, dtype=kind)
+        )
+
+    def read_checked(self, name: str) -> Tensor:
+        """The same, of a file that has not been read as a whole: NaN and infinite values are
+        refused here."""
+        tensor = self.read(name)
+        if tensor.numel() and not all_finite(tensor.view(-1).view(torch.uint8).numpy(), self.kind):
+            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+        return tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight files of a folder, read once and found whole."""
+
+    folder: Path
+    digest: str
+    """SHA-256 of config.json and the weight files, in hexadecimal."""
+    tensors: Mapping[str, Stored]
+    """Every tensor in the weight files."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose weights have been read once and found whole."""
+
+    source: str
+    folder: Path
+    digest: str
+    """SHA-256 of config.json and the weight files, in hexadecimal."""
+    tokenizer: bytes
+    """The content of tokenizer.json."""
+    vocabulary: VocabularyFacts
+    tensors: Mapping[str, Stored]
+    """Every tensor in the weight files."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name in the type it is stored in."""
+        return self.tensors[name].read(name)
+
+    def refuse_changed(self) -> None:
+        """`CheckpointError` if a weight file is no longer the one that was read and found whole;
+        for those who read files by themselves."""
+        for path, before in {
+            stored.file: stored.identity for stored in self.tensors.values()
+        }.items():
+            try:
+                with path.open("rb") as file:
+                    refuse_changed(path, before, file)
+            except OSError as error:
+                raise unreadable(path, error) from None
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+    """The checkpoint that `source` (folder, hub id or id@revision) names, checked;
+    `CheckpointError` names the file and the tensor."""
+    folder = find_folder(source)
+    refuse_content(read_json(folder / "config.json"), folder / "config.json")
+    weight_files(folder)  # what can be said at once is said before the weights are read
+    tokenizer, vocabulary = read_tokenizer(folder)
+    weights = open_weights(folder)
+    return Checkpoint(source, folder, weights.digest, tokenizer, vocabulary, weights.tensors)
+
+
+def open_weights(folder: Path) -> Weights:
+    """The weights of a folder, without what is said of a vocabulary: a draft head has none of its
+    own."""
+    refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
+    files = weight_files(folder)
+    configuration = _read(folder / "config.json")
+    read = [_read_header(file) for file in files]
+    for _, tensors in read:
+        _refuse_kinds(tensors)
+    digest = digest_of(configuration, [source for source, _ in read])
+    return Weights(
+        folder, digest, {name: stored for _, tensors in read for name, stored in tensors.items()}
+    )
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Where every tensor of a folder stands, by the headers of its weight files alone; what is read
+    of them is to be checked then."""
+    refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
+    return {
+        name: stored
+        for file in weight_files(folder)
+        for name, stored in _read_header(file)[1].items()
+    }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers will load, sorted by name: model.safetensors, else
+    exactly those that the index lists."""
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter (adapter_config.json); merge it into its model and "
+            "save that"
+        )
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return _indexed_files(folder, index)
+    pickled = sorted(
+        f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in folder.glob(pattern)
+    )
+    if pickled:
+        raise CheckpointError(
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; "
+            "convert them to safetensors"
+        )
+    if found := sorted(f.name for f in folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} has only GGUF weights ({found[0]}), which llama.cpp reads; take the "
+            "model's folder of safetensors"
+        )
+    others = sorted(f.name for f in folder.glob("*.safetensors"))
+    beside = f", though it has {others[0]}" if others else ""
+    raise CheckpointError(
+        f"{folder} has no model.safetensors and no model.safetensors.index.json{beside}; fetch "
+        "the model again"
+    )
+
+
+def _indexed_files(folder: Path, index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(f, str) for f in weight_map.values())
+    ):
+        raise CheckpointError(
+            f"{index} has no weight_map of tensor names to file names; fetch the model again"
+        )
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} names {name!r}, which is no safetensors file beside it; fetch the "
+                "model again"
+            )
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder / name} is missing, although {index.name} lists it; fetch the model again"
+            )
+        absent = sorted(
+            t
+            for t, f in weight_map.items()
+            if f == name and t not in set(tensor_names(folder / name))
+        )
+        if absent:
+            raise CheckpointError(
+                f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it; "
+                "fetch the model again"
+            )
+    return [folder / name for name in names]
+
+
+def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, its folder included, and put it in its place in one step: nobody
+    ever finds half of it. `OSError` if it cannot be."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, made)
+        except SafetensorError as error:  # what the system says is within its text
+            raise OSError(None, reason(error)) from None
+        made.replace(file)
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a file that `save_tensors` wrote; `CheckpointError` if it is not whole."""
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is no whole safetensors file ({reason(error)})") from None
+    return tensors
+
+
+def tensor_names(file: Path) -> list[str]:
+    """The tensors of one safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as content:
+            return sorted(content.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is no whole safetensors file ({reason(error)}); fetch the model again"
+        ) from None
+
+
+def _read_header(file: Path) -> tuple[Source, dict[str, Stored]]:
+    """The tensors of a file in their order, and where each stands."""
+    names = tensor_names(
+        file
+        # safetensors proves here that the header is sound and that tensors fill the rest of the
+        # file without a gap
+    )
+    try:
+        with file.open("rb") as content:
+            identity = Identity.of(content)
+            size = content.read(8)
+            header = size + content.read(int.from_bytes(size, "little"))
+        entries: dict[str, dict[str, Any]] = json.loads(header[8:])
+        tensors = {name: _stored(file, entries[name], len(header), identity) for name in names}
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except (ValueError, KeyError):
+        raise CheckpointError(
+            f"{file} was changed while it was read: wait until it is written, and start again"
+        ) from None
+    ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
+    return Source(
+        file,
+        identity,
+        header,
+        [Part(name, stored.kind, stored.size_bytes) for name, stored in ordered],
+    ), tensors
+
+
+def _stored(file: Path, entry: dict[str, Any], data: int, identity: Identity) -> Stored:
+    start, stop = entry["data_offsets"]
+    return Stored(file, entry["dtype"], tuple(entry["shape"]), data + start, stop - start, identity)
+
+
+def _refuse_kinds(tensors: Mapping[str, Stored]) -> None:
+    """`CheckpointError` for numbers that mean nothing without a scale."""
+    for name, stored in tensors.items():
+        if stored.kind not in FLOAT_TYPES and stored.kind.startswith(("F", "BF")):
+            raise CheckpointError(
+                f"{stored.file}: tensor {name} has numbers of type {stored.kind}; take weights "
+                f"of type {', '.join(FLOAT_TYPES)}"
+            )
+
+
+def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
+    """The bytes of tokenizer.json and what the model's other files say about the vocabulary."""
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; save it there with transformers: "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+        )
+    content = _read(file)
+    config = read_json(folder / "config.json")
+    refuse_content(config, folder / "config.json")
+    generation = (
+        read_json(folder / "generation_config.json")
+        if (folder / "generation_config.json").is_file()
+        else {}
+    )
+    try:
+        digest = vocabulary_digest(read_vocabulary(content))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    try:
+        facts = VocabularyFacts(
+            digest=digest,
+            size=config.get("vocab_size", 0),
+            end=_ids(generation, config, "eos_token_id"),
+            begin=(_ids(generation, config, "bos_token_id") or (None,))[0],
+            template=_chat_template(folder),
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CheckpointError(
+            f"{folder}: {FACTS[str(first['loc'][0])]} cannot be {shown(first['input'])} "
+            f"({first['msg']}); correct it"
+        ) from None
+    return content, facts
+
+
+def _ids(generation: dict[str, Any], config: dict[str, Any], name: str) -> tuple[int, ...]:
+    """A special token id, which the files give as a number, a list or null; generation_config.json
+    has the last word."""
+    value = generation.get(name)
+    value = config.get(name) if value is None else value
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def _chat_template(folder: Path) -> str:
+    """The default chat template, from its own file or from tokenizer_config.json; empty if there is
+    none."""
+    if (file := folder / "chat_template.jinja").is_file():
+        try:
+            return _read(file).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8"
+            ) from None
+    if not (folder / "tokenizer_config.json").is_file():
+        return ""
+    template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
+    if isinstance(template, list):
+        template = next(
+            (
+                t.get("template", "")
+                for t in template
+                if isinstance(t, dict) and t.get("name") == "default"
+            ),
+            "",
+        )
+    return template if isinstance(template, str) else ""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; `CheckpointError` if the file holds none."""
+    text = _read(file)
+    if not text.strip():
+        raise CheckpointError(f"{file} is empty; fetch the model again")
+    try:
+        content = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{file} is not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}; fetch "
+            "the model again"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"{file} is no JSON ({error.msg}, line {error.lineno} column {error.colno}); fetch "
+            "the model again"
+        ) from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(
+            f"{file} is nested too deep, or has a number that is too long; fetch the model again"
+        ) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{file} holds no JSON object but {shown(content)}; fetch the model again"
+        )
+    return content
+
+
+def _read(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}; {MODEL_FILES}") from None
+    except OSError as error:
+        raise unreadable(file, error) from None
+    if len(content) > MAX_FILE_BYTES:
+        raise CheckpointError(
+            f"{file} has more than {MAX_FILE_BYTES >> 20} MiB; fetch the model again"
+        )
+    return content
+
+
+def unreadable(file: Path, error: OSError) -> CheckpointError:
+    """The error for a file of a model that the system does not let us read."""
+    remedy = (
+        "let your user read it"
+        if error.errno in (errno.EACCES, errno.EPERM)
+        else "fetch the model again"
+    )
+    return CheckpointError(f"{file} cannot be read ({reason(error)}); {remedy}")

@@ -1,0 +1,230 @@
+"""How much memory a model takes while it is loaded, by what its files say of themselves: names and
+shapes of tensors, and types of numbers.
+
+Counted is what cannot be given back: the process itself, weights as they will lie, and the most
+that is there beside them on the way. Keys and values of sessions come later and are not counted.
+Functions of shapes; reads headers alone, needs no torch.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from dovetail.workers.models.backends.placement import WEIGHT_BYTES, matrix_bytes
+
+PROCESS_BYTES = 300_000_000
+"""Of a process that has imported torch and transformers and holds no model (torch 2.13, measured:
+295 MB)."""
+PROCESS_SPACE = 1_300_000_000
+"""Of its address space."""
+PROOF_BYTES = 48 << 20
+"""A piece of a matrix in fp32 while it is packed, and the rows on which a layer is proved
+(`backends/fused.py`)."""
+MAX_HEADER_BYTES = 100 << 20
+"""safetensors' own limit."""
+STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+TABLE = re.compile(
+    r"(^|\.)(embed_tokens|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
+)
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+EXPERTS = re.compile(r"\.experts?\.|\.block_sparse_moe\.|_experts\.")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a header says of a tensor."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.numbers * STORED_BYTES.get(self.kind, 1)
+
+    @property
+    def is_table(self) -> bool:
+        return TABLE.search(self.name) is not None
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2 and not self.is_table
+
+
+def read_tensors(folder: Path) -> list[Tensor]:
+    """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
+    loads them says what is wrong."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    try:
+        names = (
+            {"model.safetensors"}
+            if single.is_file()
+            else {*json.loads(index.read_bytes())["weight_map"].values()}
+        )
+        return [tensor for name in sorted(names) for tensor in _header(folder / name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _header(file: Path) -> list[Tensor]:
+    with file.open("rb") as content:
+        size = int.from_bytes(content.read(8), "little")
+        if size > MAX_HEADER_BYTES:
+            raise ValueError("no header")
+        entries = json.loads(content.read(size))
+    entries.pop("__metadata__", None)
+    return [
+        Tensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+        for name, entry in entries.items()
+    ]
+
+
+def half_of(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the matrices are stored in one type of 16 bits, as `half` weights need
+    them."""
+    kinds = {tensor.kind for tensor in tensors if len(tensor.shape) == 2}
+    return len(kinds) == 1 and kinds <= {"F16", "BF16"}
+
+
+def rearranged(tensors: Sequence[Tensor]) -> bool:
+    """Return whether transformers rearranges these as it loads them, and so has all of them in fp32
+    at a time: experts become one tensor."""
+    return any(EXPERTS.search(tensor.name) or len(tensor.shape) > 2 for tensor in tensors)
+
+
+def weights_bytes(tensors: Sequence[Tensor], weights: str) -> int:
+    """Return what weights of a type take once they are there: packed matrices, tables as they are
+    stored, a head beside the table that it is tied to."""
+    return sum(_kept_bytes(tensor, weights) for tensor in [*tensors, *_tied_head(tensors)])
+
+
+def loading_bytes(
+    tensors: Sequence[Tensor], weights: str, *, library: bool = False, inflate_bytes: int = 0
+) -> int:
+    """Return the most that a process holds while it loads a model with weights of a type;
+    `inflate_bytes`: of its linears in fp32, 0 for no inflation.
+
+    `library`: torch computes it, and each matrix is there as stored and in the type that is
+    computed with.
+    """
+    if library and rearranged(tensors):
+        largest = max((tensor.numbers for tensor in tensors if tensor.is_matrix), default=0)
+        return PROCESS_BYTES + 4 * (sum(tensor.numbers for tensor in tensors) + largest)
+    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or _tied_head(tensors)
+    whole = weights_bytes(tensors, weights)
+    layers = _layers(tensors)
+    matrices = sum(tensor.numbers for layer in layers for tensor in layer if tensor.is_matrix)
+    grown = 1.0
+    if inflate_bytes and matrices:
+        of_heads = sum(tensor.numbers for tensor in heads)
+        grown = max(1.0, (inflate_bytes / 4 - of_heads) / matrices)
+        whole += int((grown - 1.0) * matrices * WEIGHT_BYTES.get(weights, 4))
+        grown = max(1.0, grown / 2)  # half of it are more layers
+    packed = max(
+        (int(grown * sum(_kept_bytes(tensor, weights) for tensor in layer)) for layer in layers),
+        default=0,
+    )
+    stored = max(
+        (int(grown * sum(tensor.stored_bytes for tensor in layer)) for layer in layers), default=0
+    )
+    if inflate_bytes:  # a layer grows in the type that it is packed from
+        number = 2 if WEIGHT_BYTES.get(weights) == 2 else 4
+        stored = max(
+            (int(grown * number * sum(tensor.numbers for tensor in layer)) for layer in layers),
+            default=0,
+        )
+    head_stored = max((tensor.stored_bytes for tensor in heads), default=0)
+    of_heads = sum(_kept_bytes(tensor, weights) for tensor in heads)
+    tables = sum(tensor.stored_bytes for tensor in tensors if tensor.is_table)
+    # a layer is proved before it is packed: as it was stored, as the kernels have that, and as
+    # transformers computes it, in fp32
+    widest = max(
+        (int(grown * 4 * sum(tensor.numbers for tensor in layer)) for layer in layers), default=0
+    )
+    at_layers = whole - of_heads - tables - packed + 2 * stored + widest
+    # embedding and head are read when all layers are packed
+    widened = 4 * max((tensor.numbers for tensor in heads), default=0) if library else 0
+    at_head = whole + head_stored + widened
+    return PROCESS_BYTES + PROOF_BYTES + max(whole, at_layers, at_head)
+
+
+def substitute_loading_bytes(tensors: Sequence[Tensor], bits: int) -> int:
+    """Return the most that a process holds while it loads a substitute in codes of so many bits,
+    once they have been made."""
+    layers = _layers(tensors)
+    numbers = sum(tensor.numbers for layer in layers for tensor in layer if tensor.is_matrix)
+    inside = {tensor.name for layer in layers for tensor in layer}
+    rest = [tensor for tensor in tensors if tensor.name not in inside]
+    codes = numbers // 64 * (32 + 4) * (1 if bits <= 4 else 2)
+    stored = max((sum(tensor.stored_bytes for tensor in layer) for layer in layers), default=0)
+    head = max((tensor.stored_bytes for tensor in [*rest, *_tied_head(tensors)]), default=0)
+    return (
+        PROCESS_BYTES
+        + codes
+        + sum(tensor.stored_bytes for tensor in [*rest, *_tied_head(tensors)])
+        + max(stored, head)
+    )
+
+
+def head_loading_bytes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> int:
+    """Return the least that a process holds for a draft head as it is stored, with the embedding
+    and the output head of its target where it lacks them."""
+    own = sum(tensor.stored_bytes for tensor in tensors)
+    lacks = [
+        found for found in (TABLE, HEAD) if not any(found.search(tensor.name) for tensor in tensors)
+    ]
+    theirs = sum(
+        tensor.stored_bytes
+        for tensor in target
+        if any(found.search(tensor.name) for found in lacks)
+    )
+    return PROCESS_BYTES + own + theirs
+
+
+def _kept_bytes(tensor: Tensor, weights: str) -> int:
+    if tensor.is_table:
+        return tensor.numbers * min(4, STORED_BYTES.get(tensor.kind, 4))
+    if tensor.is_matrix:
+        kind = (
+            weights if weights in WEIGHT_BYTES else "int8" if weights.startswith("int8") else "fp32"
+        )
+        return matrix_bytes(kind, *tensor.shape)
+    return 4 * tensor.numbers
+
+
+def _tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the head that is made of the embedding where there is none of its own."""
+    if any(HEAD.search(tensor.name) for tensor in tensors):
+        return []
+    tables = [tensor for tensor in tensors if tensor.is_table and len(tensor.shape) == 2]
+    largest = max(tables, key=lambda tensor: tensor.shape[0], default=None)
+    return [] if largest is None else [Tensor("lm_head.weight", largest.kind, largest.shape)]
+
+
+def _layers(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        if match := LAYER.search(f".{tensor.name}"):
+            found.setdefault(match[1], []).append(tensor)
+    return [*found.values()]
+
+
+def types_below(weights: str, tensors: Sequence[Tensor], *, library: bool) -> list[str]:
+    """Return the types of weights of a target that take less than these and can be computed, the
+    most exact first."""
+    smaller: Mapping[str, tuple[str, ...]] = {
+        "fp32": ("half", "int8"),
+        "half": ("int8",),
+        "bf16": ("int8",),
+    }
+    if library:
+        return [] if rearranged(tensors) else ["bf16"] if weights == "fp32" else []
+    return [name for name in smaller.get(weights, ()) if name != "half" or half_of(tensors)]

@@ -1,0 +1,143 @@
+"""Where a model lies: the folder that is named, a snapshot in the Hugging Face cache, or one that
+is fetched from the hub.
+
+A complete snapshot in the cache is taken without asking the hub. The hub is asked with a short
+timeout and without retries before anything is downloaded. Needs no torch.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.architecture import reason, why_no_folder
+
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+PICKLED_FILES = ("*.bin",)
+"""Fetched besides, where the user allows pickled weights."""
+CONFIG_ALONE = ("config.json",)
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
+ERRNO = re.compile(r"\[Errno -?\d+\] ")
+ASK_S = 5.0
+"""The hub has so long to accept a connection, and so long again to answer."""
+
+
+def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
+    """Return the local folder of a model (folder, hub id or id@revision), downloading `files` if it
+    has to be."""
+    return local_folder(source, files=files) or _download(source, files)
+
+
+def check_source(source: str, *, files: Sequence[str] = HUB_FILES) -> None:
+    """Raise `CheckpointError` unless a model is here or the hub says that it has it; downloads
+    nothing."""
+    if local_folder(source, files=files) is None:
+        _ask_hub(source)
+
+
+def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | None:
+    """Return the folder of a model that needs no network, None for a hub id that is not complete in
+    the cache.
+
+    Raises `CheckpointError` for a name that is neither a folder nor a hub id.
+    """
+    if not source:
+        raise CheckpointError("no model is named: give a folder, a hub id or id@revision")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source} {why_no_folder(source)}")
+    if not HUB_ID.fullmatch(source):
+        raise CheckpointError(f"{source}: there is no such folder; check the path")
+    name, _, revision = source.partition("@")
+    try:
+        folder = Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=list(files), local_files_only=True
+            )
+        )
+    except LocalEntryNotFoundError:
+        return None
+    except (HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{source} is neither a folder nor the id of a model ({reason(error)}); check the name"
+        ) from None
+    return folder if _is_complete(folder, files) else None
+
+
+def _is_complete(folder: Path, files: Sequence[str]) -> bool:
+    """Return whether a snapshot has what it is wanted for; older versions of the cache do not
+    know."""
+    if not (folder / "config.json").is_file():
+        return False
+    if (index := folder / "model.safetensors.index.json").is_file():
+        try:
+            named = {*json.loads(index.read_bytes())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return True  # whoever reads it says what is wrong
+        return files == CONFIG_ALONE or all((folder / str(name)).is_file() for name in named)
+    return files == CONFIG_ALONE or any(
+        path.suffix in (".safetensors", ".bin", ".gguf") for path in folder.iterdir()
+    )
+
+
+def _ask_hub(source: str) -> None:
+    """Raise `CheckpointError` unless the hub answers that it has a model."""
+    name, _, revision = source.partition("@")
+    try:
+        HfApi().model_info(name, revision=revision or None, timeout=ASK_S)
+    except OfflineModeIsEnabled:
+        raise _unreachable(source, "HF_HUB_OFFLINE is set") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise _refused(source, error) from None
+    except HfHubHTTPError as error:
+        raise _refused(source, error) from None
+    except Exception as error:  # the client's own errors are of one library or another
+        raise _unreachable(source, reason(error)) from None
+
+
+def _download(source: str, files: Sequence[str]) -> Path:
+    _ask_hub(source)
+    name, _, revision = source.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+    except HfHubHTTPError as error:
+        raise _refused(source, error) from None
+    except Exception as error:  # the network, the disk, the cache
+        raise CheckpointError(
+            f"{source} could not be fetched from the Hugging Face hub ({reason(error)}); run "
+            f"`{_command(source)}`, which goes on where it stopped"
+        ) from None
+
+
+def _unreachable(source: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source} is no folder here and not in the Hugging Face cache, and the hub cannot be "
+        f"reached ({ERRNO.sub('', why)}): check the name, or run `{_command(source)}` while "
+        "connected"
+    )
+
+
+def _refused(source: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{source} is no folder here and not in the Hugging Face cache, and the hub does not "
+        "give it "
+        f"({reason(error)}): name a folder, or check the id, the revision and HF_TOKEN"
+    )
+
+
+def _command(source: str) -> str:
+    name, _, revision = source.partition("@")
+    return f"hf download {name}" + (f" --revision {revision}" if revision else "")

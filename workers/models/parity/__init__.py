@@ -1,0 +1,1 @@
+"""Comparisons with transformers' own forward pass."""

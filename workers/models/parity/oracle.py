@@ -1,0 +1,447 @@
+"""transformers' own eager forward as the oracle of a load: what it hands to each decoder layer at
+positions spread over the whole context, what each layer makes of it, and what its rows may see.
+
+Positions need no slots. A few runs of positions, at the beginning, around every number of the
+configuration that may be a position, and at the end, stand for a context of which no other row
+exists: transformers builds masks and positions for the true lengths, and of each mask the columns
+of the rows that exist are kept. So a layer is proved at position 131071 with two dozen rows. The
+layers themselves need no numbers until they are run. Knows nothing of kernels.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.models import attention
+from dovetail.workers.models.attention import Masks, Noted, Notes
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.parity.following import (
+    EAGER,
+    Call,
+    ClaimedCache,
+    Path,
+    Recorder,
+    UnprovableError,
+    first_of,
+    follow,
+    implementation,
+    line_of,
+)
+from dovetail.workers.models.parity.landmarks import runs_of
+from dovetail.workers.models.segment import Paths, Segment
+
+CHANGING = ("dynamic", "longrope")
+"""Types of rotary embeddings whose angles may depend on the longest sequence; named where those of
+a model do."""
+HIDDEN = -1e4
+"""What eager attention adds to the score of what a row does not see is no more than this."""
+SAME = 1e-5
+"""How far what transformers hands to a layer may differ with the other rows of a pass: nothing but
+rounding."""
+LEAST_ADDED = 1e-3
+"""A layer that adds less than this share of the states is measured by them: they are rounded as
+they are added to."""
+
+
+class ProofCache(KVCache):
+    """The keys and values of a proof, of whatever heads a layer turns out to have."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
+        if layer not in self._rows:
+            self._rows[layer] = tuple(
+                part.new_zeros(part.shape[0], self.capacity, part.shape[2]) for part in (key, value)
+            )  # type: ignore[assignment]
+        for kept, new in zip(self._rows[layer], (key, value), strict=True):
+            kept[:, start : start + new.shape[1]] = new
+
+    def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._rows[layer]
+        return keys[:, start:stop], values[:, start:stop]
+
+
+class Oracle:
+    """The layers of one model at the positions of a proof."""
+
+    def __init__(self, model: Any, layers: Iterable[nn.Module], context: int) -> None:
+        """`model`: with the numbers of all that is not a layer; `layers`: as the model has them,
+        with or without numbers.
+
+        `UnprovableError` where what a layer is given at a position hangs on the other rows of a
+        pass.
+        """
+        self._model, self._layers = model, list(layers)
+        self.runs = runs_of(model.config.to_dict(), context)
+        self.positions = torch.cat([torch.arange(run.first, run.stop) for run in self.runs])
+        self.count = len(self.positions)
+        self.dense = self.runs[0].count
+        size = model.get_input_embeddings().weight.shape[0]
+        self.tokens = torch.randint(size, (self.count,), generator=torch.Generator().manual_seed(1))
+        self._assembled: dict[tuple[int, ...], Tensor] = {}
+        self._checked: set[tuple[tuple[int, ...], int | None]] = set()
+        self._same: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Pairs that have been compared, by their addresses, and held on to for as long as these
+        are looked up."""
+        try:
+            self._record()
+        except UnprovableError:
+            raise
+        except Exception as error:  # it is transformers' code for a model that nobody here has seen
+            raise UnprovableError(
+                f"transformers' own forward cannot be followed ({type(error).__name__}: "
+                f"{line_of(error)})"
+            ) from error
+
+    @property
+    def pass_positions(self) -> Tensor:
+        """The positions of the rows of our own pass: those of the beginning once more, as another
+        session, and then all."""
+        return torch.cat([self.positions[: self.dense], self.positions])
+
+    @property
+    def pass_tokens(self) -> Tensor:
+        """The tokens of the rows of our own pass."""
+        return torch.cat([self.tokens[: self.dense], self.tokens])
+
+    def _record(self) -> None:
+        """Run the model's own forward around its layers: by eager attention for each run and for
+        all rows at once, and by ours."""
+        offsets = list(accumulate((run.count for run in self.runs), initial=0))
+        parts = [
+            slice(first, first + run.count) for first, run in zip(offsets, self.runs, strict=False)
+        ]
+        self.tuples = False
+        """Whether its layers give tuples."""
+        with self._eagerly():
+            try:
+                self._of_runs = [
+                    self._called(part, ClaimedCache(run.first))
+                    for run, part in zip(self.runs, parts, strict=True)
+                ]
+            except UnprovableError:
+                self.tuples = True
+                self._of_runs = [
+                    self._called(part, ClaimedCache(run.first))
+                    for run, part in zip(self.runs, parts, strict=True)
+                ]
+            self._whole = self._called(slice(0, self.count), ClaimedCache(0))
+            self._check_positions()
+        self.isolated, self.last, self.final = (
+            self._whole.isolated,
+            self._whole.results[-1],
+            self._whole.final,
+        )
+        ours: dict[str, Any] = {"blocks": (), "notes": None}
+        rows = (self.pass_tokens, self.pass_positions)
+        with implementation(self._model, attention.IMPLEMENTATION, *self._layers):
+            self._ours = self._called_with(*rows, None, **ours)
+        for index in range(len(self._layers)):
+            for run, part, calls in zip(self.runs, parts, self._of_runs, strict=True):
+                self._compare(
+                    calls.calls[index], self._whole.calls[index], run.count, part.start, self.count
+                )
+            self._compare(
+                self._whole.calls[index],
+                self._ours.calls[index],
+                self.count,
+                self.dense,
+                self.dense + self.count,
+            )
+
+    @contextmanager
+    def _eagerly(self, *modules: nn.Module) -> Iterator[None]:
+        with implementation(self._model, EAGER, *self._layers, *modules):
+            yield
+
+    def _called(self, part: slice, cache: ClaimedCache) -> Recorder:
+        return self._called_with(self.tokens[part], self.positions[part], cache)
+
+    def _called_with(
+        self, tokens: Tensor, positions: Tensor | None, cache: ClaimedCache | None, **given: Any
+    ) -> Recorder:
+        recorder = Recorder(self._layers, tuples=self.tuples)
+        follow(self._model, recorder, tokens, positions, cache, **given)
+        return recorder
+
+    def _check_positions(self) -> None:
+        """`UnprovableError` unless the model itself numbers tokens 0, 1, 2, ..., and lets others be
+        given."""
+        tokens, positions = self.tokens[: self.dense], self.positions[: self.dense]
+        ways: list[tuple[Tensor, Tensor | None]] = [
+            (tokens, positions),
+            (tokens, None),
+            (tokens.flip(0), positions.flip(0)),
+        ]
+        given, own, turned = (
+            self._called_with(rows, places, None).calls[0] for rows, places in ways
+        )
+        others = dict(own.leaves())
+        same = all(
+            path in others and _near(tensor, others[path])
+            for path, tensor in given.leaves()
+            if tensor.is_floating_point()
+        )
+        if not (same and _near(given.states, own.states)):
+            raise UnprovableError(
+                "it does not number tokens by 0, 1, 2, ... from the first one on, as sessions "
+                "here do"
+            )
+        if not _near(given.states, turned.states.flip(1)):
+            raise UnprovableError(
+                "it numbers tokens by itself, where the branches of a token tree are at the "
+                "same positions"
+            )
+
+    def _compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:
+        """`UnprovableError` where a layer is given other numbers for the same rows with others
+        beside them; masks are looked at elsewhere."""
+        others = dict(whole.leaves())
+        for path, tensor in part.leaves():
+            other = others.get(path)
+            key = (id(tensor), id(other))
+            if other is None or tensor.ndim == 4 or key in self._same:
+                continue
+            axes = [
+                axis
+                for axis, size in enumerate(tensor.shape)
+                if (size, other.shape[axis : axis + 1]) == (count, (rows,))
+            ]
+            beside = other.narrow(axes[0], first, count) if axes else other
+            if beside.shape != tensor.shape:
+                raise UnprovableError(
+                    f"transformers gives a layer {_named(path)} {list(tensor.shape)}, which is "
+                    "not one row for each token"
+                )
+            self._same[key] = (tensor, other)
+            if tensor.is_floating_point() or tensor.is_complex():
+                far = (tensor - beside).abs() > SAME
+                if bool(far.any()):
+                    raise UnprovableError(self._why(path))
+            elif not torch.equal(tensor, beside):
+                raise UnprovableError(self._why(path))
+
+    def _why(self, path: Path) -> str:
+        kind = self._model.config.model_type
+        if (
+            any("position_embeddings" in str(name) or "rot" in str(name) for name in path)
+            or "args" in path
+        ):
+            rope = getattr(self._model.config, "rope_parameters", None) or {}
+            kinds = sorted(
+                {
+                    str(part["rope_type"])
+                    for part in (rope, *rope.values())
+                    if isinstance(part, dict) and "rope_type" in part
+                }
+            )
+            changing = [part for part in kinds if part in CHANGING]
+            named = f" of type {' and '.join(changing or kinds)}" if kinds else ""
+            return (
+                f"rotary embeddings{named} ({kind}) are not supported: they depend on the "
+                "longest sequence of a pass"
+            )
+        return (
+            f"what transformers gives to the layers of a {kind} model ({_named(path)}) "
+            "depends on the other rows of a pass"
+        )
+
+    # what a row sees
+
+    def masks(self, index: int) -> Sequence[Tensor | None]:
+        """The mask of a layer, [1, heads or 1, count, stop], of each run: the only tensor of that
+        shape."""
+        found: list[Tensor | None] = []
+        for run, calls in zip(self.runs, self._of_runs, strict=True):
+            shape = (run.count, run.stop)
+            leaves = [
+                leaf
+                for _, leaf in calls.calls[index].leaves()
+                if leaf.ndim == 4 and tuple(leaf.shape[-2:]) == shape
+            ]
+            if len(set(map(id, leaves))) > 1:
+                raise UnprovableError(
+                    f"layer {index} is given several masks, which is not supported"
+                )
+            found.append(leaves[0] if leaves else None)
+        return found
+
+    def check_window(self, index: int, window: int | None) -> None:
+        """`UnprovableError` unless transformers' rows of a layer see themselves and the window - 1
+        before them, everywhere in the context; None: all before."""
+        masks = self.masks(index)
+        key = (tuple(map(id, masks)), window)
+        if key in self._checked:
+            return
+        if window is not None and window < 1:
+            raise UnprovableError(f"layer {index} has a window of {window} positions")
+        for run, mask in zip(self.runs, masks, strict=True):
+            if mask is None:
+                continue  # the layer has a way of its own to hide what is to come, and is compared
+            seen = _visible(mask, index)
+            row, slot = torch.arange(run.first, run.stop).unsqueeze(1), torch.arange(run.stop)
+            expected = (slot <= row) & (slot > row - (run.stop if window is None else window))
+            if not torch.equal(seen, expected.expand(seen.shape)):
+                wrong = run.first + int(
+                    (seen != expected).flatten(0, -3).any(0).any(-1).nonzero()[0]
+                )
+                told = "all before it" if window is None else f"the last {window}"
+                raise UnprovableError(
+                    f"layer {index} ({type(self._layers[index]).__name__}): the token at "
+                    f"position {wrong} sees others than {told}, "
+                    "which is what its attention is told, and that is not supported"
+                )
+        self._checked.add(key)
+
+    def visible(self, index: int) -> list[list[int]]:
+        """For each row, in order, which of the rows that exist it sees."""
+        mask = self._mask(index)
+        if mask is None:
+            return [list(range(row + 1)) for row in range(self.count)]
+        seen = _visible(mask, index).flatten(0, -3)[0]
+        return [sorted({*seen[row].nonzero().flatten().tolist(), row}) for row in range(self.count)]
+
+    def _mask(self, index: int) -> Tensor | None:
+        """[1, 1, count, count]: of the masks of all runs, the columns of the rows that exist."""
+        masks = self.masks(index)
+        if any(mask is None for mask in masks):
+            return None
+        key = tuple(map(id, masks))
+        if key not in self._assembled:
+            first = masks[0]
+            assert first is not None
+            hidden = False if first.dtype == torch.bool else torch.finfo(first.dtype).min
+            whole = torch.full(
+                (*first.shape[:2], self.count, self.count), hidden, dtype=first.dtype
+            )
+            row = 0
+            for run, mask in zip(self.runs, masks, strict=True):
+                assert mask is not None
+                exist = self.positions[: row + run.count]
+                whole[:, :, row : row + run.count, : len(exist)] = mask[..., exist]
+                row += run.count
+            self._assembled[key] = whole
+        return self._assembled[key]
+
+    def segments(self, index: int, cache: Callable[[int], Any]) -> list[Segment]:
+        """The rows of our own pass: the beginning as it comes, and all rows by the paths that a
+        layer's rows see."""
+        first = Segment(cache(self.dense), 0, self.dense)
+        return [first, Segment(cache(self.count), 0, self.count, Paths.of(0, self.visible(index)))]
+
+    # what a layer makes of it
+
+    def states(self, index: int) -> Tensor:
+        """Random states [count, hidden] for a layer, the same every time."""
+        width = self.last.shape[-1]
+        return torch.randn(self.count, width, generator=torch.Generator().manual_seed(1000 + index))
+
+    def run_eager(self, layer: nn.Module, index: int, states: Tensor) -> Tensor:
+        """What transformers' layer makes of states [count, hidden]: [count, hidden]."""
+        results: list[Tensor] = []
+        for length in (0, int(self.positions[-1]) + 1):
+            cache = ClaimedCache(length)
+            args, kwargs = self.arranged(index, cache).of(states.unsqueeze(0))
+            with self._eagerly(layer):
+                results.append(first_of(layer(*args, **kwargs)))
+            if not cache.asked:
+                return results[0]
+        if not torch.equal(*results):
+            raise UnprovableError(
+                f"layer {index} ({type(layer).__name__}) counts the rows of transformers' cache, "
+                "where sessions are computed side by side and positions are given"
+            )
+        return results[0]
+
+    def arranged(self, index: int, cache: ClaimedCache | None) -> Call:
+        """The call of a layer for all rows, with the true mask of the rows that exist and another
+        cache."""
+        call, mask = self._whole.calls[index], self._mask(index)
+        shape = (self.count, self.count)
+
+        def change(value: Any) -> Any:
+            if isinstance(value, ClaimedCache):
+                return cache
+            if (
+                mask is not None
+                and isinstance(value, Tensor)
+                and value.ndim == 4
+                and tuple(value.shape[-2:]) == shape
+            ):
+                return mask
+            return value
+
+        return Call(
+            tuple(map(change, call.args)),
+            {name: change(value) for name, value in call.kwargs.items()},
+        )
+
+    def run_ours(self, layer: nn.Module, index: int, states: Tensor, notes: Notes) -> Tensor:
+        """What a layer makes of the rows of our own pass [dense + count, hidden] with our
+        attention, which says what it is asked for."""
+        masks = Masks(groups=1, device=torch.device("cpu"), dtype=torch.float32)
+
+        def note(noted: Noted, query: Tensor, key: Tensor) -> None:
+            masks.groups = noted.heads // noted.kv_heads
+            notes(noted, query, key)
+
+        blocks = attention.arrange(self.segments(index, ProofCache), masks)
+        rows = torch.cat([states[: self.dense], states]).unsqueeze(0)
+        args, kwargs = self._ours.calls[index].of(rows, blocks=blocks, notes=note)
+        with implementation(self._model, attention.IMPLEMENTATION, layer):
+            return first_of(layer(*args, **kwargs))
+
+    def difference(
+        self, expected: Tensor, found: Tensor, states: Tensor, tolerance: float
+    ) -> tuple[int, float] | None:
+        """`far` of what a layer makes of states, as a share of what it adds."""
+        added = (expected - states).norm(dim=-1) + LEAST_ADDED * states.norm(dim=-1)
+        return self.far(expected, found, added, tolerance)
+
+    def far(
+        self, expected: Tensor, found: Tensor, measure: Tensor, tolerance: float
+    ) -> tuple[int, float] | None:
+        """The first position whose rows of two results lie more than `tolerance` of `measure`
+        [count] apart, and how far; None: there is none.
+
+        expected [count, n]; found the same, or [dense + count, n], of our own pass. What is no
+        number is far.
+        """
+        if len(found) > self.count:
+            expected, measure = (
+                torch.cat([part[: self.dense], part]) for part in (expected, measure)
+            )
+        shares = ((found - expected).norm(dim=-1) / (measure + 1e-20)).nan_to_num(nan=float("inf"))
+        positions = self.pass_positions[-len(shares) :].tolist()
+        wrong = [
+            (position, share)
+            for position, share in zip(positions, shares.tolist(), strict=True)
+            if share > tolerance
+        ]
+        return min(wrong, default=None)
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=SAME, atol=SAME))
+
+
+def _visible(mask: Tensor, index: int) -> Tensor:
+    """What is seen by a mask of eager attention, bool of the same shape; `UnprovableError` where it
+    does more than to hide."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not bool(((mask == 0.0) | (mask <= HIDDEN)).all()):
+        raise UnprovableError(
+            f"layer {index} is given a mask that adds to scores, which is not supported"
+        )
+    return mask == 0.0
+
+
+def _named(path: Path) -> str:
+    return ".".join(map(str, path))

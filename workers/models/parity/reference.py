@@ -1,0 +1,157 @@
+"""The logits of a long text by transformers' own eager forward in fp32, without the whole model in
+memory.
+
+A text is read in parts, as transformers itself reads one with a cache; all parts go through a layer
+before the next layer's numbers are read. So one layer in fp32 is there at a time, the states of the
+text, one layer's keys and values, and the matrix of the head in pieces. Only a model that
+transformers renames or rearranges as it loads, or that computes something between its layers, is
+there as a whole. Knows checkpoints; nothing of what is compared with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from dovetail.workers.models import attention
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.loader import Types, decoder_layers, open_skeleton
+from dovetail.workers.models.memory import release_memory
+from dovetail.workers.models.parity.following import (
+    EAGER,
+    Call,
+    ClaimedCache,
+    Recorder,
+    UnprovableError,
+    follow,
+    implementation,
+    stand_in,
+)
+from dovetail.workers.models.parity.oracle import Oracle
+
+PART = 128
+"""Tokens of a text that are read at a time."""
+HEAD_ROWS = 8192
+"""Rows of the head that are in fp32 at a time."""
+
+Tell = Callable[[int, int], None]
+"""Hears how many layers of how many are done."""
+
+
+class _TextCache(ClaimedCache):
+    """The keys and values of one layer, for all parts of a text that have been read."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
+    ) -> tuple[Tensor, Tensor]:
+        new = (key_states, value_states)
+        self._rows = (
+            new  # type: ignore[assignment]
+            if self._rows is None
+            else tuple(torch.cat(pair, dim=-2) for pair in zip(self._rows, new, strict=True))
+        )
+        assert self._rows is not None
+        self._length = self._rows[0].shape[-2]
+        return self._rows
+
+
+class _Head(nn.Module):
+    """The head, widened a piece at a time."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self._weight, self._bias = head.weight, head.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., vocabulary]."""
+        y = torch.cat(
+            [linear(x, rows.float()) for rows in torch.split(self._weight, HEAD_ROWS)], dim=-1
+        )
+        return y if self._bias is None else y + self._bias.float()
+
+
+@torch.inference_mode()
+def reference_logits(
+    checkpoint: Checkpoint,
+    tokens: Sequence[int],
+    context: int,
+    tell: Tell = lambda _done, _all: None,
+) -> Iterator[Tensor]:
+    """The logits [part, V] of a text, a part after the other; `UnprovableError` where transformers'
+    forward cannot be followed."""
+    attention.register()
+    skeleton = open_skeleton(checkpoint)
+    model, types = skeleton.model, Types(None, None)
+    name, found = decoder_layers(model)
+    layers = list(found)
+    skeleton.fill(model, "", types, but=found)
+    oracle = Oracle(model, layers, context)
+    if not oracle.isolated:
+        raise UnprovableError(
+            "transformers computes something between the layers of this model, or not each of "
+            "them in turn"
+        )
+    text = torch.tensor(tokens)
+    parts = [slice(start, min(start + PART, len(text))) for start in range(0, len(text), PART)]
+    with implementation(model, EAGER, *layers):
+        calls = [_calls(model, layers, text, part, tuples=oracle.tuples) for part in parts]
+        states = [of_part[0].states for of_part in calls]
+        for index, layer in enumerate(layers):
+            tell(index, len(layers))
+            skeleton.fill(layer, f"{name}.{index}", types)
+            own, cache = stand_in(layer, {}), _TextCache()
+            with implementation(own, EAGER):
+                states = [
+                    _run(own, of_part[index], rows, cache)
+                    for of_part, rows in zip(calls, states, strict=True)
+                ]
+            del own
+            layer.to_empty(device="meta")
+            release_memory()
+        tell(len(layers), len(layers))
+        model.set_output_embeddings(_Head(model.get_output_embeddings()))
+        for part, rows in zip(parts, states, strict=True):
+            results = [rows.new_zeros(1).expand(rows.shape)] * (len(layers) - 1) + [rows]
+            recorder = Recorder(layers, results, tuples=oracle.tuples)
+            follow(
+                model,
+                recorder,
+                text[part],
+                torch.arange(len(text))[part],
+                ClaimedCache(part.start),
+                head=True,
+            )
+            if recorder.final is None:
+                raise UnprovableError(
+                    "transformers' own forward cannot be followed behind the last layer"
+                )
+            yield recorder.final
+
+
+def _calls(
+    model: Any, layers: Sequence[nn.Module], text: Tensor, part: slice, *, tuples: bool
+) -> dict[int, Call]:
+    """How the layers are called for a part of a text."""
+    width = model.config.get_text_config().hidden_size
+    nothing = torch.zeros(1).expand(1, part.stop - part.start, width)
+    recorder = Recorder(layers, [nothing] * len(layers), tuples=tuples)
+    follow(model, recorder, text[part], torch.arange(len(text))[part], ClaimedCache(part.start))
+    return recorder.calls
+
+
+def _run(layer: nn.Module, call: Call, states: Tensor, cache: ClaimedCache) -> Tensor:
+    """What a layer makes of states [1, T, hidden] behind what a cache holds."""
+    args, kwargs = call.of(states)
+
+    def change(value: Any) -> Any:
+        return cache if isinstance(value, ClaimedCache) else value
+
+    output = layer(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
+    result: Tensor = output[0] if isinstance(output, tuple) else output
+    return result

@@ -1,0 +1,365 @@
+"""The substitute of a target: the linears of its own layers in a few bits, for a draft that needs
+no training (SubSpec, section 4.1).
+
+Embedding, norms and head stay as the checkpoint has them. Codes are made once for a checkpoint, an
+inflation and a number of bits, and kept on disk, a file a layer that is put in its place whole;
+what is there already is not made again. Products go over the codes themselves: those of the C++
+kernels on a CPU, torch's int4 products on a GPU. Knows layers; nothing of drafts or sessions.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
+from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.backends.library import Library
+from dovetail.workers.models.backends.staged import Staged, StagedCache
+from dovetail.workers.models.checkpoints.checkpoint import (
+    Checkpoint,
+    load_tensors,
+    open_checkpoint,
+    save_tensors,
+)
+from dovetail.workers.models.checkpoints.inflate import inflated_digest
+from dovetail.workers.models.checkpoints.loader import decoder_layers, open_skeleton
+from dovetail.workers.models.language_model import (
+    GPU_TYPES,
+    KINDS,
+    BackEnd,
+    LanguageModel,
+    assemble,
+    context_of,
+    type_of,
+)
+from dovetail.workers.models.memory import release_memory
+from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.segment import Cache
+from dovetail.workers.models.substitutes.quantised import CodedProduct
+from dovetail.workers.models.substitutes.quantize import (
+    BITS,
+    CPU,
+    SCHEME,
+    Codes,
+    check_installed,
+    from_bytes,
+    quantise,
+    to_bytes,
+)
+
+Tell = Callable[[int, int], None]
+"""Hears how many layers of how many have codes."""
+
+log = logging.getLogger(__name__)
+
+
+class Substitutes:
+    """The codes of a model's layers: made where they are not there, and kept in a folder."""
+
+    def __init__(
+        self,
+        digest: str,
+        bits: int,
+        folder: Path | None,
+        tell: Tell = lambda _done, _all: None,
+        device: torch.device = CPU,
+    ) -> None:
+        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None
+        where nothing can be kept; `device`: where hqq computes."""
+        self._bits, self._tell, self._device = bits, tell, device
+        key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
+        self.folder = None if folder is None else folder / key[:32]
+        self.made = 0
+        """Layers that had to be quantised."""
+        self.seconds = 0.0
+        """What that took."""
+        self.weights = 0
+
+    def of_layer(self, layer: nn.Module, index: int, layers: int) -> Mapping[nn.Linear, Codes]:
+        """The codes of every linear of a layer that has its numbers, and is one of so many."""
+        linears = {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
+        found = self._kept(linears, index)
+        if found is None:
+            check_installed()
+            start = time.monotonic()
+            found = {
+                name: quantise(part.weight, self._bits, self._device)
+                for name, part in linears.items()
+            }
+            self.seconds += time.monotonic() - start
+            self.made += 1
+            self.weights += sum(codes.codes.numel() for codes in found.values())
+            self._keep(found, index)
+            self._tell(index + 1, layers)
+        return {linears[name]: codes for name, codes in found.items()}
+
+    def _file(self, index: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"layer-{index:03}.safetensors"
+
+    def _kept(self, linears: Mapping[str, nn.Linear], index: int) -> dict[str, Codes] | None:
+        """What is on disk of a layer; None where there is nothing that fits, and a line in the log
+        where what is there cannot be used."""
+        file = self._file(index)
+        if file is None or not file.exists():
+            return None
+        try:
+            tensors = load_tensors(file)
+            found = {name: self._codes(tensors, name, part) for name, part in linears.items()}
+        except (CheckpointError, KeyError, ValueError) as error:
+            log.warning("%s is made anew: %s", file, error)
+            return None
+        return found
+
+    def _codes(self, tensors: Mapping[str, Tensor], name: str, part: nn.Linear) -> Codes:
+        rows, groups = part.out_features, groups_of(part.in_features)
+        content, scales, offsets = (
+            tensors[f"{name}.{what}"] for what in ("codes", "scales", "offsets")
+        )
+        shapes = ((rows, groups * GROUP * self._bits // 8), (rows, groups), (rows, groups))
+        if tuple(map(tuple, (content.shape, scales.shape, offsets.shape))) != shapes:
+            raise ValueError(f"{name} has other shapes")
+        if (content.dtype, scales.dtype, offsets.dtype) != (
+            torch.uint8,
+            torch.float16,
+            torch.float16,
+        ):
+            raise ValueError(f"{name} has other types")
+        if not (scales.isfinite().all() and offsets.isfinite().all()):
+            raise ValueError(f"{name} has scales that are no numbers")
+        return Codes(self._bits, part.in_features, from_bytes(content, self._bits), scales, offsets)
+
+    def _keep(self, found: Mapping[str, Codes], index: int) -> None:
+        file = self._file(index)
+        if file is None:
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, codes in found.items():
+            tensors |= {
+                f"{name}.codes": to_bytes(codes.codes, self._bits),
+                f"{name}.scales": codes.scales,
+                f"{name}.offsets": codes.offsets,
+            }
+        try:
+            save_tensors(file, tensors)
+        except (
+            OSError
+        ) as error:  # a full or read-only disk costs the next start time, and nothing else
+            log.warning("what was quantised cannot be kept in %s (%s)", file.parent, error.strerror)
+            self.folder = None
+
+    def report(self, name: str) -> str:
+        """What was done, in one line; empty where all of it was there."""
+        if not self.made:
+            return ""
+        where = "not kept" if self.folder is None else f"kept in {self.folder}"
+        return (
+            f"{name}: quantised {self.made} layers, {self.weights / 1e6:.1f} million "
+            f"weights, to {self._bits} bits in {self.seconds:.1f} s, {where}"
+        )
+
+
+class KernelSubstitute(Kernels):
+    """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
+
+    def __init__(self, model: Any, kind: Kind, *, context: int, substitutes: Substitutes) -> None:
+        """`kind`: of the head."""
+        super().__init__(model, kind, context=context)
+        self._substitutes = substitutes
+        self._codes: Mapping[nn.Linear, Codes] = {}
+
+    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        self._codes = self._substitutes.of_layer(layer, index, self._model.config.num_hidden_layers)
+        taken = super().take_layer(layer, index)
+        self._codes = {}
+        return taken
+
+    def share(self, target: Kernels) -> int:
+        """Compute with the embedding, the norm, the head and the resident layers of this target
+        from now on; how many layers these are."""
+        self._norm, self._head = target._norm, target._head
+        base = self._model.base_model
+        for name, module in target._model.base_model.named_children():
+            if module is target._norm:
+                setattr(base, name, module)
+        self._model.set_output_embeddings(target._head)
+        self._model.set_input_embeddings(target._model.get_input_embeddings())
+        for index, layer in target.resident.items():
+            self._layers[index] = layer
+        return len(target.resident)
+
+    def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+        return pack_codes([self._codes[part] for part in linears], [part.bias for part in linears])
+
+
+def share(substitute: LanguageModel, target: LanguageModel) -> int:
+    """Have a substitute compute with what it shares with its target in this process; of how many
+    layers it does. `SettingsError` where it cannot."""
+    own, whole = substitute.back_end, target.back_end
+    if not isinstance(own, KernelSubstitute) or not isinstance(whole, Kernels):
+        why = substitute.choice if not isinstance(own, KernelSubstitute) else target.choice
+        raise SettingsError(
+            "draft.share = true needs a target and a substitute that the C++ kernels compute, "
+            f"and {why}: set draft.share to false"
+        )
+    if isinstance(whole, Staged) and not whole.in_one_stage:
+        raise SettingsError(
+            "draft.share = true is not built for a target that is split between devices: leave "
+            "target.split.layers out, or draft.share"
+        )
+    shared = own.share(whole)
+    release_memory()
+    return shared
+
+
+def shared_cache(cache: Cache) -> Cache:
+    """A target's cache as its substitute's layers take it."""
+    return cache.parts[0] if isinstance(cache, StagedCache) else cache
+
+
+def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> CodedMatrix:
+    """One matrix of the kernels from codes with the same inputs, below each other."""
+    bias = None
+    if any(b is not None for b in biases):
+        bias = torch.cat(
+            [
+                torch.zeros(part.shape[0]) if b is None else b.detach().float()
+                for part, b in zip(parts, biases, strict=True)
+            ]
+        )
+    matrix = CodedMatrix(
+        parts[0].bits, sum(part.shape[0] for part in parts), parts[0].shape[1], bias=bias
+    )
+    first = 0
+    for part in parts:
+        matrix.pack_codes(
+            part.codes.contiguous(), part.scales.contiguous(), part.offsets.contiguous(), first
+        )
+        first += part.shape[0]
+    return matrix
+
+
+class _CodedLinear(nn.Module):
+    """A linear of codes by torch's int4 products."""
+
+    def __init__(self, codes: Codes, bias: Tensor | None, device: torch.device) -> None:
+        super().__init__()
+        self._product = CodedProduct([codes], [bias], device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return self._product(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class LibrarySubstitute(Library):
+    """transformers' modules with torch's int4 products in the layers: on a GPU, and on a CPU
+    without the C++ kernels. A `BackEnd`."""
+
+    def __init__(
+        self, *, device: torch.device, dtype: torch.dtype, substitutes: Substitutes, layers: int
+    ) -> None:
+        super().__init__(None, device=device, dtype=dtype)
+        self._substitutes, self._count = substitutes, layers
+
+    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        names = {module: name for name, module in layer.named_modules()}
+        for part, codes in self._substitutes.of_layer(layer, index, self._count).items():
+            layer.set_submodule(names[part], _CodedLinear(codes, part.bias, self._device))
+        typed: nn.Module = self._typed(layer).to(self._device)
+        return typed
+
+    def finish(self, model: Any) -> None:
+        super().finish(self._typed(model))
+
+    def _typed(self, module: Any) -> Any:
+        """A module whose parameters are of the type that is computed in; its buffers, such as
+        rotary frequencies, stay as they are."""
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(self._dtype)
+        return module
+
+
+def load_substitute(
+    source: str,
+    *,
+    weights: str,
+    device: str,
+    inflate_bytes: int = 0,
+    folder: Path | None = None,
+    tell: Tell = lambda _done, _all: None,
+) -> tuple[LanguageModel, Substitutes]:
+    """The substitute of the model in `source`, inflated as its target is: `weights` int8, int4,
+    int3 or int2. `folder`: of the caches."""
+    bits, place = BITS[weights], torch.device(device)
+    checkpoint = open_checkpoint(source)
+    digest = (
+        inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
+    )
+    substitutes = Substitutes(digest, bits, folder, tell, place)
+    why_not = "on a GPU torch computes it"
+    if place.type == "cpu":
+        kind = KINDS[type_of("stored", checkpoint)]
+        why_not = fused.reason_against(kind)
+        if not why_not:
+            try:
+                model = _assemble(
+                    checkpoint,
+                    digest,
+                    inflate_bytes,
+                    weights,
+                    "the C++ kernels compute it",
+                    lambda model, _: _kernels(model, kind, substitutes),
+                )
+                return model, substitutes
+            except UnsupportedError as error:
+                why_not = f"the C++ kernels cannot compute it: {error}"
+    dtype = torch.float32 if place.type == "cpu" else GPU_TYPES["bf16"]
+    model = _assemble(
+        checkpoint,
+        digest,
+        inflate_bytes,
+        weights,
+        why_not,
+        lambda model, _: _library(model, place, dtype, substitutes),
+    )
+    return model, substitutes
+
+
+def _assemble(
+    checkpoint: Checkpoint,
+    digest: str,
+    inflate_bytes: int,
+    weights: str,
+    choice: str,
+    open_back_end: Callable[[Any, Any], BackEnd],
+) -> LanguageModel:
+    skeleton = open_skeleton(checkpoint)
+    return assemble(
+        skeleton,
+        checkpoint,
+        digest,
+        weights=weights,
+        choice=choice,
+        inflate_bytes=inflate_bytes,
+        open_back_end=open_back_end,
+    )
+
+
+def _kernels(model: Any, kind: Kind, substitutes: Substitutes) -> KernelSubstitute:
+    return KernelSubstitute(model, kind, context=context_of(model.config), substitutes=substitutes)
+
+
+def _library(
+    model: Any, device: torch.device, dtype: torch.dtype, substitutes: Substitutes
+) -> LibrarySubstitute:
+    return LibrarySubstitute(
+        device=device, dtype=dtype, substitutes=substitutes, layers=len(decoder_layers(model)[1])
+    )

@@ -1,0 +1,1 @@
+"""Other engines that the benchmarks compare against; no worker uses them."""

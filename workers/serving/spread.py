@@ -1,0 +1,275 @@
+"""What the settings of a target say of where it runs: nothing beyond its device, or layers that are
+split, resident or streamed, and who reads its prompts.
+
+Opens the devices that are named beside the target's own. Knows settings and devices; what is placed
+where, `models/backends/placement.py` decides from sizes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.memory import read_room
+from dovetail.protocol.profile import ProfileKey, Reading, load_profile, machine_key, shapes_key
+from dovetail.protocol.settings import MemorySettings, TargetSettings
+from dovetail.workers import kernels
+from dovetail.workers.calibration.target import read_design
+from dovetail.workers.devices import Device, free_bytes, open_device
+from dovetail.workers.models.backends.fused import VERSION
+from dovetail.workers.models.backends.placement import (
+    WEIGHT_BYTES,
+    Demand,
+    Placement,
+    all_on_cpu,
+    coded_bytes,
+    has_sizes,
+    needed_bytes,
+    place_layers,
+    reader_bytes,
+    sizes_of,
+)
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.checkpoint import read_json
+from dovetail.workers.models.checkpoints.hub import find_folder
+
+FREE_SHARE = 0.9
+"""Of a GPU's free memory; the rest is left to libraries, and to what is between two matrices."""
+
+
+@dataclass
+class Spread:
+    """A target that is spread over devices. Its placement is known once its sizes are."""
+
+    demand: Demand | None
+    """None: every layer is on the CPU."""
+    device: Device | None
+    """Of the layers that are not on the CPU."""
+    reader: Device | None
+    reads_from: int
+    """Rows of a prompt from which on the reader reads it."""
+    room: int | None
+    """Bytes of a device that the target may take in all; None: whatever there is."""
+    host_room: int | None = None
+    """Bytes of the host's memory that there are; None: no limit was set."""
+    placement: Placement | None = None
+    beside: int = 0
+    """Bits of the codes of a substitute of all layers that the device has to hold too; 0: there is
+    none."""
+
+    def stage(self, config: Mapping[str, Any], weights: str) -> Staging:
+        """The staging of a model by its configuration; a `Stager`."""
+        if not has_sizes(config):
+            kind = config.get("model_type")
+            raise SettingsError(
+                f"the config.json of a {kind} model has no sizes that layers could be placed "
+                "by: leave target.split and target.resident out"
+            )
+        sizes = sizes_of(config, weights)
+        demand = self.demand
+        if demand is not None and self.beside and demand.device_bytes is not None:
+            demand = replace(
+                demand, device_bytes=demand.device_bytes - coded_bytes(sizes, weights, self.beside)
+            )
+        self.placement = (
+            all_on_cpu(sizes, self.host_room) if demand is None else place_layers(sizes, demand)
+        )
+        room = read_room() if self.host_room is None else None
+        if room is not None and self.placement.host_bytes > room.size + room.swap:
+            raise SettingsError(
+                f"{self.placement} takes {self.placement.host_bytes / 1e9:.3g} GB of the "
+                f"host's memory, and there are {room.size / 1e9:.3g} GB {room.bound}: "
+                "keep more layers on a device (target.resident), take smaller weights "
+                "(target.weights), or set memory.ram if you know better"
+            )
+        if self.reader is not None and not self.placement.first:
+            raise SettingsError(
+                f"target.prefill = {self.reader.name!r} reads prompts for layers on the CPU, "
+                "and there are none: leave it out"
+            )
+        left = None if self.room is None else self.room - self.placement.device_bytes
+        if (
+            self.reader is not None
+            and left is not None
+            and (needed := reader_bytes(sizes, self.reader.name)) > left
+        ):
+            raise SettingsError(
+                f"{self.reader.name} would need {needed / 1e9:.3g} GB to read prompts, and "
+                f"memory.vram leaves {left / 1e9:.3g} GB: "
+                "set target.prefill to 'local', or raise memory.vram"
+            )
+        return Staging(
+            self.placement.places,
+            None if self.device is None else self.device.transfer(),
+            None if self.reader is None else self.reader.transfer(),
+        )
+
+    @property
+    def same_bytes(self) -> bool:
+        """Whether every row is the same bytes as one that the CPU computes: where nothing but the
+        CPU computes, whatever it stands for."""
+        return not any(_is_gpu(device) for device in (self.device, self.reader))
+
+    @property
+    def split(self) -> str:
+        """For the fingerprint: what computes the last layers, where their bytes are others. Whether
+        they are resident or streamed changes none."""
+        if self.placement is None or self.device is None or not _is_gpu(self.device):
+            return ""
+        return f"{len(self.placement.places) - self.placement.first}@{self.device.library}"
+
+    @property
+    def prefill(self) -> str:
+        """For the fingerprint: what reads prompts."""
+        return (
+            "local"
+            if self.reader is None or not _is_gpu(self.reader)
+            else f"{self.reader.library}>={self.reads_from}"
+        )
+
+    def __str__(self) -> str:
+        if self.reader is None:
+            return str(self.placement)
+        which = (
+            "prompts" if self.reads_from <= 1 else f"prompts of at least {self.reads_from} tokens"
+        )
+        return f"{self.placement}; {which} read by {self.reader.name}"
+
+
+def spread_of(
+    settings: TargetSettings,
+    memory: MemorySettings,
+    device: Device,
+    threads: int,
+    readings: Sequence[Reading] = (),
+    *,
+    beside: int = 0,
+) -> Spread | None:
+    """How a target on this device is to be spread; None: it is not, and computed as a whole.
+    `readings`: what the profile file has of prompts.
+
+    `beside`: bits of the codes of a substitute that shares the device's layers, which then are
+    there one by one; 0 for none.
+
+    `SettingsError` for settings that do not go together, or name a device that is not there.
+    """
+    split = settings.split
+    if split.layers != "auto" and not split.device:
+        raise SettingsError(
+            f"target.split.layers = {split.layers} needs a device: name it with "
+            "target.split.device, or leave both out"
+        )
+    if split.device and device.name != "cpu":
+        raise SettingsError(
+            f"target.split.device = {split.device!r} goes with target.device = 'cpu', not "
+            f"{device.name!r}: leave one of the two out"
+        )
+    own = (
+        open_device(split.device, threads)
+        if split.device
+        else device
+        if (beside and _is_gpu(device)) or _has_layers(settings, memory, device)
+        else None
+    )
+    reader, reads_from = _reader(settings, threads, device, readings)
+    if own is None and reader is None:
+        _refuse_unused(memory)
+        return None
+    room = _room(memory, reader) if reader is not None and _is_gpu(reader) else memory.vram_bytes
+    return Spread(
+        None if own is None else _demand(settings, memory, own),
+        own,
+        reader,
+        reads_from,
+        room,
+        host_room=memory.ram_bytes,
+        beside=beside,
+    )
+
+
+def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]:
+    """What `dovetail calibrate` has found of reading prompts with this model on the CPU; nothing if
+    it was not asked."""
+    known = load_profile(profile)
+    if not any(entry.readings for entry in known.entries) or not kernels.available():
+        return ()
+    shapes, software = (
+        shapes_key(list(read_design(settings).shapes)),
+        f"{VERSION}-{kernels.isa().name.lower()}",
+    )
+    for weights in ("fp16", "bf16") if settings.weights == "half" else (settings.weights,):
+        key = ProfileKey(
+            machine=machine_key(),
+            software=software,
+            weights=weights,
+            threads=torch.get_num_threads(),
+            shapes=shapes,
+        )
+        if found := known.find(key).readings:
+            return found
+    return ()
+
+
+def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device) -> bool:
+    """Whether the target's own device has its layers pass through it, or may not keep all of them.
+    The CPU does so only where it is told, for tests."""
+    if settings.resident != "auto" or (_is_gpu(device) and memory.vram != "auto"):
+        return True
+    if not _is_gpu(device) or settings.inflate:
+        return False
+    config = read_json(find_folder(settings.model) / "config.json")
+    if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
+        return False
+    sizes = sizes_of(config, settings.weights)
+    return needed_bytes(sizes, sizes.layers, sizes.layers, device.name) > _room(memory, device)
+
+
+def _demand(settings: TargetSettings, memory: MemorySettings, device: Device) -> Demand:
+    split = settings.split
+    return Demand(
+        device=device.name,
+        computed=split.layers if isinstance(split.layers, int) else None,
+        resident=settings.resident if isinstance(settings.resident, int) else None,
+        streams=not split.device,
+        device_bytes=_room(memory, device) if _is_gpu(device) else memory.vram_bytes,
+        host_bytes=memory.ram_bytes,
+    )
+
+
+def _room(memory: MemorySettings, device: Device) -> int:
+    free = int(FREE_SHARE * free_bytes(device.torch_device))
+    return free if memory.vram_bytes is None else min(free, memory.vram_bytes)
+
+
+def _reader(
+    settings: TargetSettings, threads: int, device: Device, readings: Sequence[Reading]
+) -> tuple[Device | None, int]:
+    """Who reads prompts beside the CPU, and from how many rows on; nobody where all layers are on
+    another device."""
+    if settings.prefill == "local" or (settings.prefill == "auto" and device.name != "cpu"):
+        return None, 0
+    if settings.prefill != "auto":
+        return open_device(settings.prefill, threads), 1
+    better = [
+        (rows, reading.device) for reading in readings if (rows := reading.better_from) is not None
+    ]
+    if not better:
+        return None, 0
+    rows, name = min(better)
+    return open_device(name, threads), rows
+
+
+def _refuse_unused(memory: MemorySettings) -> None:
+    if memory.vram != "auto":
+        raise SettingsError(
+            f"memory.vram = {memory.vram!r} is for a target of which a GPU computes layers, or "
+            "reads prompts (target.device, target.split, target.prefill), "
+            "and of this one none does: leave it out"
+        )
+
+
+def _is_gpu(device: Device | None) -> bool:
+    return device is not None and device.torch_device.type != "cpu"

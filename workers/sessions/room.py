@@ -1,0 +1,35 @@
+"""Whether keys and values of one session more fit into the host's memory: the kernel promises what
+it does not have, and kills later whoever asks for it."""
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.memory import read_room
+from dovetail.workers.models.backends.staged import Staged
+from dovetail.workers.models.language_model import LanguageModel
+
+CHECKED_BYTES = 64 << 20
+"""Caches from this size on are looked at: to ask the kernel takes a fraction of a millisecond."""
+
+
+def host_row_bytes(model: LanguageModel) -> int:
+    """Return what a row of keys and values takes of the host's memory; 0 where a device has all of
+    them, or a part, and says itself what it cannot hold."""
+    if model.device.type != "cpu" or isinstance(model.back_end, Staged):
+        return 0
+    return model.new_cache(0).row_bytes
+
+
+def check_rows(rows: int, promised: int, row_bytes: int) -> None:
+    """`RequestError` of code "memory" where `rows` of so many bytes, beside those that open
+    sessions may still fill, do not fit into the host's memory."""
+    if rows * row_bytes < CHECKED_BYTES or (room := read_room()) is None:
+        return
+    if (rows + promised) * row_bytes > room.size + room.swap:
+        beside = (
+            f", open sessions may take {promised * row_bytes / 1e9:.3g} GB more" if promised else ""
+        )
+        raise RequestError(
+            "memory",
+            f"keys and values of {rows} tokens take {rows * row_bytes / 1e9:.3g} GB{beside}, "
+            f"and there are {room.size / 1e9:.3g} GB {room.bound}: "
+            "ask for fewer tokens, or wait until others have ended",
+        )

@@ -1,0 +1,1 @@
+"""What drafts are trained on: chats, sequences of tokens, and the target's hidden states."""

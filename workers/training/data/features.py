@@ -1,0 +1,235 @@
+"""What a draft head is trained on: sequences with the target's hidden states, stored in a folder or
+computed as they are asked for.
+
+Both are the same to a trainer: all sequences one behind the other, and a row of a batch a slice of
+that. Knows where states come from and how they are packed, not what is learned from them.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dovetail.protocol.errors import UserError
+from dovetail.workers.training.data.examples import Examples, prompt_of
+from dovetail.workers.training.data.states import DTYPES, Origin, StatesReader
+from dovetail.workers.training.data.store import Store
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of n columns: whole sequences one behind the other, the last one cut where the row
+    ends."""
+
+    tokens: Tensor
+    """[B, n] int64."""
+    learn: Tensor
+    """[B, n] bool: the token is the target's own output, learned where it is predicted."""
+    sequence: Tensor
+    """[B, n] int32: which sequence of its row a column belongs to, 0, 1, ...; -1: none, padding
+    behind the last."""
+    position: Tensor
+    """[B, n] int64: place of the token in its sequence."""
+    g: Tensor
+    """[B, n, H] in the origin's type: the last hidden states, after the final norm."""
+    taps: Tensor | None
+    """[B, n, K * H]: the residual streams entering the origin's layers, side by side; None if it
+    has none."""
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same on a device."""
+        taps = None if self.taps is None else self.taps.to(device)
+        return Batch(
+            self.tokens.to(device),
+            self.learn.to(device),
+            self.sequence.to(device),
+            self.position.to(device),
+            self.g.to(device),
+            taps,
+        )
+
+
+class Features(Protocol):
+    """Sequences with the target's hidden states."""
+
+    @property
+    def origin(self) -> Origin:
+        """Whose states, and which."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the sequences, and of those that are not in view."""
+
+    @property
+    def count(self) -> int:
+        """Sequences."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+
+    def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
+        """Drawn rows [size, length], the same for the same state of `rng`."""
+
+    def split(self, held: float) -> "tuple[Features, Features]":
+        """All but a share `held` of the sequences, and these; all answers to a prompt are on the
+        same side."""
+
+    def counts(self) -> Tensor:
+        """[V] int64: how often each token is learned."""
+
+
+class Source(Protocol):
+    """Sequences one behind the other, T tokens in all, S sequences, and the states of any slice of
+    them."""
+
+    digest: str
+    """SHA-256 of the sequences."""
+    tokens: NDArray[Any]
+    """[T]"""
+    learn: NDArray[Any]
+    """[T]"""
+    offsets: NDArray[np.int64]
+    """[S + 1]: where each sequence begins, and where the last one ends."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The states [stop - start, row] of tokens start..stop-1."""
+
+
+def open_features(folder: Path) -> Features:
+    """What `dovetail features` wrote into a folder."""
+    store = Store(folder)
+    return Packed(store.index.origin, store, 0, store.index.count)
+
+
+def online_features(examples: Examples, reader: StatesReader) -> Features:
+    """The same numbers with nothing stored: the target computes them whenever a row is drawn."""
+    return Packed(reader.origin, Online(examples, reader), 0, len(examples.rows))
+
+
+class Online:
+    """Computes the states of a slice: those of the sequences that it touches, each as far as it
+    reaches. A `Source`."""
+
+    def __init__(self, examples: Examples, reader: StatesReader) -> None:
+        self.digest = examples.digest()
+        self.tokens = np.concatenate([row.tokens for row in examples.rows])
+        self.learn = np.concatenate([row.learn for row in examples.rows])
+        self.offsets = np.concatenate(
+            [[0], np.cumsum([len(row.tokens) for row in examples.rows], dtype=np.int64)]
+        )
+        self._reader = reader
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The states [stop - start, row] of tokens start..stop-1."""
+        first = int(np.searchsorted(self.offsets, start, "right")) - 1
+        begins = [int(begin) for begin in self.offsets[first:] if begin < stop]
+        ends = [*begins[1:], stop]
+        sequences = [
+            torch.from_numpy(self.tokens[begin:end])
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        states = torch.empty(
+            stop - begins[0], self._reader.origin.row, dtype=DTYPES[self._reader.origin.dtype]
+        )
+        for begin, end, rows in zip(begins, ends, self._reader.read(sequences), strict=True):
+            states[begin - begins[0] : end - begins[0]] = rows
+        return states[start - begins[0] :]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A source of which sequences first..last-1 are in view. `Features`."""
+
+    origin: Origin
+    source: Source
+    first: int
+    last: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all sequences of the source."""
+        return self.source.digest
+
+    @property
+    def count(self) -> int:
+        """Sequences in view."""
+        return self.last - self.first
+
+    @property
+    def tokens(self) -> int:
+        """Of the sequences in view."""
+        return self._end - int(self.source.offsets[self.first])
+
+    @property
+    def _end(self) -> int:
+        return int(self.source.offsets[self.last])
+
+    def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
+        """Rows that begin with a sequence, or inside one that is longer than a row."""
+        begins = rng.choice(_begins(self, length), size)
+        columns = np.minimum(begins[:, None] + np.arange(length), self._end - 1)
+        padding = begins[:, None] + np.arange(length) >= self._end
+        sequence = np.searchsorted(self.source.offsets, columns, "right") - 1
+        position = columns - self.source.offsets[sequence]
+        states = torch.zeros(size, length, self.origin.row, dtype=DTYPES[self.origin.dtype])
+        for row, begin in enumerate(begins.tolist()):
+            stop = min(begin + length, self._end)
+            states[row, : stop - begin] = self.source.read(begin, stop)
+        g, taps = self._parted(states)
+        return Batch(
+            tokens=torch.from_numpy(self.source.tokens[columns].astype(np.int64)),
+            learn=torch.from_numpy(self.source.learn[columns].astype(np.bool_) & ~padding),
+            sequence=torch.from_numpy(
+                np.where(padding, -1, sequence - sequence[:, :1]).astype(np.int32)
+            ),
+            position=torch.from_numpy(position),
+            g=g,
+            taps=taps,
+        )
+
+    def split(self, held: float) -> tuple[Features, Features]:
+        """The first sequences, and a share `held` of them from the end; those with the same prompt
+        stand together."""
+        middle = self.first + round(self.count * (1 - held))
+        while self.first < middle < self.last and self._prompt(middle) == self._prompt(middle - 1):
+            middle += 1
+        if not self.first < middle < self.last:
+            raise UserError(
+                f"{self.count} sequences cannot be split so that a share of {held} is held "
+                "out: give more, of different prompts"
+            )
+        return replace(self, last=middle), replace(self, first=middle)
+
+    def counts(self) -> Tensor:
+        """[V] int64: how often each token is learned."""
+        view = slice(int(self.source.offsets[self.first]), self._end)
+        learned = self.source.tokens[view][self.source.learn[view].astype(np.bool_)]
+        return torch.from_numpy(
+            np.bincount(learned, minlength=self.origin.vocabulary_size).astype(np.int64)
+        )
+
+    def _parted(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        width = self.origin.width
+        return states[..., :width], states[..., width:] if self.origin.taps else None
+
+    def _prompt(self, number: int) -> bytes:
+        start, stop = self.source.offsets[number : number + 2].tolist()
+        return prompt_of(self.source.tokens[start:stop], self.source.learn[start:stop])
+
+
+@cache
+def _begins(view: Packed, length: int) -> NDArray[np.int64]:
+    """Where a row may begin: at every sequence, and in one that is longer than a row at every half
+    row from which more than half a row is left."""
+    offsets = view.source.offsets[view.first : view.last + 1]
+    half = max(1, length // 2)
+    pieces = np.maximum(1, -(-(np.diff(offsets) - half) // half))
+    within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begins: NDArray[np.int64] = np.repeat(offsets[:-1], pieces) + within * half
+    return begins

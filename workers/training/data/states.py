@@ -1,0 +1,180 @@
+"""The hidden states of a target that draft heads are trained on, computed for whole sequences,
+several in a pass.
+
+Knows tokens and layers; nothing of what is learned, nor where states are kept.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError, UserError
+from dovetail.workers.devices import open_device
+from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.states import LAST
+from dovetail.workers.sessions.wire import narrowed
+
+HalfType = Literal["float16", "bfloat16"]
+DTYPES: dict[HalfType, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+PASS_ROWS = 512
+"""Tokens of a pass: enough to be bound by arithmetic, few enough that activations stay small."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of whom states are, and which."""
+
+    target: str
+    """A folder or a hub id."""
+    digest: str
+    """Of its checkpoint."""
+    width: int
+    layers: int
+    vocabulary_size: int
+    context: int
+    """Tokens of the longest sequence."""
+    taps: tuple[int, ...]
+    """Layers whose incoming residual stream stands beside the last hidden state, in this order."""
+    dtype: HalfType
+
+    @property
+    def row(self) -> int:
+        """Numbers of a token's states: the last hidden state after the final norm, then the
+        taps."""
+        return self.width * (1 + len(self.taps))
+
+
+class StatesReader(Protocol):
+    """Computes states."""
+
+    origin: Origin
+
+    def read(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each sequence of ids [n] in turn its states [n, origin.row] in the origin's type, on
+        the CPU."""
+
+
+def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
+    """The layers that `auto` (EAGLE-3's low, middle and high), `none` or a list such as `2,4,5`
+    means for a target of so many layers."""
+    if asked == "none":
+        return ()
+    if asked == "auto":
+        if not 2 < layers // 2 < layers - 3:
+            raise UserError(
+                f"taps auto are layers 2, {layers // 2} and {layers - 3} of {layers}, which do "
+                "not rise; name them, such as --taps 0,1"
+            )
+        return 2, layers // 2, layers - 3
+    try:
+        taps = tuple(int(part) for part in asked.split(","))
+    except ValueError:
+        raise UserError(
+            f"--taps {asked} is neither auto nor none nor a list of layers such as 2,4,5"
+        ) from None
+    if any(not 0 <= tap < layers for tap in taps) or len(set(taps)) < len(taps):
+        raise UserError(f"--taps {asked} must be different layers from 0 to {layers - 1}")
+    return taps
+
+
+def ready_device(name: str) -> str:
+    """The name of a device that is there, set up for this process with the threads that torch has;
+    `UserError` if it is not there."""
+    return open_device(name, torch.get_num_threads()).name
+
+
+def open_states(
+    target: str,
+    *,
+    taps: str = "auto",
+    context: int | None = None,
+    dtype: HalfType | None = None,
+    weights: str = "fp32",
+    device: str = "cpu",
+) -> "TargetStates":
+    """A target loaded to compute states: `taps` as in `choose_taps`, `context` the tokens of the
+    longest sequence (None: the target's own).
+
+    `dtype`: None is bfloat16 where the checkpoint's matrices are, else float16.
+    """
+    model = load_language_model(target, weights=weights, device=device)
+    if context is not None and not 2 <= context <= model.context:
+        raise UserError(f"--context {context} must lie between 2 and the target's {model.context}")
+    kinds = {stored.kind for stored in model.checkpoint.tensors.values() if len(stored.shape) == 2}
+    origin = Origin(
+        target=str(Path(target).resolve()) if Path(target).is_dir() else target,
+        digest=model.checkpoint.digest,
+        width=model.hidden_size,
+        layers=model.layers,
+        vocabulary_size=model.vocabulary_size,
+        context=context or model.context,
+        taps=choose_taps(taps, model.layers),
+        dtype=dtype or ("bfloat16" if kinds == {"BF16"} else "float16"),
+    )
+    return TargetStates(model, origin)
+
+
+class TargetStates:
+    """A target that computes states. A `StatesReader`."""
+
+    def __init__(self, model: LanguageModel, origin: Origin) -> None:
+        self.model, self.origin = model, origin
+
+    def read(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Short sequences share a pass, a long one takes several."""
+        for batch in _batches(rows):
+            yield from (
+                self._read_long(batch[0])
+                if len(batch) == 1
+                else self._pass(
+                    batch, [Segment(self.model.new_cache(len(row)), 0, len(row)) for row in batch]
+                )
+            )
+
+    def _read_long(self, row: Tensor) -> Iterator[Tensor]:
+        """One sequence, PASS_ROWS of it at a time."""
+        cache, parts = self.model.new_cache(len(row)), list[Tensor]()
+        for part in torch.split(row, PASS_ROWS):
+            start = cache.length
+            parts += self._pass([part], [Segment(cache, start, len(part))])
+            cache.keep(range(start, start + len(part)), len(part))
+        yield torch.cat(parts)
+
+    def _pass(self, parts: Sequence[Tensor], segments: Sequence[Segment]) -> Sequence[Tensor]:
+        """The states of these tokens, which the segments say where to put."""
+        positions = torch.cat(
+            [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
+        )
+        none = torch.tensor([], dtype=torch.int64)
+        places = (LAST, *self.origin.taps)
+        _, states = self.model.forward_with_states(
+            torch.cat(list(parts)), positions, segments, wanted=places, rows=none
+        )
+        side_by_side = torch.cat([states[place] for place in places], -1)
+        if not bool(side_by_side.isfinite().all()):
+            raise CheckpointError(
+                f"{self.origin.target} computes hidden states that are not numbers; its "
+                "weights are damaged"
+            )
+        return torch.split(
+            narrowed(side_by_side, self.origin.dtype).cpu().clone(), [len(part) for part in parts]
+        )
+
+
+def _batches(rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The rows in their order, so many at a time that a pass has at most PASS_ROWS tokens; a longer
+    one stands alone."""
+    batch, size = list[Tensor](), 0
+    for row in rows:
+        if batch and size + len(row) > PASS_ROWS:
+            yield batch
+            batch, size = [], 0
+        batch.append(row)
+        size += len(row)
+    if batch:
+        yield batch
