@@ -2,7 +2,8 @@
 should.
 
 `python -m dovetail.workers.calibration.inventory` prints it as one JSON object, so that the
-caller neither imports torch nor ends with it if it is broken. Knows what there is, not what it is good for.
+caller neither imports torch nor ends with it if it is broken. Knows what there is, not what it is
+good for.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Train a small causal language model on sequences of tokens, and distil a smaller one from it.
 
-The sequences are those of files of chats or of token files (`data/corpus.py`). A run is resumed from the
-checkpoint in its folder, and nothing is ever pickled. This module does not know where a text came
-from, and it shows no progress itself: it calls back.
+The sequences are those of files of chats or of token files (`data/corpus.py`). A run is resumed
+from the checkpoint in its folder, and nothing is ever pickled. This module does not know where a
+text came from, and it shows no progress itself: it calls back.
 """
 
 import hashlib
