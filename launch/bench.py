@@ -45,6 +45,7 @@ from dovetail.launch.configure import (
     settings_flags,
 )
 from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.help import Rare
 from dovetail.launch.outputs import check_output
 from dovetail.launch.sweep import (
     VALUES,
@@ -98,6 +99,7 @@ TRANSPORT_ROUNDS = 4000
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
+    cls=Rare,
     help="Times that every prompt is measured with every method.",
 )
 @click.option(
@@ -105,6 +107,7 @@ TRANSPORT_ROUNDS = 4000
     type=click.IntRange(0, (1 << 63) - 1),
     default=0,
     show_default=True,
+    cls=Rare,
     help="Seed of every reply and of the bootstrap.",
 )
 @click.option(
@@ -116,6 +119,7 @@ TRANSPORT_ROUNDS = 4000
 @click.option(
     "--values",
     metavar="N,N,...",
+    cls=Rare,
     help="The values of --sweep.  [default: "
     f"{'; '.join(f'{name}: {values}' for name, values in VALUES.items())}]",
 )
@@ -128,16 +132,19 @@ TRANSPORT_ROUNDS = 4000
     "--csv",
     "table",
     type=click.Path(dir_okay=False, path_type=Path),
+    cls=Rare,
     help="Write a line a method, set and temperature to this file.",
 )
 @click.option(
     "--llama-python",
     type=click.Path(path_type=Path),
+    cls=Rare,
     help="The Python that has llama-cpp-python and gguf, for --method llama.cpp.  [default: ours]",
 )
 @click.option(
     "--transport",
     is_flag=True,
+    cls=Rare,
     help="Measure coordinator and links alone, with workers that answer at once.",
 )
 @click.option(
@@ -145,6 +152,7 @@ TRANSPORT_ROUNDS = 4000
     type=click.IntRange(min=40),
     default=TRANSPORT_ROUNDS,
     show_default=True,
+    cls=Rare,
     help="Rounds that --transport measures.",
 )
 @click.option(

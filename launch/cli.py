@@ -16,56 +16,79 @@ from typing import NoReturn
 
 import click
 
+from dovetail.launch import migration
+from dovetail.launch.help import NAMES_OF_HELP, hinted
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import refusal
 
-COMMANDS = {
-    "generate": ("dovetail.launch.generate", "Decode one prompt, or a file of prompts."),
-    "chat": ("dovetail.launch.chat", "Talk with the models, turn by turn."),
-    "serve": ("dovetail.launch.serve", "Serve the OpenAI API over HTTP."),
-    "http": ("dovetail.launch.http", "Serve the HTTP API of a coordinator."),
-    "coordinator": ("dovetail.launch.coordinator", "Run a coordinator by hand."),
-    "worker": ("dovetail.launch.worker", "Run one draft or target worker by hand, on any machine."),
-    "swap": ("dovetail.launch.swap", "Put a worker in the place of another, under load."),
-    "drain": ("dovetail.launch.drain", "Let a worker go, under load."),
-    "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
-    "top": ("dovetail.launch.top", "Show what happens in a coordinator, live."),
-    "selftest": (
-        "dovetail.launch.selftest",
-        "Prove on this machine that the target is its checkpoint and speculation changes no token.",
-    ),
-    "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
-    "profile": (
-        "dovetail.launch.profile",
-        "See where the time of a run goes, and what would make it faster.",
-    ),
-    "simulate": (
-        "dovetail.launch.simulate",
-        "Play recorded rounds on machines that are not at hand.",
-    ),
-    "replay": ("dovetail.launch.replay", "Play a recorded session again, and compare."),
-    "calibrate": (
-        "dovetail.launch.calibrate",
-        "Measure what a pass of the target costs here, beside what it could.",
-    ),
-    "plan": ("dovetail.launch.plan", "Say what this hardware should do with this model."),
-    "stratify": (
-        "dovetail.launch.stratify",
-        "Find the thresholds that the policy heterospec goes by.",
-    ),
-    "doctor": ("dovetail.launch.doctor", "Look this machine over, and say what to change."),
-    "features": ("dovetail.launch.features", "Store what draft heads are trained on."),
-    "train": ("dovetail.launch.train", "Train models."),
-    "keygen": ("dovetail.launch.keygen", "Make, rotate and revoke the keys that tcp needs."),
-    "config": ("dovetail.launch.configure", "Show the settings in force."),
+GROUPS = {
+    "Decode": {
+        "generate": ("dovetail.launch.generate", "Decode one prompt, or a file of prompts."),
+        "chat": ("dovetail.launch.chat", "Talk with the models, turn by turn."),
+        "serve": ("dovetail.launch.serve", "Serve the OpenAI API over HTTP."),
+    },
+    "Look after a server": {
+        "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
+        "top": ("dovetail.launch.top", "Show what happens in a coordinator, live."),
+        "swap": ("dovetail.launch.swap", "Put a worker in the place of another, under load."),
+        "drain": ("dovetail.launch.drain", "Let a worker go, under load."),
+    },
+    "Start the processes by hand, on one machine or several": {
+        "coordinator": ("dovetail.launch.coordinator", "Run a coordinator by hand."),
+        "worker": (
+            "dovetail.launch.worker",
+            "Run one draft or target worker by hand, on any machine.",
+        ),
+        "http": ("dovetail.launch.http", "Serve the HTTP API of a coordinator."),
+        "keygen": ("dovetail.launch.keygen", "Make, rotate and revoke the keys that tcp needs."),
+    },
+    "Look at a machine, and plan": {
+        "doctor": ("dovetail.launch.doctor", "Look this machine over, and say what to change."),
+        "selftest": (
+            "dovetail.launch.selftest",
+            "Prove on this machine that the target is its checkpoint and speculation changes no "
+            "token.",
+        ),
+        "calibrate": (
+            "dovetail.launch.calibrate",
+            "Measure what a pass of the target costs here, beside what it could.",
+        ),
+        "plan": ("dovetail.launch.plan", "Say what this hardware should do with this model."),
+        "config": ("dovetail.launch.configure", "Show the settings in force."),
+    },
+    "Measure": {
+        "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
+        "profile": (
+            "dovetail.launch.profile",
+            "See where the time of a run goes, and what would make it faster.",
+        ),
+        "simulate": (
+            "dovetail.launch.simulate",
+            "Play recorded rounds on machines that are not at hand.",
+        ),
+        "replay": ("dovetail.launch.replay", "Play a recorded session again, and compare."),
+    },
+    "Train": {
+        "features": ("dovetail.launch.features", "Store what draft heads are trained on."),
+        "train": ("dovetail.launch.train", "Train models."),
+        "stratify": (
+            "dovetail.launch.stratify",
+            "Find the thresholds that the policy heterospec goes by.",
+        ),
+    },
 }
-"""Name -> (module with the click command `command`, what `dovetail --help` says of it)."""
+"""Heading -> name -> (module with the click command `command`, what `dovetail --help` says)."""
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are used; its help comes from the table."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with hinted(args):
+            return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -79,13 +102,17 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and args[0] in migration.COMMANDS:
+            hint = migration.COMMANDS[args[0]]
+            raise click.UsageError(f"there is no command {args[0]!r}; here: {hint}", ctx)
         if near := [] if args[0] in COMMANDS else difflib.get_close_matches(args[0], COMMANDS, 1):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, text) for name, (_, text) in commands.items()])
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -94,7 +121,7 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": NAMES_OF_HELP})
 @click.option(
     "--version",
     is_flag=True,

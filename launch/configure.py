@@ -22,6 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.help import Grouped, HelpCommand
+from dovetail.launch.migration import context_size
 from dovetail.launch.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import decode
@@ -33,6 +35,28 @@ EXPORTS = {"grafana": Path(__file__).parent / "grafana.json"}
 PREFIX = "DOVETAIL_"
 SEVERAL = "one or more"
 ALL_SECTIONS = tuple(Settings.model_fields)
+GROUPS = {
+    "target": "Models",
+    "draft": "Models",
+    "memory": "Models",
+    "tree": "Decoding",
+    "sampling": "Decoding",
+    "coordinator": "Serving",
+    "http": "Serving",
+}
+"""Section -> the heading of its options in the help."""
+BASIC = (
+    "target.model",
+    "target.weights",
+    "memory.vram",
+    "tree.policy",
+    "sampling.temperature",
+    "sampling.max_tokens",
+)
+"""Settings that `--help` shows; `--help-all` has the others."""
+SettingsCommand = HelpCommand
+LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
+"""Settings that `--help` of a server shows as well."""
 DECODING_SECTIONS = tuple(section for section in ALL_SECTIONS if section != "http")
 """Those of whoever decodes without a server."""
 SHORT_FORMS = {
@@ -401,31 +425,32 @@ def _bounded(words: str, bounds: Sequence[Any]) -> str:
 # -- flags -----------------------------------------------------------------------------------------
 
 
-class SettingsOption(click.Option):
-    """A flag that is a setting; help lists these under a heading of their own."""
+class SettingsFile(click.Path):
+    """A file of settings; what another program means by `-c` is told from it."""
 
-
-class SettingsCommand(click.Command):
-    """A command whose help shows the settings apart from its own options."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records = [
-            (isinstance(p, SettingsOption), p.get_help_record(ctx)) for p in self.get_params(ctx)
-        ]
-        for heading, settings in (("Options", False), ("Settings", True)):
-            rows = [record for mine, record in records if mine is settings and record is not None]
-            if rows:
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        hint = None if Path(value).exists() else context_size(os.fspath(value))
+        if hint is not None:
+            raise click.UsageError(hint, ctx)
+        return super().convert(value, param, ctx)
 
 
 def settings_flags(
-    *sections: str, without: Sequence[str] = (), stratified: bool = True
+    *sections: str,
+    without: Sequence[str] = (),
+    shown: Sequence[str] = (),
+    stratified: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command the flags of these sections, or of single settings by their dotted names, and
     `--config`, and calls it with the settings in force as `configuration`.
 
-    `without` are short forms that the command has another use for. `stratified`: whether a command
+    `without` are short forms that the command has another use for, `shown` the settings that its
+    `--help` has beside those of `BASIC`. `stratified`: whether a command
     that has flags for the tree needs the thresholds of `heterospec`.
     """
     stratified = stratified and "tree" in sections
@@ -443,7 +468,7 @@ def settings_flags(
             )
 
         decorated: Callable[..., Any] = with_configuration
-        for option in reversed(_options(sections, without)):
+        for option in reversed(_options(sections, without, shown)):
             decorated = option(decorated)
         return decorated
 
@@ -475,22 +500,17 @@ def take_settings(parameters: dict[str, Any]) -> dict[str, str]:
 
 
 def _options(
-    sections: Sequence[str], without: Sequence[str]
+    sections: Sequence[str], without: Sequence[str], shown: Sequence[str]
 ) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    path = click.Path(dir_okay=False, path_type=Path)
+    file = SettingsFile(dir_okay=False, path_type=Path)
     options: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
-        click.option("-c", "--config", type=path, cls=SettingsOption, help="TOML file of settings.")
+        click.option("-c", "--config", type=file, cls=Grouped, help="TOML file of settings.")
     ]
     for name in _names(sections):
         setting = SETTINGS[name]
-        forms = [
-            setting.flag,
-            *(
-                short
-                for short in [SHORT_FORMS.get(name)]
-                if short is not None and short not in without
-            ),
-        ]
+        group = GROUPS[name.partition(".")[0]]
+        short = SHORT_FORMS.get(name)
+        forms = [setting.flag, *([] if short is None or short in without else [short])]
         text = (
             f"{setting.field.description}  [default: "
             f"{'empty' if setting.default in ('', ()) else setting.default}]"
@@ -501,7 +521,9 @@ def _options(
                 _parameter(name),
                 metavar=_metavar(setting),
                 multiple=setting.is_table,
-                cls=SettingsOption,
+                cls=Grouped,
+                group=group,
+                rare=name not in (*BASIC, *shown),
                 help=text,
             )
         )
@@ -515,7 +537,8 @@ def _options(
                     "--draft",
                     "draft_short",
                     metavar="MODEL|KIND|none",
-                    cls=SettingsOption,
+                    cls=Grouped,
+                    group=group,
                     help=text,
                 )
             )
@@ -523,8 +546,13 @@ def _options(
 
 
 def _check_misspelling(draft: str) -> None:
-    """`SettingsError` if `draft` is nearly a kind and no folder: it would be looked for on the
-    hub."""
+    """`SettingsError` if `draft` is a number, or nearly a kind, and no folder: it would be looked
+    for on the hub."""
+    if draft.isdigit() and not Path(draft).exists():
+        raise SettingsError(
+            f"--draft {draft} is no kind of draft and no folder: --draft names the draft, and "
+            "--tree.gamma says how many nodes are verified"
+        )
     near: list[str] = (
         []
         if draft in DRAFT_KINDS or Path(draft).expanduser().exists()
@@ -557,12 +585,12 @@ def _metavar(setting: Setting) -> str:
 # -- the command `config` --------------------------------------------------------------------------
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group()
 def command() -> None:
     """The settings in force, and where each of them came from."""
 
 
-@command.command("show", cls=SettingsCommand)
+@command.command("show", cls=HelpCommand)
 @click.option("--origin", is_flag=True, help="Say for each setting where it came from.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of TOML.")
 @settings_flags(*ALL_SECTIONS)
@@ -582,7 +610,7 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
         click.echo()
 
 
-@command.command("export")
+@command.command("export", cls=HelpCommand)
 @click.argument("what", type=click.Choice([*EXPORTS]))
 def export(what: str) -> None:
     """Print a file for another program: grafana, a dashboard over /metrics, which Grafana

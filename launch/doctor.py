@@ -23,6 +23,7 @@ import click
 from dovetail.launch.binding import memory_refusal
 from dovetail.launch.cores import lay_out
 from dovetail.launch.directory import profile_path, writable_profile_path
+from dovetail.launch.help import HelpCommand
 from dovetail.launch.preflight import free_memory_bytes, memory_bytes
 from dovetail.launch.terminal import counted, spinner
 from dovetail.launch.topology import Topology, cpus_for, format_numbers, read_topology
@@ -122,7 +123,7 @@ class Facts:
     profile_problem: str = ""
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.help import HelpCommand, Rare
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.preflight import check_model
 from dovetail.launch.terminal import note, spinner
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training.data.store import Index
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.option(
     "--target",
     default=str(DEMO_FOLDER / "target"),
@@ -51,12 +52,14 @@ if TYPE_CHECKING:
     "--taps",
     default="auto",
     show_default=True,
+    cls=Rare,
     help="Layers whose input is stored beside the last state: auto (EAGLE-3's), none, or such "
     "as 2,4,5.",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=2),
+    cls=Rare,
     help="Tokens of the longest sequence.  [default: the target's context]",
 )
 @click.option(
@@ -64,11 +67,13 @@ if TYPE_CHECKING:
     type=click.Choice(("cut", "drop")),
     default="cut",
     show_default=True,
+    cls=Rare,
     help="What becomes of a longer one.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(("float16", "bfloat16")),
+    cls=Rare,
     help="Of what is stored.  [default: bfloat16 if the checkpoint is, else float16]",
 )
 @click.option(
@@ -92,6 +97,7 @@ if TYPE_CHECKING:
     multiple=True,
     default=(0.0, 1.0),
     show_default=True,
+    cls=Rare,
     help="At which it writes them.",
 )
 @click.option(
@@ -99,6 +105,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=1024,
     show_default=True,
+    cls=Rare,
     help="Tokens of the longest answer that it writes.",
 )
 @click.option(
@@ -106,6 +113,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 512),
     default=64,
     show_default=True,
+    cls=Rare,
     help="How many answers it writes at a time.",
 )
 @click.option(
@@ -113,6 +121,7 @@ if TYPE_CHECKING:
     type=click.IntRange(0, 2**63 - 1),
     default=0,
     show_default=True,
+    cls=Rare,
     help="Of the answers at temperatures above 0.",
 )
 @json_option

@@ -18,6 +18,7 @@ from dovetail.launch.configure import ALL_SECTIONS, Configuration, SettingsComma
 from dovetail.launch.connection import Connection, ahead_of, connected, is_url, speaks_http
 from dovetail.launch.conversation import Manner
 from dovetail.launch.failed import failure_told
+from dovetail.launch.help import Rare
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.records import RecordFile, open_records
@@ -117,9 +118,12 @@ class Wish:
     type=click.IntRange(1, 64),
     default=1,
     show_default=True,
+    cls=Rare,
     help="Prompts of a file that are decoded at a time.",
 )
-@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@click.option(
+    "--raw", is_flag=True, cls=Rare, help="Continue the text as it is, without the chat template."
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, (1 << 63) - 1),
@@ -134,11 +138,13 @@ class Wish:
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
+    cls=Rare,
     help="Write the time line of all processes, for ui.perfetto.dev.",
 )
 @click.option(
     "--record",
     type=click.Path(dir_okay=False, path_type=Path),
+    cls=Rare,
     help="File that gets a line for every round: offered, verified, accepted, times.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The result as one JSON object on stdout.")

@@ -16,6 +16,7 @@ import click
 
 from dovetail.launch.card import card, curves, log_of
 from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.help import HelpCommand, Rare
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
@@ -135,42 +136,56 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         help="Losses, rate and batches as in the paper, or for minutes.",
     ),
     click.option(
-        "--rate", type=click.FloatRange(min=0, min_open=True), help="The peak learning rate."
+        "--rate",
+        type=click.FloatRange(min=0, min_open=True),
+        cls=Rare,
+        help="The peak learning rate.",
     ),
-    click.option("--batch", type=click.IntRange(min=1), help="Rows a step."),
+    click.option("--batch", type=click.IntRange(min=1), cls=Rare, help="Rows a step."),
     click.option(
-        "--length", type=click.IntRange(min=8), help="Tokens a row; whole sequences share a row."
+        "--length",
+        type=click.IntRange(min=8),
+        cls=Rare,
+        help="Tokens a row; whole sequences share a row.",
     ),
     click.option(
         "--ttt-steps",
         type=click.IntRange(1, 16),
+        cls=Rare,
         help="Steps of the training-time test: how often a row goes on from its own output.",
     ),
     click.option(
         "--ce-weight",
         type=click.FloatRange(min=0),
+        cls=Rare,
         help="Weight of the soft cross entropy (EAGLE 0.1, EAGLE-3 1).",
     ),
     click.option(
         "--feature-weight",
         type=click.FloatRange(min=0),
+        cls=Rare,
         help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0).",
     ),
     click.option(
         "--noise",
         type=click.FloatRange(min=0),
+        cls=Rare,
         help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
     ),
-    click.option("--warm-up", type=click.IntRange(min=1), help="Steps over which the rate rises."),
+    click.option(
+        "--warm-up", type=click.IntRange(min=1), cls=Rare, help="Steps over which the rate rises."
+    ),
     click.option(
         "--number",
         type=click.Choice(["fp32", "bf16"]),
+        cls=Rare,
         help="What matrix products are computed in.  [default: bf16 on a GPU, what is faster "
         "on a CPU]",
     ),
     click.option(
         "--intermediate",
         type=click.IntRange(min=8),
+        cls=Rare,
         help="Width of the MLP, of each expert with Jakiro.  [default: the target's; Jakiro: "
         "its hidden width]",
     ),
@@ -179,9 +194,12 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         type=click.Choice(["target", "random"]),
         default="target",
         show_default=True,
+        cls=Rare,
         help="With the target's last layers where they fit, or random.",
     ),
-    click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's]"),
+    click.option(
+        "--threads", type=click.IntRange(min=1), cls=Rare, help="CPU threads.  [default: torch's]"
+    ),
 )
 OWN: "dict[Kind, tuple[Callable[[Any], Any], ...]]" = {
     "eagle": (),
@@ -204,12 +222,14 @@ OWN: "dict[Kind, tuple[Callable[[Any], Any], ...]]" = {
             "--dgf-silu/--no-dgf-silu",
             default=True,
             show_default=True,
+            cls=Rare,
             help="SiLU on the embedding's side (in the code, not in the paper).",
         ),
         click.option(
             "--dgf-embed-norm/--no-dgf-embed-norm",
             default=True,
             show_default=True,
+            cls=Rare,
             help="RMSNorm of the embedding (in the code, not in the paper).",
         ),
     ),
@@ -225,11 +245,13 @@ OWN: "dict[Kind, tuple[Callable[[Any], Any], ...]]" = {
             "--contrast/--no-contrast",
             default=True,
             show_default=True,
+            cls=Rare,
             help="The second prediction, for the tree's last level.",
         ),
         click.option(
             "--contrast-weight",
             type=click.FloatRange(min=0),
+            cls=Rare,
             help="Of its feature loss: 0.5 in Jakiro's code, 1.0 in its paper.  [default: 0.5]",
         ),
     ),
@@ -263,7 +285,10 @@ def _command(kind: "Kind", what: str) -> click.Command:
     for option in reversed((*COMMON, *OWN[kind], json_option)):
         decorated = option(decorated)
     return click.command(
-        name=kind, help=HELP.format(what=what, kind=kind), short_help=f"Train {what.split(':')[0]}."
+        cls=HelpCommand,
+        name=kind,
+        help=HELP.format(what=what, kind=kind),
+        short_help=f"Train {what.split(':')[0]}.",
     )(decorated)
 
 

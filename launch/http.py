@@ -16,7 +16,7 @@ import uvloop
 
 from dovetail.launch.child import claim_stdout, end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.cli import installed_version
-from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import LISTENING, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import ahead_of
 from dovetail.launch.logs import log_to_stderr
 from dovetail.launch.preflight import MORE_FILES, check_files
@@ -49,7 +49,7 @@ log = logging.getLogger("dovetail.http")
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
 )
-@settings_flags("http", "sampling", "tree", "draft", "coordinator.keys")
+@settings_flags("http", "sampling", "tree", "draft", "coordinator.keys", shown=LISTENING)
 def command(configuration: Configuration, connect: str, parent: int | None) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import click
 
+from dovetail.launch.help import HelpCommand
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.keys import COORDINATOR, ROLES, generate_keys, generate_peer, revoke, rotate
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.option(
     "--out",
     type=OUT_FOLDER,

@@ -23,6 +23,7 @@ from dovetail.launch.configure import (
     settings_flags,
 )
 from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.help import Rare
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.profiling import report
 from dovetail.launch.profiling.findings import Findings, find
@@ -71,6 +72,7 @@ WORDS = {
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
+    cls=Rare,
     help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]",
 )
 @click.option(
@@ -89,6 +91,7 @@ WORDS = {
     type=click.IntRange(0, (1 << 63) - 1),
     default=0,
     show_default=True,
+    cls=Rare,
     help="Of the replies.",
 )
 @click.option(

@@ -24,6 +24,7 @@ from dovetail.launch.configure import (
 from dovetail.launch.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.embedded import DEMO_FOLDER
 from dovetail.launch.failed import first_failure
+from dovetail.launch.help import Rare
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.terminal import note, print_table, progress_bar
 from dovetail.protocol.errors import DovetailError, UserError, printable
@@ -114,6 +115,7 @@ class Check:
 @click.option(
     "--text-tokens",
     type=click.IntRange(min=0),
+    cls=Rare,
     help="Tokens of the text that is compared with transformers; 0: none is.  [default: past "
     "what the configuration names, 256 to 2064]",
 )

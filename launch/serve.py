@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.configure import LISTENING, Configuration, SettingsCommand, settings_flags
 from dovetail.launch.connection import models_of
 from dovetail.launch.holders import check_coordinator, check_port
 from dovetail.launch.http import read_keys
@@ -39,7 +39,9 @@ ANYWHERE = ("0.0.0.0", "[::]")
     is_flag=True,
     help="When all is ready, one JSON object on stdout: url, address, pid, pids.",
 )
-@settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
+@settings_flags(
+    "target", "draft", "tree", "sampling", "memory", "coordinator", "http", shown=LISTENING
+)
 def command(configuration: Configuration, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 

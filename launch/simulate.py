@@ -24,6 +24,7 @@ from dovetail.launch.configure import (
     settings_flags,
 )
 from dovetail.launch.embedded import DEMO_FOLDER, with_draft, with_target
+from dovetail.launch.help import HelpCommand, Rare
 from dovetail.launch.outputs import OUT_FOLDER, check_output
 from dovetail.launch.preflight import check_draft, check_target
 from dovetail.launch.prompts import read_prompts
@@ -71,7 +72,7 @@ COLUMNS = {
 Row = dict[str, Any]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group()
 def command() -> None:
     """Play recorded rounds with the costs of machines and model sizes that are not at hand."""
 
@@ -105,6 +106,7 @@ def command() -> None:
     type=click.FloatRange(0.0, 100.0, min_open=True),
     default=1.0,
     show_default=True,
+    cls=Rare,
     help="Of the scores that are recorded.",
 )
 @click.option(
@@ -112,6 +114,7 @@ def command() -> None:
     type=click.IntRange(1, MAX_GAMMA),
     default=NODES,
     show_default=True,
+    cls=Rare,
     help="Nodes expanded at each position, at least.",
 )
 @click.option(
@@ -119,6 +122,7 @@ def command() -> None:
     type=click.IntRange(1, MAX_DEPTH),
     default=LEVELS,
     show_default=True,
+    cls=Rare,
     help="Levels of the recorded trees.",
 )
 @click.option(
@@ -126,10 +130,16 @@ def command() -> None:
     type=click.IntRange(1, MAX_WIDTH),
     default=CHILDREN,
     show_default=True,
+    cls=Rare,
     help="Children recorded of each node.",
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads."
+    "--threads",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    cls=Rare,
+    help="CPU threads.",
 )
 @settings_flags("target", "draft", "sampling")
 def record(
@@ -222,16 +232,19 @@ def record(
 @click.option(
     "--weights",
     type=click.Choice(["fp32", "half", "int8"]),
+    cls=Rare,
     help="The target's.  [default: the machine's]",
 )
 @click.option(
     "--blocks",
     type=click.IntRange(1, 64),
+    cls=Rare,
     help="Blocks of the draft head.  [default: the machine's]",
 )
 @click.option(
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
+    cls=Rare,
     help="Instead: what the rounds cost that `generate --record` wrote to this file.",
 )
 @click.option(
@@ -249,6 +262,7 @@ def record(
 @click.option(
     "--values",
     metavar="A,B,...",
+    cls=Rare,
     help="Of the sweep.  [default: as `bench --sweep`; ratios from 0.02 to 2]",
 )
 @click.option(
@@ -660,7 +674,7 @@ def _show_beside(rows: Sequence[Row]) -> None:
 # -- machines --------------------------------------------------------------------------------------
 
 
-@command.command("machines")
+@command.command("machines", cls=HelpCommand)
 @click.option(
     "--target-size",
     type=click.Choice(list(SIZES)),

@@ -25,6 +25,7 @@ from dovetail.launch.configure import (
     settings_flags,
 )
 from dovetail.launch.connection import Connection
+from dovetail.launch.help import Rare
 from dovetail.launch.outputs import check_output
 from dovetail.launch.prompts import Prompt, read_prompts
 from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
@@ -71,13 +72,17 @@ class Reply:
     help="Keep the rounds there, and go on with what it holds when run again.",
 )
 @click.option(
-    "--limit", type=click.IntRange(min=1), help="Prompts taken of the file.  [default: all]"
+    "--limit",
+    type=click.IntRange(min=1),
+    cls=Rare,
+    help="Prompts taken of the file.  [default: all]",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, (1 << 63) - 1),
     default=0,
     show_default=True,
+    cls=Rare,
     help="Seed of every reply.",
 )
 @click.option(

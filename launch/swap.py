@@ -97,7 +97,14 @@ LOCAL = (
     "--connect", metavar="ADDRESS", help="The coordinator.  [default: the only one of this user]"
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@settings_flags("target", "draft", "memory", "coordinator.keys", "coordinator.stuck_s")
+@settings_flags(
+    "target",
+    "draft",
+    "memory",
+    "coordinator.keys",
+    "coordinator.stuck_s",
+    shown=("draft.device", "coordinator.keys"),
+)
 def command(
     configuration: Configuration,
     role: Played,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dovetail.launch.heads import head_commands
+from dovetail.launch.help import HelpCommand, Rare
 from dovetail.launch.outputs import OUT_FOLDER
 from dovetail.launch.training import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
@@ -35,7 +36,7 @@ for head_command in head_commands():
     command.add_command(head_command)
 
 
-@command.command(name="small")
+@command.command(name="small", cls=HelpCommand)
 @click.option(
     "--text",
     "texts",
@@ -75,6 +76,7 @@ for head_command in head_commands():
     "--compile/--no-compile",
     "compiled",
     default=False,
+    cls=Rare,
     help="Compile the step: slower to begin, then faster. On a CPU it needs a C++ compiler.",
 )
 @click.option(
@@ -89,6 +91,7 @@ for head_command in head_commands():
     type=click.IntRange(min=8),
     default=128,
     show_default=True,
+    cls=Rare,
     help="Width of a new model.",
 )
 @click.option(
@@ -96,6 +99,7 @@ for head_command in head_commands():
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
+    cls=Rare,
     help="Layers of a new model.",
 )
 @click.option(
@@ -103,6 +107,7 @@ for head_command in head_commands():
     type=click.IntRange(min=1),
     default=4,
     show_default=True,
+    cls=Rare,
     help="Attention heads of a new model.",
 )
 @click.option(
@@ -110,6 +115,7 @@ for head_command in head_commands():
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
+    cls=Rare,
     help="Key and value heads of a new model.",
 )
 @click.option(
@@ -117,11 +123,13 @@ for head_command in head_commands():
     type=click.IntRange(min=8),
     default=352,
     show_default=True,
+    cls=Rare,
     help="Width of the MLP of a new model.",
 )
 @click.option(
     "--max-parameters",
     type=click.IntRange(min=1),
+    cls=Rare,
     help="Refuse a new model with more parameters than this.",
 )
 @json_option

@@ -30,6 +30,7 @@ from dovetail.launch.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.directory import only_announcement, substitutes_path, writable_profile_path
 from dovetail.launch.embedded import with_draft, with_target
 from dovetail.launch.fit import check_memory, only_node
+from dovetail.launch.help import Rare
 from dovetail.launch.logs import keep_stderr_short, remove_stderr
 from dovetail.launch.preflight import check_draft, check_target, check_unified, estimated_bytes
 from dovetail.launch.terminal import QUANTISED, counted, counting_bar, note
@@ -77,6 +78,7 @@ THREAD_VARIABLES = (
     "--memory-nodes",
     metavar="LIST",
     default="",
+    cls=Rare,
     help="Memory nodes to take memory from, with --cores.  [default: not bound]",
 )
 @click.option(
@@ -84,6 +86,7 @@ THREAD_VARIABLES = (
     type=click.FloatRange(min=0.0),
     default=RECONNECT_S,
     show_default=True,
+    cls=Rare,
     help="How long to look for a coordinator that was lost; the model stays loaded meanwhile.",
 )
 @click.option("--name", help="Name of this worker in `dovetail status`.  [default: its role]")
@@ -101,7 +104,14 @@ THREAD_VARIABLES = (
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
 )
-@settings_flags("target", "draft", "memory", "coordinator.keys", "coordinator.stuck_s")
+@settings_flags(
+    "target",
+    "draft",
+    "memory",
+    "coordinator.keys",
+    "coordinator.stuck_s",
+    shown=("draft.device", "coordinator.keys"),
+)
 def command(
     configuration: Configuration,
     role: Role,

@@ -146,6 +146,26 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
 """Fields that are not served (or by the other kind of completion only), each with the values,
 beside null, that ask for nothing."""
 
+INSTEAD: Mapping[str, str] = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "random_seed": "seed",
+    "n_probs": "logprobs, in a chat with top_logprobs",
+    "top_n_tokens": "logprobs, in a chat with top_logprobs",
+    "system": "a message with the role system",
+    "system_prompt": "a message with the role system",
+    "options": "its fields, beside messages",
+    "sampling_params": "its fields, beside prompt",
+    "parameters": "its fields, beside prompt",
+    "inputs": "prompt",
+}
+"""Fields of other servers -> what to send here instead."""
+
 BENIGN = frozenset(
     (
         *(
@@ -210,8 +230,8 @@ def check_fields(
         shown = str(name)[:64]
         if name not in UNSERVED:
             text = (
-                f"{param}{'.' * bool(param)}{shown} is not a known field here: correct its "
-                "name, or leave it out"
+                f"{param}{'.' * bool(param)}{shown} is not a known field here: "
+                f"{_remedy(name, param, 'correct its name, or leave it out')}"
             )
             raise ApiError(400, text, param=param or shown, code="unknown_parameter")
         if param or not any(
@@ -220,7 +240,13 @@ def check_fields(
         ):
             raise ApiError(
                 400,
-                f"{param}{'.' * bool(param)}{shown} is not supported: leave it out",
+                f"{param}{'.' * bool(param)}{shown} is not supported: "
+                f"{_remedy(name, param, 'leave it out')}",
                 param=param or shown,
                 code="unsupported_parameter",
             )
+
+
+def _remedy(name: str, param: str, otherwise: str) -> str:
+    """What to send instead of a field, which is one of the field `param` if that is not empty."""
+    return f"send {INSTEAD[name]}" if name in INSTEAD and not param else otherwise

@@ -23,7 +23,7 @@ def test_columns_are_explained_a_line_each_as_long_as_a_terminal_is_wide(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert explained({"a": "one", "long": "two"}) == "\b\nColumns:\n  a     one\n  long  two"
-    assert cli.run(["bench", "--help"]) == 0
+    assert cli.run(["bench", "--help-all"]) == 0
     parts = re.split(r" *Columns(?: of --csv)?:\n", capsys.readouterr().out)[1:]
     for part, columns in zip(parts, ({**COLUMNS, **SWEPT}, CSV_COLUMNS), strict=True):
         shown = part.strip("\n").splitlines()

@@ -342,7 +342,7 @@ def test_each_kind_has_a_command_with_its_own_options() -> None:
         "dovetail": "--blocks",
         "jakiro": "--no-contrast",
     }.items():
-        shown = CliRunner().invoke(command, [kind, "--help"])
+        shown = CliRunner().invoke(command, [kind, "--help-all"])
         assert shown.exit_code == 0
         assert option in shown.output
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.fields import BENIGN, UNSERVED
+from dovetail.runtime.http.fields import BENIGN, INSTEAD, UNSERVED
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 TEXT: dict[str, Any] = {"prompt": "hello"}
@@ -148,6 +148,22 @@ def test_so_is_what_another_path_or_a_part_of_a_body_knows(
     with pytest.raises(ApiError) as refused:
         kind.model_validate(body)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize(
+    ("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)], ids=["chat", "text"]
+)
+def test_a_field_that_has_another_name_here_is_refused_with_that_name(
+    kind: type[BaseModel], body: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        kind.model_validate({**body, name: 3})
+    assert f"send {INSTEAD[name]}" in str(refused.value)
+    served = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
+    assert name not in served
+    first = INSTEAD[name].split(",")[0]
+    assert first in served or " " in first
 
 
 def test_a_reply_may_be_sent_back_as_it_came() -> None:

@@ -1,0 +1,142 @@
+"""`--help` is short and grouped, `--help-all` whole, and what other programs call an option is
+answered with its name here."""
+
+import importlib
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from dovetail.launch import cli, migration
+from dovetail.launch.help import FEW
+from dovetail.protocol.settings import DRAFT_KINDS
+
+HEADING = re.compile(r"^(\w.*):$", re.MULTILINE)
+OPTION = re.compile(r"^  (?:-\w, )?(--[\w.-]+)", re.MULTILINE)
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """Every command that can be typed, those of groups among them."""
+    for name, (module, _) in cli.COMMANDS.items():
+        command = importlib.import_module(module).command
+        yield from _leaves(name, command)
+
+
+def _leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for inner, part in command.commands.items():
+            yield from _leaves(f"{name} {inner}", part)
+    else:
+        yield name, command
+
+
+ALL = dict(commands())
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.run(arguments) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_shows_about_a_dozen_options_and_help_all_every_one(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    visible = {
+        max(p.opts, key=len)
+        for p in ALL[name].params
+        if isinstance(p, click.Option) and not p.hidden
+    }
+    short = help_of(capsys, *name.split(), "--help")
+    full = help_of(capsys, *name.split(), "--help-all")
+    assert len(visible & set(OPTION.findall(short))) <= FEW
+    assert {option for option in visible if option not in full} == set()
+    further = re.search(r"(\d+) further options", short)
+    shown = len(visible & set(OPTION.findall(short)))
+    assert (int(further[1]) if further else 0) == len(visible) - shown
+
+
+def test_options_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    for length in ("--help", "--help-all"):
+        shown = HEADING.findall(help_of(capsys, "serve", length))
+        assert shown == ["Options", "Models", "Decoding", "Serving"]
+
+
+def test_the_list_of_commands_is_in_groups_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of(capsys, "--help")
+    assert HEADING.findall(shown) == ["Options", *cli.GROUPS]
+    assert re.findall(r"^  (\w+)  ", shown, re.MULTILINE) == list(cli.COMMANDS)
+    assert help_of(capsys, "--help-all") == shown
+
+
+def test_the_words_of_a_table_stand_in_the_full_help_and_the_short_one_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "Columns of --csv:" in help_of(capsys, "bench", "--help-all")
+    short = help_of(capsys, "bench", "--help")
+    assert "Columns of --csv:" not in short
+    assert "dovetail bench --help-all" in short
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serve", "-m", "model.gguf"), ("-m (llama-server)", "--target MODEL", "GGUF")),
+        (("serve", "-ngl", "99"), ("-ngl", "--target.split.layers N")),
+        (("serve", "--n-gpu-layers=99"), ("--n-gpu-layers", "--target.split.layers N")),
+        (("serve", "-c", "4096"), ("4096", "the context is the model's own")),
+        (("serve", "-c4096"), ("4096", "the context is the model's own")),
+        (("serve", "-ctk", "q8_0"), ("-ctk", "not quantised")),
+        (("serve", "--ctx-size", "4096"), ("--ctx-size", "the context is the model's own")),
+        (("serve", "-hf", "ggml-org/x"), ("-hf", "--target ID")),
+        (("serve", "-md", "draft.gguf"), ("-md", "--draft MODEL")),
+        (("serve", "--draft", "16"), ("--draft 16", "--tree.gamma")),
+        (("serve", "--draft-max", "16"), ("--draft-max", "--tree.gamma N")),
+        (("serve", "--tensor-parallel-size", "2"), ("vLLM", "one GPU")),
+        (("serve", "--max-model-len", "4096"), ("vLLM", "the context is the model's own")),
+        (("serve", "--speculative-config", "{}"), ("vLLM", "--draft MODEL")),
+        (("serve", "--port", "8080"), ("--port", "--http.port N")),
+        (("serve", "Qwen/Qwen3-0.6B"), ("Qwen/Qwen3-0.6B", "--target MODEL")),
+        (("generate", "--temp", "0.8", "hello"), ("--temp", "--temperature T")),
+        (("generate", "-n", "64", "hello"), ("-n ", "--max-tokens N")),
+        (("-m", "model.gguf"), ("-m ", "--target MODEL")),
+        (("run", "llama3.2"), ("'run'", "dovetail chat --target MODEL")),
+        (("ps",), ("'ps'", "dovetail status")),
+    ],
+)
+def test_what_others_call_an_option_is_answered_with_its_name_here(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert cli.run(arguments) == 2
+    said, complaint = capsys.readouterr()
+    assert said == ""
+    assert len(complaint.splitlines()) == 1
+    assert all(word in complaint for word in words), complaint
+
+
+def test_an_option_that_nobody_has_is_answered_as_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(("serve", "--no-such-option")) == 2
+    assert "No such option '--no-such-option'" in capsys.readouterr().err
+
+
+def test_the_hints_name_options_and_commands_that_there_are() -> None:
+    options = {opt for command in ALL.values() for p in command.params for opt in p.opts}
+    texts = [foreign.here for foreign in migration.FLAGS] + list(migration.COMMANDS.values())
+    named = {option for text in texts for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)}
+    assert named <= options
+    assert named >= {"--target", "--tree.gamma", "--http.port"}  # found at all
+    run = {name for text in texts for name in re.findall(r"`dovetail (\w+)", text)}
+    assert run <= set(cli.COMMANDS)
+    kinds = {kind for text in texts for kind in re.findall(r"`--draft ([a-z]\w*)", text)}
+    assert kinds <= set(DRAFT_KINDS)
+
+
+def test_a_name_stands_in_the_table_once_and_is_not_one_of_ours_on_serve() -> None:
+    names = [name for foreign in migration.FLAGS for name in foreign.names]
+    assert len(names) == len(set(names))
+    ours = {opt for p in ALL["serve"].params for opt in p.opts} | {"-h"}
+    assert ours & set(names) == {"-c"}
+    assert set(migration.COMMANDS) & set(cli.COMMANDS) == set()
