@@ -743,9 +743,7 @@ class Coordinator:
         self._aside(self.carry_out, self._moving.tick())
         self.part()
         for live in [*self._live.values()]:
-            awaited = live.awaited()
-            if awaited is not None and not awaited.turns.busy_with(live.session.number):
-                self.broken(live, RuntimeError(f"it waits for {awaited.name}, which was not asked"))
+            self.attempt(live, live.check_asked)
         for client in [client for client in self.registry.clients.values() if client.outbox]:
             self._aside(self._post.flush, client)
         self._record(lambda recorder: recorder.tick(self._live))

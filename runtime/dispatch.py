@@ -63,9 +63,12 @@ class Dispatch:
         )
 
     def ask(self, live: Live, asks: Sequence[Ask]) -> None:
-        """Ask a session's workers, in their turn."""
+        """Ask a session's workers, in their turn. If the session ends at one of the commands, the
+        others are not asked; only Close is for sessions that have ended."""
         for ask in asks:
-            self._ask(live, ask)
+            running = self._live.get(live.session.number) is live
+            if running or isinstance(ask.command, Close):
+                self._ask(live, ask)
 
     def end(self, live: Live, role: str) -> None:
         """A worker forgets a session that nobody waits for, whatever state that is in."""
@@ -177,10 +180,12 @@ class Dispatch:
     def forget(self, worker: Worker, command: Close) -> None:
         """A session is over on a worker; what it was to go on from is there for others, if it did
         not even begin."""
-        for dropped in worker.turns.forget(command.session):
-            if isinstance(dropped, Open) and dropped.base is not None:
-                worker.shelf.give_back(dropped.base)
-        self._post.to_worker(worker, command)
+        try:
+            for dropped in worker.turns.forget(command.session):
+                if isinstance(dropped, Open) and dropped.base is not None:
+                    worker.shelf.give_back(dropped.base)
+        finally:
+            self._post.to_worker(worker, command)
 
     def next(self, worker: Worker) -> None:
         """Send a worker its next command, if it is there and free and one waits.

@@ -161,6 +161,12 @@ class Live:
             return None
         return self.draft if self.session.state is State.DRAFTING else self.target
 
+    def check_asked(self) -> None:
+        """Raise `RuntimeError` if the session waits for a worker that was not asked."""
+        awaited = self.awaited()
+        if awaited is not None and not awaited.turns.busy_with(self.session.number):
+            raise RuntimeError(f"it waits for {awaited.name}, which was not asked")
+
     def awaits(self, worker: Worker, command: Message) -> bool:
         """Whether this is the command that the session waits for, and not something beside it such
         as the draft worker's Open."""

@@ -302,6 +302,25 @@ def test_a_command_that_cannot_be_encoded_ends_its_session_alone(
     check_clean(house)
 
 
+def test_a_session_that_its_target_cannot_be_asked_about_is_not_opened_on_its_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house, real, opened = House(limits=ROOMY), post.encode, []
+
+    def encode(message: Any) -> list[bytes]:
+        if message.type == "open" and message.session == 1:
+            opened.append(message)
+            if len(opened) == 1:
+                raise OverflowError("a number too large")
+        return real(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(post, "encode", encode)
+        play(house)
+    assert len(opened) == 1
+    check_clean(house)
+
+
 @pytest.mark.parametrize("kind", ["emitted", "finished"])
 def test_what_a_client_cannot_be_told_of_a_request_ends_that_request_and_not_the_client(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -697,6 +716,32 @@ def test_the_time_for_which_the_coordinator_stood_still_is_no_silence() -> None:
     assert not house.coordinator.report().degraded
     house.run()
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
+def test_a_session_that_raises_when_it_is_looked_after_ends_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = House(limits=ROOMY)
+    house.submit(GUILTY)
+    other = house.submit(PROMPT)
+    house.coordinator.look_around()
+    house.coordinator.pump()
+    with monkeypatch.context() as patch:
+        real = Live.awaited
+
+        def awaited(live: Live) -> object:
+            if is_guilty(live.session):
+                raise KeyError("x")
+            return real(live)
+
+        patch.setattr(Live, "awaited", awaited)
+        house.coordinator.tick()
+    ends = [reply for reply in house.replies() if isinstance(reply, Finished | Failed)]
+    assert [(type(end), getattr(end, "request", None)) for end in ends] == [
+        (Failed, None),
+        (Finished, other),
+    ]
+    check_clean(house)
 
 
 def test_a_session_that_waits_for_what_nobody_was_asked_ends() -> None:
