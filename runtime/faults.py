@@ -18,9 +18,9 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def told(error: BaseException) -> str:
-    """An exception in a few words, whatever its own may be."""
+    """An exception in a few words and one line, whatever its own may be."""
     try:
-        words = str(error)[:300]
+        words = " ".join(str(error)[:1000].split())[:300]
     except Exception:
         words = ""
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

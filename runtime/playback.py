@@ -30,7 +30,7 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.runtime.briefing import Briefing, Joining
-from dovetail.runtime.faults import reraise_exits
+from dovetail.runtime.faults import reraise_exits, told
 from dovetail.runtime.kept import TOKEN_BYTES, Base
 from dovetail.runtime.metrics import Accounts, RoundTimes
 from dovetail.runtime.pilot import Plan
@@ -114,6 +114,11 @@ class Playback:
         except _Differs as differs:
             at_ns = getattr(self.recording.entries[self._place], "at", 0)
             self.difference = Difference(1 + self._place, at_ns / 1e9, *differs.args)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise UserError(
+                f"{self.recording.path} is damaged: its entry {1 + self._place} makes no sense "
+                f"({told(error)})"
+            ) from error
         return self.difference
 
     def _take(self, entry: Entry) -> None:
@@ -134,14 +139,7 @@ class Playback:
                 "know: use the one that wrote it"
             )
         raised, actions = None, list[Action]()
-        method = getattr(self.session, step.name)
-        try:
-            arguments = self._arguments(step)
-        except (IndexError, TypeError, ValueError):
-            raise UserError(
-                f"{self.recording.path} is damaged: it has a step {step.name} whose arguments make "
-                "no sense"
-            ) from None
+        method, arguments = getattr(self.session, step.name), self._arguments(step)
         try:
             actions = method(*arguments)
         except BaseException as error:

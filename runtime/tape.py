@@ -220,7 +220,13 @@ def read_recording(path: Path) -> Recording:
             f"{path} is no recording of a session: they are made by a coordinator with "
             "--record-messages FOLDER"
         )
-    return Recording(path, begin, tuple(entries[1:]))
+    recording = Recording(path, begin, tuple(entries[1:]))
+    for number, entry in enumerate(recording.entries, start=1):
+        if isinstance(entry, Said) and entry.peer not in recording.peers:
+            raise UserError(
+                f"{path} is damaged: entry {number} is of peer {entry.peer}, which it does not name"
+            )
+    return recording
 
 
 def _entries(path: Path) -> Iterator[Entry]:

@@ -1,10 +1,13 @@
 """Recordings in the session logic of today. Those in `tests/recorded` have to go as they went;
 where one goes another way, the first difference is named."""
 
+import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import Phase, given, settings
 
@@ -317,12 +320,35 @@ def test_a_recording_of_an_exception_of_ours_is_kept_as_a_test_of_what_is_right(
     assert play(tmp_path / "kept.messages").difference is None
 
 
-@pytest.mark.parametrize("name", ["opened", "verified", "next_round"])
-def test_a_step_whose_arguments_make_no_sense_is_refused(tmp_path: Path, name: str) -> None:
-    def change(entry: Any) -> Any:
-        if not isinstance(entry, Step) or entry.name != name:
-            return entry
-        return entry.model_copy(update={"arguments": ()})
+NONSENSE = (None, -1, 2**63 - 1, 1.5, math.nan, "x", b"", (), {"a": 1})
 
-    with pytest.raises(UserError, match=f"a step {name} whose arguments make no sense"):
-        altered(read_recording(SKY), tmp_path / "altered", change)
+
+@pytest.mark.parametrize("name", ["opened", "verified", "next_round", "recovered"])
+def test_a_step_whose_arguments_make_no_sense_is_refused_or_goes_another_way(
+    tmp_path: Path, name: str
+) -> None:
+    recording, refused = read_recording(SKY), []
+    for arguments in ((), *((value,) * 3 for value in NONSENSE)):
+
+        def change(entry: Any, arguments: tuple[Any, ...] = arguments) -> Any:
+            if not isinstance(entry, Step) or entry.name not in (name, "cancel"):
+                return entry
+            return entry.model_copy(update={"name": name, "arguments": arguments})
+
+        try:
+            altered(recording, tmp_path / "altered", change)
+        except UserError as error:
+            refused.append(str(error))
+    assert refused or name == "recovered"
+    for said in refused:
+        assert "is damaged: its entry" in said or "no verdict of round" in said
+        assert "\n" not in said
+
+
+def test_a_recording_that_does_not_name_a_peer_is_refused(tmp_path: Path) -> None:
+    entries = [*msgpack.Unpacker(io.BytesIO(SKY.read_bytes()))]
+    path = tmp_path / "altered.messages"
+    for gone in (entry for entry in entries if entry["type"] == "peer"):
+        path.write_bytes(b"".join(msgpack.packb(entry) for entry in entries if entry is not gone))
+        with pytest.raises(UserError, match=f"is of peer {gone['number']}, which it does not name"):
+            read_recording(path)
