@@ -147,13 +147,21 @@ class Decoding(Body):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A part of a message; one of another type is refused as such."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    place = "messages"
+    benign = frozenset({"cache_control", "annotations"})
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, part: Any) -> Any:
+        return (
+            super()._known(part) if isinstance(part, dict) and part.get("type") == "text" else part
+        )
 
     @field_validator("type", mode="before")
     @classmethod

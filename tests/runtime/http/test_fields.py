@@ -138,6 +138,15 @@ def test_what_asks_for_nothing_is_let_pass(kind: type[BaseModel], body: dict[str
             "messages",
         ),
         (ChatBody, {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages"),
+        (
+            ChatBody,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "x", "image_url": "x"}]}
+                ]
+            },
+            "messages",
+        ),
         (TokenizeBody, {"content": "x"}, "content"),
         (DetokenizeBody, {"tokens": [1], "skip_special_tokens": False}, "skip_special_tokens"),
     ],
