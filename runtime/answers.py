@@ -35,7 +35,7 @@ from dovetail.runtime.changes import Changes
 from dovetail.runtime.effects import Break, Effects, Fail, Follow, Lose, Say, Send
 from dovetail.runtime.failing import FailingDrafts, note_failure
 from dovetail.runtime.faults import reraise_exits
-from dovetail.runtime.live import Live, load_of
+from dovetail.runtime.live import Census, Live
 from dovetail.runtime.metrics import Dropped, RoundTimes, extent_ns
 from dovetail.runtime.moving import Moving
 from dovetail.runtime.observing import Observing
@@ -55,6 +55,7 @@ class Answers:
         self,
         epoch: int,
         live: Mapping[int, Live],
+        census: Census,
         registry: Registry,
         moving: Moving,
         failing: FailingDrafts,
@@ -63,7 +64,7 @@ class Answers:
         dropped: Dropped,
     ) -> None:
         """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
-        self._epoch, self._live, self._registry = epoch, live, registry
+        self._epoch, self._live, self._census, self._registry = epoch, live, census, registry
         self._moving, self._failing = moving, failing
         self._changes, self._observing, self._dropped = changes, observing, dropped
 
@@ -306,7 +307,7 @@ class Answers:
             session.verifying,
             session.proposal,
             live.other_rows,
-            load_of(live, self._live.values()),
+            self._census.load(live),
             live.disturbed(),
         )
         live.pilot.learn(done)

@@ -69,7 +69,7 @@ from dovetail.runtime.effects import (
 from dovetail.runtime.failing import FailingDrafts, note_failure
 from dovetail.runtime.faults import as_raised, reraise_exits, told
 from dovetail.runtime.intake import Intake, refusal
-from dovetail.runtime.live import Live, load_of
+from dovetail.runtime.live import Census, Live
 from dovetail.runtime.liveness import DEAF, LEAST_S
 from dovetail.runtime.metrics import Dropped, Tally
 from dovetail.runtime.moving import Moving
@@ -152,6 +152,7 @@ class Coordinator:
         )
         self.ending = False
         self._live: dict[int, Live] = {}
+        self._census = Census(self._live)
         self._strikes: dict[bytes, int] = {}
         self._settings = settings
         self._began_ns = self._ticked_ns = clock_ns()
@@ -184,10 +185,13 @@ class Coordinator:
             client_deaf=self._client_deaf,
             unsaid=self._unsaid,
         )
-        self._dispatch = Dispatch(self, self._post, self._live, self.registry, reuse=settings.reuse)
+        self._dispatch = Dispatch(
+            self, self._post, self._live, self._census, self.registry, reuse=settings.reuse
+        )
         self._answers = Answers(
             self.epoch,
             self._live,
+            self._census,
             self.registry,
             self._moving,
             self._failing,
@@ -218,6 +222,7 @@ class Coordinator:
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
         """Handle one message; whatever goes wrong with it concerns the session or the request that
         it is about, and nobody else."""
+        self._census.forget()
         worker, client = self.registry.workers.get(peer), self.registry.clients.get(peer)
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
@@ -447,7 +452,7 @@ class Coordinator:
         if live.draft is None:
             return None
         session, pilot = live.session, live.pilot
-        load = load_of(live, self._live.values())
+        load = self._census.load(live)
         if not self._dispatch.can_draft(live, load):
             return pilot.plan(session.length, load=load, ready=False)
         self._dispatch.resume(live)
@@ -472,6 +477,7 @@ class Coordinator:
     def start(self, live: Live) -> None:
         """A session begins."""
         self._live[live.session.number] = live
+        self._census.forget()
         for worker in live.workers:
             worker.sessions += 1
         self.attempt(live, lambda: self._start(live))
@@ -625,6 +631,7 @@ class Coordinator:
     def _forget(self, live: Live) -> None:
         if self._live.pop(live.session.number, None) is None:
             return
+        self._census.forget()
         live.client.sessions.pop(live.request, None)
         for worker in live.workers:
             worker.sessions -= 1
@@ -660,6 +667,7 @@ class Coordinator:
         """Have the sessions of workers that have gone do without them."""
         while self._gone:
             worker, why = self._gone.popleft()
+            self._census.forget()
             self._aside(self.carry_out, self._moving.part_with(worker, why))
             self._aside(self._changes.lost, worker, why)
             self._aside(self.carry_out, self._moving.resettle())
@@ -733,6 +741,7 @@ class Coordinator:
     def tick(self) -> None:
         """What is due: probes to workers that have answered the last one, drafts that are too late,
         sessions that have waited, replies that clients have not taken."""
+        self._census.forget()
         self._aside(self._let_revoked_go)
         self._aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns

@@ -21,7 +21,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.runtime.faults import reraise_exits
-from dovetail.runtime.live import JOIN_WORTH, Live, load_of
+from dovetail.runtime.live import JOIN_WORTH, Census, Live
 from dovetail.runtime.loads import Load
 from dovetail.runtime.policies import cut, worth_waiting
 from dovetail.runtime.post import Post
@@ -50,17 +50,19 @@ class Dispatch:
     """Asks the workers of sessions."""
 
     def __init__(
-        self, house: House, post: Post, live: Mapping[int, Live], registry: Registry, *, reuse: bool
+        self,
+        house: House,
+        post: Post,
+        live: Mapping[int, Live],
+        census: Census,
+        registry: Registry,
+        *,
+        reuse: bool,
     ) -> None:
         """`live`: the sessions by their numbers; `reuse`: whether workers keep what they have of
         ended ones."""
-        self._house, self._post, self._live, self._registry, self._reuse = (
-            house,
-            post,
-            live,
-            registry,
-            reuse,
-        )
+        self._house, self._post, self._registry, self._reuse = house, post, registry, reuse
+        self._live, self._census = live, census
 
     def ask(self, live: Live, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn. If the session ends at one of the commands, the
@@ -118,10 +120,11 @@ class Dispatch:
 
     def _coming(self, live: Live) -> Load:
         """Return the load of a session's workers once all sessions that are opening run."""
-        return load_of(live, self._live.values(), opening=True)
+        return self._census.load(live, opening=True)
 
     def _read_after_all(self, live: Live) -> None:
         """Have the draft read the prompt of a session that it will be asked about."""
+        self._census.forget()
         try:
             if live.session.number in self._live and self._drafts_soon(live):
                 self.resume(live)

@@ -4,7 +4,7 @@ Every nanosecond from the request's arrival on is put down to one account; `mark
 to which that has been done. Times are handed in.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -293,16 +293,35 @@ class Live:
             times.target_queue_ns += duration_ns
 
 
-def load_of(live: Live, lives: Iterable[Live], *, opening: bool = False) -> Load:
-    """Return how much runs on a session's workers. `opening`: sessions whose prompts are being read
-    count, too."""
-    on_target = on_draft = 0
-    counted = (*RUNNING, State.OPENING) if opening else RUNNING
-    for other in lives:
-        if other.session.state in counted:
-            on_target += other.target is live.target
-            on_draft += other.draft is live.draft
-    return Load(max(1, on_target), max(1, on_draft if live.draft is not None else 0))
+class Census:
+    """Counts the sessions that run on the same workers as another one. What was counted holds until
+    `forget` is called, since many ask while one message is handled."""
+
+    def __init__(self, lives: Mapping[int, Live]) -> None:
+        """`lives`: the sessions by their numbers."""
+        self._lives = lives
+        self._counted: dict[tuple[int, int, bool], Load] = {}
+
+    def forget(self) -> None:
+        """Count anew from now on, because sessions may have begun, ended or moved."""
+        self._counted.clear()
+
+    def load(self, live: Live, *, opening: bool = False) -> Load:
+        """Return how much runs on a session's workers. `opening`: sessions whose prompts are being
+        read count, too."""
+        key = id(live.target), id(live.draft), opening
+        if (known := self._counted.get(key)) is None:
+            known = self._counted[key] = self._count(live, opening)
+        return known
+
+    def _count(self, live: Live, opening: bool) -> Load:
+        states = (*RUNNING, State.OPENING) if opening else RUNNING
+        on_target = on_draft = 0
+        for other in self._lives.values():
+            if other.session.state in states:
+                on_target += other.target is live.target
+                on_draft += other.draft is live.draft
+        return Load(max(1, on_target), max(1, on_draft if live.draft is not None else 0))
 
 
 def waits(worker: Worker, lives: Iterable[Live]) -> Waits:

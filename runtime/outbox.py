@@ -7,6 +7,8 @@ way out are handed in.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 
 from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.messages import Emitted, Failed, Finished, Message, Recorded
@@ -20,11 +22,40 @@ RECORD_EVERY_NS = 2_000_000
 """The same for records, which somebody measures by."""
 
 
+@dataclass
+class _Piece:
+    """What is told at once: a message, or texts of one request in a row."""
+
+    request: int
+    """-1: it is about none."""
+    messages: list[Message]
+    tokens: int = 0
+
+    def message(self) -> Message:
+        """Return one message that says all of it."""
+        texts = [message for message in self.messages if isinstance(message, Emitted)]
+        if len(texts) < 2:
+            return self.messages[0]
+        joined = Emitted(
+            epoch=texts[0].epoch,
+            request=self.request,
+            tokens=tuple(chain.from_iterable(text.tokens for text in texts)),
+            drafted=tuple(chain.from_iterable(text.drafted for text in texts)),
+            text="".join(text.text for text in texts),
+            logprobs=tuple(chain.from_iterable(text.logprobs for text in texts)),
+        )
+        self.messages = [joined]
+        return joined
+
+
 class Outbox:
     """The messages that wait for one client."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[_Piece] = deque()
+        self._open: dict[int, _Piece] = {}
+        """By request: the text that waits and can be added to, since nothing of the request waits
+        behind it."""
         self._begun: set[int] = set()
         """Requests that have been told some text and not their end."""
         self.tokens = 0
@@ -38,32 +69,27 @@ class Outbox:
 
     def add(self, message: Message) -> None:
         """Text and records can wait, but for the first text of a request; anything else cannot."""
+        request = _subject(message)
         if not isinstance(message, Emitted):
-            self._waiting.append(message)
+            self._open.pop(request, None)
+            self._waiting.append(_Piece(request, [message]))
             if isinstance(message, Finished | Failed):
-                self._begun.discard(_subject(message))
+                self._begun.discard(request)
             self._patience_ns = min(
                 self._patience_ns, RECORD_EVERY_NS if isinstance(message, Recorded) else 0
             )
             return
-        self.tokens += len(message.tokens)
-        if message.request not in self._begun:
-            self._begun.add(message.request)
+        size = len(message.tokens)
+        self.tokens += size
+        if request not in self._begun:
+            self._begun.add(request)
             self._patience_ns = 0
-        # what waits for a client that reads is short: a message or two of each of its requests
-        place = next(
-            (
-                place
-                for place in reversed(range(len(self._waiting)))
-                if _subject(self._waiting[place]) == message.request
-            ),
-            None,
-        )
-        before = self._waiting[place] if place is not None else None
-        if place is not None and isinstance(before, Emitted) and len(before.tokens) < MAX_JOINED:
-            self._waiting[place] = _joined(before, message)
-        else:
-            self._waiting.append(message)
+        piece = self._open.get(request)
+        if piece is None or piece.tokens >= MAX_JOINED:
+            piece = self._open[request] = _Piece(request, [])
+            self._waiting.append(piece)
+        piece.messages.append(message)
+        piece.tokens += size
 
     def due(self, now_ns: int) -> bool:
         """Whether to send now."""
@@ -87,31 +113,34 @@ class Outbox:
         self._sent_ns, self._reminded_ns, self._patience_ns = now_ns, None, EMIT_EVERY_NS
         while self._waiting:
             try:
-                send(self._waiting[0])
+                send(self._waiting[0].message())
             except PeerBusy:
                 return
-            self._count_out(self._waiting.popleft())
+            self._take_first()
 
     def drop(self) -> int | None:
         """Forget what would be sent next, and all else that is about its request: which that is,
         None if it is about none."""
-        request = _subject(first := self._waiting.popleft())
+        request = self._take_first().request
         self._begun.discard(request)
-        self._count_out(first)
         if request < 0:
             return None
-        kept = [message for message in self._waiting if _subject(message) != request]
-        self.tokens = sum(len(message.tokens) for message in kept if isinstance(message, Emitted))
-        self._waiting = deque(kept)
+        self._open.pop(request, None)
+        self._waiting = deque(piece for piece in self._waiting if piece.request != request)
+        self.tokens = sum(piece.tokens for piece in self._waiting)
         return request
+
+    def _take_first(self) -> _Piece:
+        piece = self._waiting.popleft()
+        self.tokens -= piece.tokens
+        if self._open.get(piece.request) is piece:
+            del self._open[piece.request]
+        return piece
 
     @property
     def requests(self) -> set[int]:
         """Those that something waits to be said of."""
-        return {request for message in self._waiting if (request := _subject(message)) >= 0}
-
-    def _count_out(self, message: Message) -> None:
-        self.tokens -= len(message.tokens) if isinstance(message, Emitted) else 0
+        return {piece.request for piece in self._waiting if piece.request >= 0}
 
 
 def _subject(message: Message) -> int:
@@ -119,21 +148,3 @@ def _subject(message: Message) -> int:
     if isinstance(message, Failed):
         return -1 if message.session is None else message.session
     return getattr(message, "request", -1)
-
-
-def _joined(first: Emitted, second: Emitted) -> Emitted:
-    """One message that says what both say."""
-    tokens, drafted, text = (
-        first.tokens + second.tokens,
-        first.drafted + second.drafted,
-        first.text + second.text,
-    )
-    logprobs = first.logprobs + second.logprobs
-    return Emitted(
-        epoch=first.epoch,
-        request=first.request,
-        tokens=tokens,
-        drafted=drafted,
-        text=text,
-        logprobs=logprobs,
-    )

@@ -14,9 +14,8 @@ from dovetail.runtime.switches import AheadTrial, Experience, Switch
 CALIBRATED = 8
 """Rounds after which what nodes promise is compared with what they bring."""
 MOST_HONESTY = 2.0
-PLAIN_ROUNDS = 64.0
-"""Rounds without drafting over which their time is compared with what a pass over their rows should
-take."""
+PLAIN_PASSES = 16.0
+"""Passes without drafting over which their time is compared with what they should take."""
 MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
 """A round: it is kept where about a twelfth of the sessions are behind."""
@@ -37,8 +36,16 @@ class Crowd:
         self.care = 1.0
         """By how much more than its tokens a second is taken to be worth, so that no session pays
         for what others gain."""
-        self._plain = Average(PLAIN_ROUNDS)
+        self._plain = Average(PLAIN_PASSES)
         """Rounds without drafting, in parts of what was expected of them."""
+        self._rounds = 0
+        """Without drafting, since one was judged."""
+
+    def due(self, among: int) -> bool:
+        """Count a round without drafting and return whether it is judged: one of so many sessions
+        is, which share their passes."""
+        self._rounds = (self._rounds + 1) % max(1, among)
+        return not self._rounds
 
     def plain(self, seconds: float, expected_s: float) -> None:
         """A round without drafting took so long; `expected_s`: a pass over one row of every

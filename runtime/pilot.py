@@ -142,27 +142,22 @@ class Pilot:
         self._promises = PRIOR_NODES
         self._kept_promises = PRIOR_NODES * (pair.honesty if pair is not None else 1.0)
         self._empty = self._resting = 0
-        self._crowd_here: Crowd | None = None
+        self._settle()
         if self._own is not None and not self._own.drafting:
             self._say(
                 f"session {self._number} begins without a draft: with {self._names} "
                 f"{self._lost_of_late(self._own)}"
             )
 
-    @property
-    def _crowd(self) -> Crowd:
+    def _settle(self) -> None:
+        """Look up what decides at the present load whether is drafted."""
+        self._crowd: Crowd | None = None
         """What the sessions that run beside each other at this load have learned."""
-        if self._crowd_here is None:
-            assert self._pair is not None
-            self._crowd_here = self._pair.crowd(greedy=self._greedy, load=self._load)
-        return self._crowd_here
-
-    @property
-    def _switch(self) -> Switch | None:
-        """What decides at this load whether is drafted; None: nothing does."""
-        if self._own is None:
-            return None
-        return self._own if self._load.alone else self._crowd.switch
+        self._switch = self._own
+        """None: nothing decides, and every round is drafted."""
+        if self._own is not None and self._pair is not None and not self._load.alone:
+            self._crowd = self._pair.crowd(greedy=self._greedy, load=self._load)
+            self._switch = self._crowd.switch
 
     def hopeful(self, pair: Pair) -> bool:
         """Whether a session would be drafted for with this pair from the beginning."""
@@ -191,6 +186,8 @@ class Pilot:
 
     def _switch_at(self, load: Load) -> Switch | None:
         """Return what decides at a load whether is drafted; None: nothing does."""
+        if load.level == self._load.level:
+            return self._switch
         if self._pair is None or self._own is None:
             return None
         if load.alone:
@@ -224,6 +221,7 @@ class Pilot:
     def leave(self) -> None:
         """The draft is lost."""
         self._pair = self._own = None
+        self._settle()
 
     @property
     def order_s(self) -> float:
@@ -242,14 +240,12 @@ class Pilot:
         rate = self._rate_of_late(context)
         if self._load.alone or (alone_s := self._alone_s(context)) <= 0.0:
             return rate
-        return max(rate, 1.0 / alone_s) * (self._crowd.care if self._own is not None else 1.0)
+        return max(rate, 1.0 / alone_s) * (self._crowd.care if self._crowd is not None else 1.0)
 
     def _alone_s(self, context: float) -> float:
         """Seconds of a round without any drafting at this load; 0 where nothing is known."""
         expected_s = self._costs.alone_s(context=context, rows=self._load.target)
-        return (
-            expected_s if self._own is None or self._load.alone else self._crowd.alone_s(expected_s)
-        )
+        return expected_s if self._crowd is None else self._crowd.alone_s(expected_s)
 
     def _rate_of_late(self, context: int) -> float:
         tokens, seconds = (
@@ -268,7 +264,7 @@ class Pilot:
         """Tokens and seconds of a round, as far as is known before the session has had some."""
         pair, switch = self._pair, self._switch
         if pair is not None and switch is not None and switch.drafting:
-            known = pair if self._load.alone else self._crowd
+            known = pair if self._crowd is None else self._crowd
             if known.seconds.known:
                 return known.tokens.value, known.seconds.value
         return 1.0, self._alone_s(context)
@@ -335,12 +331,11 @@ class Pilot:
         """A round begins at this load: what others brought at another level says nothing of it."""
         changed, self._load = load.level != self._load.level, load
         if changed:
-            self._crowd_here = None
-        switch = self._switch
-        if changed:
+            self._settle()
             self._recent.clear()
-            if switch is not None and not load.alone:
-                switch.begin()
+        switch = self._switch
+        if changed and self._crowd is not None:
+            self._crowd.switch.begin()
         self._era = switch.era if switch is not None else 0
 
     def _rests(self) -> bool:
@@ -444,7 +439,7 @@ class Pilot:
         self._count(done, seconds)
         judged_s, switch = seconds + done.times.missed_ns / 1e9, self._switch
         if done.load.level == self._load.level and switch is not None and switch.era == self._era:
-            if self._load.alone:
+            if self._crowd is None:
                 self._judge(switch, done, judged_s)
             elif done.disturbed or (self._unready and switch.drafting):
                 alone_s = self._alone_s(done.context)
@@ -467,8 +462,11 @@ class Pilot:
 
     def _judge_crowd(self, crowd: Crowd, done: Round, seconds: float) -> None:
         """Whether drafting for all who run at once pays: a round of this session, drafted or not,
-        with everything that it waited for."""
+        with everything that it waited for. Of rounds without drafting, which are alike, one stands
+        for all of its pass."""
         switch, among = crowd.switch, self._load.draft
+        if not switch.drafting and not crowd.due(among):
+            return
         expected_s = self._costs.alone_s(context=done.context, rows=self._load.target)
         if expected_s <= 0.0:
             return
@@ -485,7 +483,6 @@ class Pilot:
             words = switch.plain(
                 seconds,
                 crowd.alone_s(expected_s),
-                among=among,
                 worth_trying=lambda: self._hope(done.context)[1] >= LEAST_HOPE,
             )
         self._tell_all(words if words is None else f"{self._load}: {words} each")

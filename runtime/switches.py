@@ -111,19 +111,18 @@ class Switch:
         seconds: float,
         alone_s: float,
         *,
-        among: int = 1,
         worth_trying: Callable[[], bool] = lambda: True,
     ) -> str | None:
-        """A round without drafting has passed; what follows from it, in words, if anything does.
+        """A round without drafting has passed; what follows from it, in words, if anything does. Of
+        several sessions in a pass one has its round told.
 
-        `among`: sessions that run at once, each of which has such a round in the time of one.
         `worth_trying`: whether known costs let a try pay; what they were taken from may have
         changed since, so that where they do not, it is made all the same after `HOPELESS` rounds.
         """
-        self._experience.earn(seconds / among, alone_s)
+        self._experience.earn(seconds, alone_s)
         if self.state != "off":
             return None
-        self._rounds += 1 / among
+        self._rounds += 1
         if (
             self._rounds < self._patience
             or not self._experience.affordable
