@@ -16,68 +16,53 @@ from typing import NoReturn
 
 import click
 
-from dovetail.launch import migration
-from dovetail.launch.help import NAMES_OF_HELP, hinted
+from dovetail.launch.console import migration
+from dovetail.launch.console.help import NAMES_OF_HELP, hinted
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import refusal
 
 GROUPS = {
     "Decode": {
-        "generate": ("dovetail.launch.generate", "Decode one prompt, or a file of prompts."),
-        "chat": ("dovetail.launch.chat", "Talk with the models, turn by turn."),
-        "serve": ("dovetail.launch.serve", "Serve the OpenAI API over HTTP."),
+        "generate": "Decode one prompt, or a file of prompts.",
+        "chat": "Talk with the models, turn by turn.",
+        "serve": "Serve the OpenAI API over HTTP.",
     },
     "Look after a server": {
-        "status": ("dovetail.launch.status", "Show the coordinator, its workers and its sessions."),
-        "top": ("dovetail.launch.top", "Show what happens in a coordinator, live."),
-        "swap": ("dovetail.launch.swap", "Put a worker in the place of another, under load."),
-        "drain": ("dovetail.launch.drain", "Let a worker go, under load."),
+        "status": "Show the coordinator, its workers and its sessions.",
+        "top": "Show what happens in a coordinator, live.",
+        "swap": "Put a worker in the place of another, under load.",
+        "drain": "Let a worker go, under load.",
     },
     "Start the processes by hand, on one machine or several": {
-        "coordinator": ("dovetail.launch.coordinator", "Run a coordinator by hand."),
-        "worker": (
-            "dovetail.launch.worker",
-            "Run one draft or target worker by hand, on any machine.",
-        ),
-        "http": ("dovetail.launch.http", "Serve the HTTP API of a coordinator."),
-        "keygen": ("dovetail.launch.keygen", "Make, rotate and revoke the keys that tcp needs."),
+        "coordinator": "Run a coordinator by hand.",
+        "worker": "Run one draft or target worker by hand, on any machine.",
+        "http": "Serve the HTTP API of a coordinator.",
+        "keygen": "Make, rotate and revoke the keys that tcp needs.",
     },
     "Look at a machine, and plan": {
-        "doctor": ("dovetail.launch.doctor", "Look this machine over, and say what to change."),
+        "doctor": "Look this machine over, and say what to change.",
         "selftest": (
-            "dovetail.launch.selftest",
             "Prove on this machine that the target is its checkpoint and speculation changes no "
-            "token.",
+            "token."
         ),
-        "calibrate": (
-            "dovetail.launch.calibrate",
-            "Measure what a pass of the target costs here, beside what it could.",
-        ),
-        "plan": ("dovetail.launch.plan", "Say what this hardware should do with this model."),
-        "config": ("dovetail.launch.configure", "Show the settings in force."),
+        "calibrate": "Measure what a pass of the target costs here, beside what it could.",
+        "plan": "Say what this hardware should do with this model.",
+        "config": "Show the settings in force.",
     },
     "Measure": {
-        "bench": ("dovetail.launch.bench", "Measure methods side by side, or the transport."),
-        "profile": (
-            "dovetail.launch.profile",
-            "See where the time of a run goes, and what would make it faster.",
-        ),
-        "simulate": (
-            "dovetail.launch.simulate",
-            "Play recorded rounds on machines that are not at hand.",
-        ),
-        "replay": ("dovetail.launch.replay", "Play a recorded session again, and compare."),
+        "bench": "Measure methods side by side, or the transport.",
+        "profile": "See where the time of a run goes, and what would make it faster.",
+        "simulate": "Play recorded rounds on machines that are not at hand.",
+        "replay": "Play a recorded session again, and compare.",
     },
     "Train": {
-        "features": ("dovetail.launch.features", "Store what draft heads are trained on."),
-        "train": ("dovetail.launch.train", "Train models."),
-        "stratify": (
-            "dovetail.launch.stratify",
-            "Find the thresholds that the policy heterospec goes by.",
-        ),
+        "features": "Store what draft heads are trained on.",
+        "train": "Train models.",
+        "stratify": "Find the thresholds that the policy heterospec goes by.",
     },
 }
-"""Heading -> name -> (module with the click command `command`, what `dovetail --help` says)."""
+"""Heading -> name -> what `dovetail --help` says of it. The click command is `command` in
+`dovetail.launch.commands.NAME`."""
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 INTERRUPTED = 130
@@ -96,7 +81,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        command: click.Command = importlib.import_module(
+            f"dovetail.launch.commands.{cmd_name}"
+        ).command
         return command
 
     def resolve_command(
@@ -112,7 +99,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in GROUPS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, text) for name, (_, text) in commands.items()])
+                formatter.write_dl(list(commands.items()))
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

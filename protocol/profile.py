@@ -4,7 +4,7 @@ Holds, for each combination of machine, software, weights, threads and model sha
 linear is computed and what every candidate took, and the calibration: the target's pass over M
 rows, the draft's over those of a level, and the limits of the hardware. JSON, written atomically
 under a lock, since several workers may start at once. Knows neither where the file lies
-(`launch/directory.py` decides) nor how anything is measured.
+(`launch/files/directory.py` decides) nor how anything is measured.
 """
 
 import fcntl

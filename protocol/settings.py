@@ -1,8 +1,8 @@
 """The settings as frozen models: one tree, unknown keys are errors.
 
 Where a setting comes from (flag, environment, file, default) is the business of
-`launch/configure.py`; sampling and tree settings also travel in messages. Sizes are in bytes,
-probabilities within 0..1.
+`launch/settings/configure.py`; sampling and tree settings also travel in messages. Sizes are in
+bytes, probabilities within 0..1.
 """
 
 import math

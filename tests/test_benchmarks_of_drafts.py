@@ -18,7 +18,7 @@ from benchmarks.levels import Subject
 from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.papers import HEADS, SMALL, markdown, parameters, passes_of, plot, rows_of
 from benchmarks.training import rate_of
-from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers import kernels

@@ -20,7 +20,7 @@ from benchmarks.figures import AHEAD, ahead_figure
 from benchmarks.ledger import Ledger
 from benchmarks.measure import Estimate
 from benchmarks.rounds import Waterfall, told
-from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.workers.models.language_model import load_language_model

@@ -1,4 +1,5 @@
-"""The arrows between the folders, the doors to outside libraries, and the list of packages."""
+"""The arrows between the folders, the doors to outside libraries, the list of packages, and how
+large folders and files may be."""
 
 import ast
 import tomllib
@@ -29,10 +30,10 @@ DOORS = {
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),
     "uvicorn": ("runtime/http/server.py",),
-    "uvloop": ("launch/http.py",),
+    "uvloop": ("launch/commands/http.py",),
     "prometheus_client": ("runtime/http/exposition.py",),
-    "gguf": ("launch/llama/",),
-    "llama_cpp": ("launch/llama/",),
+    "gguf": ("launch/bench/llama/",),
+    "llama_cpp": ("launch/bench/llama/",),
     "click": ("launch/",),
     "rich": ("launch/",),
 }
@@ -44,16 +45,14 @@ INSIDE_WORKERS = {
 OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"
 """The one file that may call torch.load, and only with weights_only=True: the public draft heads
 are pickled, and the user has to ask for it."""
+SORTED = ("launch",)
+"""The folders that have rooms: few entries at the top, and no long file."""
+MOST_ENTRIES, MOST_LINES = 20, 400
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
 def sources() -> list[Path]:
-    return [
-        path
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if "recipe" not in path.parts
-    ]
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -184,3 +183,14 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         for needs in left.values():
             needs.difference_update(ready)
     assert not left, f"in circles, or above one: {sorted(left)}"
+
+
+@pytest.mark.parametrize("folder", SORTED)
+def test_a_folder_has_at_most_twenty_entries(folder: str) -> None:
+    """A reader finds the file by its name alone; what git ignores is not counted."""
+    there = {
+        name(path).removeprefix(f"{folder}/").split("/")[0]
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert len(there) <= MOST_ENTRIES, f"{folder} has {len(there)}: {', '.join(sorted(there))}"

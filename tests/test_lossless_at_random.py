@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from dovetail.launch.embedded import head_folder
+from dovetail.launch.settings.embedded import head_folder
 from dovetail.protocol.settings import HEAD_KINDS, POLICIES, Sampling, TreeSettings, misfit
 from dovetail.runtime.client import Client
 from support.losslessness import difference

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dovetail.launch.supervise import Child
+from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.messages import Emitted, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.configure import Configuration
-from dovetail.launch.embedded import with_draft
 from dovetail.launch.planning.acceptance import BLOCKS, Acceptance, Assumed, Recorded, published
 from dovetail.launch.planning.designs import (
     Design,
@@ -21,6 +19,8 @@ from dovetail.launch.planning.designs import (
     small_size,
     substitute_size,
 )
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_draft
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
 from dovetail.runtime.planner import Draft, Tree

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.launch.configure import Configuration
-from dovetail.launch.cores import CoreLayout, lay_out_here
-from dovetail.launch.directory import profile_path
-from dovetail.launch.embedded import with_draft, with_target
+from dovetail.launch.commands.worker import THREAD_VARIABLES
+from dovetail.launch.files.directory import profile_path
+from dovetail.launch.machine.cores import CoreLayout, lay_out_here
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design
 from dovetail.launch.planning.prices import Engine, Hardware
-from dovetail.launch.preflight import estimated_bytes, free_memory_bytes
+from dovetail.launch.processes.preflight import estimated_bytes, free_memory_bytes
 from dovetail.launch.profiling.bounds import Model, Roofline
-from dovetail.launch.worker import THREAD_VARIABLES
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import Calibration, DeviceCosts, Limits, RowsSeconds, load_profile
 from dovetail.protocol.settings import Settings

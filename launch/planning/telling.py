@@ -4,9 +4,9 @@ it, and whether speculation is worth it."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.launch.configure import SETTINGS, Configuration
 from dovetail.launch.planning.alternatives import Alternative
 from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
+from dovetail.launch.settings.configure import SETTINGS, Configuration
 from dovetail.runtime.planner import Link, Option
 
 MS = 1e3

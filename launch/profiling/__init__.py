@@ -1,5 +1,5 @@
 """What `dovetail profile` is made of: samplers, the time line of a run, bounds, advice, and the
 report.
 
-The command itself is `launch/profile.py`.
+The command itself is `launch/commands/profile.py`.
 """

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.preflight import BYTES_A_WEIGHT
+from dovetail.launch.processes.preflight import BYTES_A_WEIGHT
 from dovetail.protocol.profile import Limits
 from dovetail.protocol.settings import byte_count
 

@@ -1,5 +1,5 @@
 """Pictures of a profile as SVG: how devices spent their time, and rounds as bars. Narrow, so that
-they can be read on a phone; curves are `launch/chart.py`'s.
+they can be read on a phone; curves are `launch/files/chart.py`'s.
 
 Knows names and seconds. Readable on a light and on a dark page: where a viewer says that it is
 dark, other colours are taken.
@@ -8,7 +8,7 @@ dark, other colours are taken.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dovetail.launch.chart import escape
+from dovetail.launch.files.chart import escape
 from dovetail.launch.profiling.timeline import BESIDE, Bar, Waterfall
 
 WIDTH = 400

@@ -11,6 +11,8 @@ from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
 
+from dovetail.launch.console.terminal import counted
+from dovetail.launch.machine.topology import Topology, format_numbers
 from dovetail.launch.profiling import advice as advising
 from dovetail.launch.profiling import timeline
 from dovetail.launch.profiling.advice import Advice, Forecast, Situation, Tree
@@ -18,8 +20,6 @@ from dovetail.launch.profiling.bounds import Bounds, Model, Offloading, Pass, Ro
 from dovetail.launch.profiling.samplers import Sample, busy_cores, busy_process, energy_j
 from dovetail.launch.profiling.timeline import NS, Actor, Slice, Split, Use, Waterfall
 from dovetail.launch.profiling.workload import Soundings
-from dovetail.launch.terminal import counted
-from dovetail.launch.topology import Topology, format_numbers
 from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
 from dovetail.runtime.costs import RowCosts
 

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dovetail.launch.binding import Place
-from dovetail.launch.configure import Configuration
-from dovetail.launch.connection import (
+from dovetail.launch.console.terminal import counted, note, progress_bar, spinner
+from dovetail.launch.files.directory import announcements, profile_path
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.cores import lay_out
+from dovetail.launch.machine.topology import Topology, format_numbers, read_topology
+from dovetail.launch.processes.connection import (
     Connection,
     ahead_of,
     find_coordinator,
@@ -24,9 +28,13 @@ from dovetail.launch.connection import (
     speaks_http,
     weights_of,
 )
-from dovetail.launch.cores import lay_out
-from dovetail.launch.directory import announcements, profile_path
-from dovetail.launch.embedded import with_draft
+from dovetail.launch.processes.supervise import (
+    Supervisor,
+    check_stack,
+    layout_of,
+    start_stack,
+    wait_until_ready,
+)
 from dovetail.launch.profiling.advice import UNKNOWN, Card, Elsewhere, Situation, Tree, levels_of
 from dovetail.launch.profiling.bounds import Model, Roofline, count_layers, has_16_bits, read_model
 from dovetail.launch.profiling.findings import Evidence
@@ -35,16 +43,8 @@ from dovetail.launch.profiling.samplers import Samplers
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings, Workload, watch_others
-from dovetail.launch.prompts import Prompt
-from dovetail.launch.supervise import (
-    Supervisor,
-    check_stack,
-    layout_of,
-    start_stack,
-    wait_until_ready,
-)
-from dovetail.launch.terminal import counted, note, progress_bar, spinner
-from dovetail.launch.topology import Topology, format_numbers, read_topology
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_draft
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.protocol.profile import Limits, load_profile, machine_key

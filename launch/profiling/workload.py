@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dovetail.launch.connection import Connection, ahead_of
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.processes.connection import Connection, ahead_of
 from dovetail.launch.profiling.watching import EVERY_S, Watch
-from dovetail.launch.prompts import Prompt
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Recorded, Result, RoundRecord
 from dovetail.protocol.settings import MAX_DEPTH, Settings, TreeSettings

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dovetail.launch.configure import Configuration
-from dovetail.launch.cores import CoreLayout
+from dovetail.launch.console.terminal import progress_bar, spinner
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.supervise import Supervisor, layout_of, start_stack, wait_until_ready
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library, Recording
-from dovetail.launch.supervise import Supervisor, layout_of, start_stack, wait_until_ready
-from dovetail.launch.terminal import progress_bar, spinner
-from dovetail.launch.topology import format_numbers
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Failed, Finished, Recorded, Result, RoundRecord
 from dovetail.runtime.client import Client

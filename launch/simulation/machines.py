@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dovetail.launch.prompts import Prompt
+from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.simulation.recording import About, Folder, Position, Recording
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import UserError

@@ -16,9 +16,9 @@ from transformers.utils import logging
 from benchmarks.child import Side
 from benchmarks.models import SHAPES, token_row
 from benchmarks.options import Command, find_llama, option, options, pin, report, written_model
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.prompts import read_prompts
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
+from dovetail.launch.files.prompts import read_prompts
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.runtime.text import TextCodec
 from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
 from dovetail.workers.models.language_model import load_language_model

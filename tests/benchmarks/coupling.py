@@ -21,10 +21,10 @@ from benchmarks.agreement import Text, agreements
 from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.measure import ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, pin, report
-from dovetail.launch.bench_turns import loop_begins
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.prompts import read_prompts
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.bench.turns import loop_begins
+from dovetail.launch.console.terminal import print_table, progress_bar
+from dovetail.launch.files.prompts import read_prompts
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.text import TextCodec
 

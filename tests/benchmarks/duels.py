@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Estimate, ratio
-from dovetail.launch.bench_methods import (
+from dovetail.launch.bench.methods import (
     NONE,
     Contender,
     Method,
@@ -23,9 +23,9 @@ from dovetail.launch.bench_methods import (
     Task,
     contenders,
 )
-from dovetail.launch.bench_turns import prepare, rotated
-from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.prompts import Prompt
+from dovetail.launch.bench.turns import prepare, rotated
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.comparison import first_difference
 

@@ -21,7 +21,7 @@ import click
 from benchmarks.duels import STACK, Share, draft_of, settings_of
 from benchmarks.measure import ratio_of_sums
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.bench_methods import (
+from dovetail.launch.bench.methods import (
     NONE,
     Contender,
     Method,
@@ -30,10 +30,10 @@ from dovetail.launch.bench_methods import (
     contenders,
     read_prompt_set,
 )
-from dovetail.launch.bench_turns import prepare, rotated
-from dovetail.launch.configure import Configuration, parse_setting
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.bench.turns import prepare, rotated
+from dovetail.launch.console.terminal import note, print_table
+from dovetail.launch.settings.configure import Configuration, parse_setting
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from support.browser import chromium, find_chromium
 

@@ -22,10 +22,10 @@ from benchmarks.figures import ADVERSARY, BEST_FIXED, RIVALS
 from benchmarks.ledger import Ledger
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_methods import NONE, PromptSet, read_prompt_set, tree_of
-from dovetail.launch.configure import Configuration
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.bench.methods import NONE, PromptSet, read_prompt_set, tree_of
+from dovetail.launch.console.terminal import note, print_table
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 
 GOODPUT, PRESET, HETEROSPEC = "goodput", "preset", "heterospec"

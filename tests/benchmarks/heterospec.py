@@ -21,8 +21,8 @@ import click
 from benchmarks.coupling import PROMPTS, list_keys
 from benchmarks.duet import Duet, open_draft, open_target
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_figures import baseline, row
-from dovetail.launch.bench_methods import (
+from dovetail.launch.bench.figures import baseline, row
+from dovetail.launch.bench.methods import (
     NONE,
     Method,
     PromptSet,
@@ -31,10 +31,10 @@ from dovetail.launch.bench_methods import (
     read_prompt_set,
     tree_of,
 )
-from dovetail.launch.bench_turns import Cell, measure
-from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.embedded import with_draft, with_target
-from dovetail.launch.terminal import print_table
+from dovetail.launch.bench.turns import Cell, measure
+from dovetail.launch.console.terminal import print_table
+from dovetail.launch.settings.configure import Configuration, configure
+from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.text import TextCodec
 from dovetail.workers.draft import DraftWorker

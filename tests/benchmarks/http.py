@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.measure import Estimate, estimate, ratio
 from benchmarks.options import Command, option, options, report, verdict
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
 from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Api, Backend, api, backend
 

@@ -21,9 +21,9 @@ from benchmarks.coupling import PROMPTS, list_keys
 from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.measure import Estimate, estimate
 from benchmarks.options import Command, Numbers, option, options, pin, report
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.prompts import read_prompts
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
+from dovetail.launch.files.prompts import read_prompts
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Draft
 from dovetail.protocol.settings import Sampling, TreeSettings

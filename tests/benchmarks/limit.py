@@ -24,7 +24,7 @@ from benchmarks.options import (
     report,
     verdict,
 )
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s

@@ -21,8 +21,8 @@ import click
 
 from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.prompts import read_prompts
-from dovetail.launch.terminal import note, print_table, progress_bar
+from dovetail.launch.console.terminal import note, print_table, progress_bar
+from dovetail.launch.files.prompts import read_prompts
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -15,8 +15,8 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.child import obey, timed
-from dovetail.launch.llama.conversion import TYPES, write_once
-from dovetail.launch.llama.generation import keep_silent
+from dovetail.launch.bench.llama.conversion import TYPES, write_once
+from dovetail.launch.bench.llama.generation import keep_silent
 
 
 class Engine:

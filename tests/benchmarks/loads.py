@@ -21,9 +21,9 @@ from benchmarks.coupling import PROMPTS
 from benchmarks.duels import draft_of, settings_of
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_methods import read_prompt_set
-from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.bench.methods import read_prompt_set
+from dovetail.launch.console.terminal import note, print_table
+from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Result
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -19,8 +19,8 @@ from statistics import median
 import click
 
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.supervise import (
+from dovetail.launch.console.terminal import print_table, progress_bar
+from dovetail.launch.processes.supervise import (
     Child,
     Supervisor,
     layout_of,
@@ -28,7 +28,7 @@ from dovetail.launch.supervise import (
     wait_until_ready,
     worker_arguments,
 )
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -13,7 +13,7 @@ import click
 
 from benchmarks.child import Side
 from benchmarks.options import Command, option, options, pin, report, written_model
-from dovetail.launch.terminal import print_table
+from dovetail.launch.console.terminal import print_table
 
 LIMITS: Sequence[Mapping[str, Any]] = (
     {"layers": None, "resident": None},

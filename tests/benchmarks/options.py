@@ -13,8 +13,8 @@ import click
 from benchmarks.child import Side, SideError
 from benchmarks.measure import Estimate
 from benchmarks.models import SHAPES, TYPES, model_folder, write_model
-from dovetail.launch.llama.kinds import LLAMA_TYPES
-from dovetail.launch.llama.start import INSTALL, has_llama
+from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
+from dovetail.launch.bench.llama.start import INSTALL, has_llama
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import Isa
 

@@ -18,8 +18,8 @@ import click
 from benchmarks.coupling import PROMPTS
 from benchmarks.measure import estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_figures import baseline, row
-from dovetail.launch.bench_methods import (
+from dovetail.launch.bench.figures import baseline, row
+from dovetail.launch.bench.methods import (
     NONE,
     Contender,
     Method,
@@ -29,12 +29,12 @@ from dovetail.launch.bench_methods import (
     read_method,
     tree_of,
 )
-from dovetail.launch.bench_turns import Cell, measure
-from dovetail.launch.chart import Curve, draw
-from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.prompts import Prompt, read_prompts
-from dovetail.launch.terminal import note
+from dovetail.launch.bench.turns import Cell, measure
+from dovetail.launch.console.terminal import note
+from dovetail.launch.files.chart import Curve, draw
+from dovetail.launch.files.prompts import Prompt, read_prompts
+from dovetail.launch.settings.configure import Configuration, configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 
 PASSES, ROUND = ("root", "level"), "draft"

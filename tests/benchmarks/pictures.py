@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from benchmarks.options import Command, option, options
-from dovetail.launch.terminal import note
+from dovetail.launch.console.terminal import note
 from dovetail.protocol.errors import UserError
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "launch" / "pictures"

@@ -22,19 +22,19 @@ import click
 
 from benchmarks.duels import settings_of
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.configure import Configuration
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.plan import Subject, folder_of, subject_here
+from dovetail.launch.commands.plan import Subject, folder_of, subject_here
+from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import Alternative, expected
 from dovetail.launch.planning.candidates import Reader
 from dovetail.launch.planning.telling import placement, settings
+from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.simulation.beside import decode
 from dovetail.launch.simulation.figures import Figures, figures
 from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library, read_library
-from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
-from dovetail.launch.terminal import note, print_table
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.planner import Tree

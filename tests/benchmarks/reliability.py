@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from benchmarks.coupling import PROMPTS, list_keys
 from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.options import Command, Numbers, option, options, pin, report
-from dovetail.launch.chart import Curve, Panel, draw_panels
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.prompts import read_prompts
-from dovetail.launch.terminal import note, print_table, progress_bar
+from dovetail.launch.console.terminal import note, print_table, progress_bar
+from dovetail.launch.files.chart import Curve, Panel, draw_panels
+from dovetail.launch.files.prompts import read_prompts
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
 from dovetail.runtime.text import TextCodec

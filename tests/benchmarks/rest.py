@@ -20,7 +20,7 @@ from benchmarks.options import (
     written_model,
 )
 from benchmarks.verification import WARM_UP, Turn, take_rounds
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
 
 
 @click.command(cls=Command)

@@ -19,9 +19,9 @@ from benchmarks.duels import draft_of, ring, settings_of
 from benchmarks.figures import ACCOUNTED, ADDS_UP
 from benchmarks.measure import Estimate, estimate
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench_methods import NONE, Ours, Task, read_prompt_set, tree_of
-from dovetail.launch.bench_turns import prepare
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.bench.methods import NONE, Ours, Task, read_prompt_set, tree_of
+from dovetail.launch.bench.turns import prepare
+from dovetail.launch.console.terminal import note, print_table
 from dovetail.protocol.messages import RoundRecord
 
 PARTS = ("draft_ns", "verify_ns", "transport_ns", "queue_ns", "coordinator_ns")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.models import SHAPES, token_row
 from benchmarks.options import ISAS, Command, Numbers, option, options, pin, report, written_model
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass
 from dovetail.workers.models.backends.fused import BlockedCache, Kernels

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.link import LimitedLink
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.terminal import print_table
+from dovetail.launch.console.terminal import print_table
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.noise import session_key

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.measure import estimate
 from benchmarks.options import Command, option, options, pin, report
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers.training.data.features import open_features
 from dovetail.workers.training.folder import read_target, shape_for
 from dovetail.workers.training.recipes import plan_for

@@ -23,8 +23,8 @@ import click
 from clients.catalogue import BY_NAME, CLIENTS, ClientKind
 from clients.scores import largest_difference
 from clients.server import serving
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.terminal import note, print_table, progress_bar
+from dovetail.launch.console.terminal import note, print_table, progress_bar
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 
 TARGET = DEMO_FOLDER / "target"
 SCORES_MAY_DIFFER = 1e-3

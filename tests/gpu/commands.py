@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.terminal import note, print_table
+from dovetail.launch.console.terminal import note, print_table
 from dovetail.protocol.errors import DovetailError
 from gpu.report import Line, Report
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from dovetail.launch.terminal import note
+from dovetail.launch.console.terminal import note
 
 Kind = Literal["note", "figure", "check"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dovetail.launch.terminal import print_table, progress_bar
+from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.protocol.settings import DraftSettings, TargetSettings
 from hostile.checkpoints import BAD, HARMLESS, good_folders
 from hostile.codec import KindFound, siege_codec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
-from dovetail.launch.supervise import Supervisor
+from dovetail.launch.processes.supervise import Supervisor
 from hostile.checkpoints import MARKER, Bad, damaged, good_folders
 from hostile.started import Ended, Starter, starting
 

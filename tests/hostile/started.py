@@ -84,7 +84,7 @@ def starting() -> Iterator[Starter]:
 
 def main() -> None:
     """Import, and fork for each line of stdin."""
-    import dovetail.launch.worker
+    import dovetail.launch.commands.worker
     import dovetail.workers.draft
     import dovetail.workers.target  # noqa: F401
 

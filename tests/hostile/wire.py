@@ -16,7 +16,7 @@ from time import perf_counter
 
 import zmq
 
-from dovetail.launch.supervise import Supervisor
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import LinkError
 from dovetail.protocol.keys import coordinator_public, generate_keys, load_own_key
 from dovetail.protocol.links import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Link, open_link

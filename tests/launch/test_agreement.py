@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.launch.agreement import Agreement, compare
+from dovetail.launch.checks.agreement import Agreement, compare
 from dovetail.protocol.messages import TokenLogprobs
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint

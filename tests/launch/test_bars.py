@@ -4,10 +4,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dovetail.launch.bars import Bar, Group, draw_bars, shortened
-from dovetail.launch.bench_methods import read_method
-from dovetail.launch.bench_plot import draw_speedups
-from dovetail.launch.configure import configure
+from dovetail.launch.bench.methods import read_method
+from dovetail.launch.bench.plot import draw_speedups
+from dovetail.launch.files.bars import Bar, Group, draw_bars, shortened
+from dovetail.launch.settings.configure import configure
 
 SVG = "{http://www.w3.org/2000/svg}"
 LONG = "a,very.long=method,with.settings=appended"

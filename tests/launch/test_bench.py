@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.bench_figures import against_peers, best_of_peers, medians, row, speedup
-from dovetail.launch.bench_methods import (
+from dovetail.launch.bench.figures import against_peers, best_of_peers, medians, row, speedup
+from dovetail.launch.bench.methods import (
     Method,
     PromptSet,
     Run,
@@ -20,13 +20,13 @@ from dovetail.launch.bench_methods import (
     founder,
     read_method,
 )
-from dovetail.launch.bench_table import interval, show_notes
-from dovetail.launch.bench_turns import Cell, loop_begins
-from dovetail.launch.binding import Place
-from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.cores import CoreLayout
-from dovetail.launch.prompts import Prompt
-from dovetail.launch.transport import measure_overhead
+from dovetail.launch.bench.table import interval, show_notes
+from dovetail.launch.bench.transport import measure_overhead
+from dovetail.launch.bench.turns import Cell, loop_begins
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.messages import Finished, Result
 

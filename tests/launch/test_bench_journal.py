@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.bench_csv import COLUMNS, csv_text
-from dovetail.launch.bench_journal import Journal, heading_of, open_journal
-from dovetail.launch.bench_methods import Contender, Method, Ours, PromptSet, Theirs, read_method
-from dovetail.launch.bench_turns import Cell, measure
-from dovetail.launch.configure import configure
-from dovetail.launch.prompts import Prompt
+from dovetail.launch.bench.csv import COLUMNS, csv_text
+from dovetail.launch.bench.journal import Journal, heading_of, open_journal
+from dovetail.launch.bench.methods import Contender, Method, Ours, PromptSet, Theirs, read_method
+from dovetail.launch.bench.turns import Cell, measure
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, Result
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dovetail.launch.binding import (
+from dovetail.launch.machine.binding import (
     MPOL_BIND,
     MPOL_DEFAULT,
     MPOL_INTERLEAVE,
@@ -19,7 +19,7 @@ from dovetail.launch.binding import (
     bind,
     memory_refusal,
 )
-from dovetail.launch.topology import read_topology
+from dovetail.launch.machine.topology import read_topology
 
 
 class Recorder:
@@ -94,8 +94,8 @@ def test_the_kernel_refuses_a_node_that_is_not_there() -> None:
 def test_a_process_that_binds_itself_is_bound_and_so_is_what_it_starts() -> None:
     code = """
 import os, threading
-from dovetail.launch.binding import Place, bind
-from dovetail.launch.topology import read_topology
+from dovetail.launch.machine.binding import Place, bind
+from dovetail.launch.machine.topology import read_topology
 node = read_topology().computing[0]
 place = Place(node.cores[-1][:1], (node.number,))
 print(bind(place).level)
@@ -128,8 +128,8 @@ def test_in_a_container_that_forbids_memory_policies_the_cores_are_bound() -> No
     EPERM."""
     code = """
 import ctypes, struct
-from dovetail.launch.binding import SET_MEMPOLICY, Place, bind, memory_refusal
-from dovetail.launch.topology import read_topology
+from dovetail.launch.machine.binding import SET_MEMPOLICY, Place, bind, memory_refusal
+from dovetail.launch.machine.topology import read_topology
 LOAD_NUMBER, EQUAL, ANSWER = 0x20, 0x15, 0x06
 EPERM, ALLOW = 0x00050001, 0x7FFF0000
 lines = [(LOAD_NUMBER, 0, 0, 0), (EQUAL, 0, 1, SET_MEMPOLICY["x86_64"]), (ANSWER, 0, 0, EPERM), (ANSWER, 0, 0, ALLOW)]

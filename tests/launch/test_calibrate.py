@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dovetail.launch.calibrate import _parts
-from dovetail.launch.configure import configure
-from dovetail.launch.cores import lay_out_here
-from dovetail.launch.worker import _opener
+from dovetail.launch.commands.calibrate import _parts
+from dovetail.launch.commands.worker import _opener
+from dovetail.launch.machine.cores import lay_out_here
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.profile import DeviceCosts, RowsSeconds, load_profile
 from support.models import tiny_llama
 

@@ -5,7 +5,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dovetail.launch.chart import COLOURS, Curve, Panel, check_chart, draw, draw_panels, ticks_to
+from dovetail.launch.files.chart import (
+    COLOURS,
+    Curve,
+    Panel,
+    check_chart,
+    draw,
+    draw_panels,
+    ticks_to,
+)
 from dovetail.protocol.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.answering import Answerer, Show
-from dovetail.launch.chat import Chat, print_stats
-from dovetail.launch.conversation import Answer, Manner
-from dovetail.launch.supervise import Stack, Supervisor
+from dovetail.launch.chat.answering import Answerer, Show
+from dovetail.launch.chat.conversation import Answer, Manner
+from dovetail.launch.commands.chat import Chat, print_stats
+from dovetail.launch.processes.supervise import Stack, Supervisor
 from dovetail.protocol.errors import DovetailError, RequestError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client

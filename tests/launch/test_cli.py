@@ -22,7 +22,7 @@ Start = Callable[..., subprocess.Popen[str]]
 HELP_LIMIT_S = 0.4
 TOLD = """
 import signal
-from dovetail.launch.child import end_when_told
+from dovetail.launch.processes.child import end_when_told
 end_when_told()
 try:
     print("ready", flush=True)

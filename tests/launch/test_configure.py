@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.launch.cli import run
-from dovetail.launch.configure import SETTINGS, configure, read_file, show
+from dovetail.launch.commands.config import show
+from dovetail.launch.settings.configure import SETTINGS, configure, read_file
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import Settings
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.launch.chat import harmless
-from dovetail.launch.conversation import (
+from dovetail.launch.chat.conversation import (
     COMMANDS,
     Answer,
     Command,
@@ -19,6 +18,7 @@ from dovetail.launch.conversation import (
     Paint,
     parse,
 )
+from dovetail.launch.commands.chat import harmless
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Sampling, TreeSettings
 from support.golden import representative

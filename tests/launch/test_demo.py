@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 DEMO = Path(__file__).resolve().parents[2] / "launch" / "demo"
+RECIPE = Path(__file__).resolve().parents[1] / "demo_recipe"
 MEGABYTE = 1_000_000
 
 
@@ -92,7 +93,8 @@ def test_recipe_writes_the_same_text_for_the_same_seed(tmp_path: Path) -> None:
         script = [
             sys.executable,
             "-B",
-            DEMO / "recipe" / "text.py",
+            RECIPE,
+            "text",
             "--documents",
             "400",
             "--seed",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.directory import (
+from dovetail.launch.files.directory import (
     Announcement,
     announced,
     announcements,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.doctor import Check, Facts, Gpu, examine, read_gpus
-from dovetail.launch.topology import Node, Topology, read_topology
+from dovetail.launch.commands.doctor import Check, Facts, Gpu, examine, read_gpus
+from dovetail.launch.machine.topology import Node, Topology, read_topology
 from support.sysfs import GIB, TWO_SOCKETS, write_machine
 
 INVENTORY: dict[str, Any] = {

@@ -19,7 +19,7 @@ from support.features import samples
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 Refused = Callable[..., str]
-RECIPE = Path(__file__).resolve().parents[2] / "launch" / "demo" / "recipe" / "text.py"
+RECIPE = Path(__file__).resolve().parents[1] / "demo_recipe"
 LOOK_S = 0.02
 """How often it is looked whether answers are there: seldom enough to leave the processor to who
 writes them."""
@@ -29,7 +29,8 @@ writes them."""
 def chats(tmp_path: Path) -> Path:
     file = tmp_path / "chats.jsonl"
     subprocess.run(
-        [sys.executable, RECIPE, "--documents", "40", "--seed", "3", "--out", file], check=True
+        [sys.executable, RECIPE, "text", "--documents", "40", "--seed", "3", "--out", file],
+        check=True,
     )
     return file
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.launch import fit
-from dovetail.launch.configure import configure
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.fit import check_memory
-from dovetail.launch.supervise import Supervisor, start_stack
+from dovetail.launch.machine import fit
+from dovetail.launch.machine.fit import check_memory
+from dovetail.launch.processes.supervise import Supervisor, start_stack
+from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room
 from dovetail.protocol.settings import Settings

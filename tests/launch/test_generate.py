@@ -16,19 +16,19 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.launch import cli
-from dovetail.launch.answers import open_answers
-from dovetail.launch.connection import Connection
-from dovetail.launch.directory import announced
-from dovetail.launch.generate import (
+from dovetail.launch.commands.generate import (
     NOTHING_PAID,
     STOP_CHARACTERS,
     other_targets,
     summary,
     without_speculation,
 )
-from dovetail.launch.prompts import Prompt, read_prompts
-from dovetail.launch.records import read_records
-from dovetail.launch.supervise import Stack, Supervisor
+from dovetail.launch.files.answers import open_answers
+from dovetail.launch.files.directory import announced
+from dovetail.launch.files.prompts import Prompt, read_prompts
+from dovetail.launch.files.records import read_records
+from dovetail.launch.processes.connection import Connection
+from dovetail.launch.processes.supervise import Stack, Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import MAX_TEXT, Limits, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dovetail.launch import cli
-from dovetail.launch.configure import EXPORTS
+from dovetail.launch.commands.config import EXPORTS
 from dovetail.runtime.http.exposition import Exposition
 from support.golden import representative
 

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from dovetail.launch import cli, migration
-from dovetail.launch.help import FEW
+from dovetail.launch.console.help import FEW
 from dovetail.protocol.settings import DRAFT_KINDS
 
 HEADING = re.compile(r"^(\w.*):$", re.MULTILINE)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from dovetail.launch.supervise import Stack
+from dovetail.launch.processes.supervise import Stack
 
 DOVETAIL = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 BROKEN = (
@@ -25,7 +25,9 @@ BROKEN = (
     "-c",
     """
 import sys
-from dovetail.launch import cli, screen, top
+from dovetail.launch import cli
+from dovetail.launch.commands import top
+from dovetail.launch.monitoring import screen
 def page(*_):
     raise RuntimeError("no page")
 top.page = page

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.bench_figures import differences_told
-from dovetail.launch.bench_methods import PromptSet, check_methods, read_method
-from dovetail.launch.bench_turns import Cell
-from dovetail.launch.binding import Place
-from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.cores import CoreLayout, lay_out_here
-from dovetail.launch.llama.kinds import type_of, uncut, unfit
-from dovetail.launch.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
-from dovetail.launch.llama.start import find_python
-from dovetail.launch.supervise import Supervisor
+from dovetail.launch.bench.figures import differences_told
+from dovetail.launch.bench.llama.kinds import type_of, uncut, unfit
+from dovetail.launch.bench.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
+from dovetail.launch.bench.llama.start import find_python
+from dovetail.launch.bench.methods import PromptSet, check_methods, read_method
+from dovetail.launch.bench.turns import Cell
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.cores import CoreLayout, lay_out_here
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.comparison import NEAR_TIE, Difference

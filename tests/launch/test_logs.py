@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.logs import OneLine, cut
+from dovetail.launch.console.logs import OneLine, cut
 from dovetail.protocol.codec import encode
 from dovetail.protocol.links import open_link
 from support.scripted import hello
@@ -30,7 +30,7 @@ def test_a_record_is_one_printable_line(words: str) -> None:
 
 
 def test_a_process_that_ends_as_it_should_removes_its_own_log_and_no_device(tmp_path: Path) -> None:
-    code = "from dovetail.launch.logs import remove_stderr; remove_stderr()"
+    code = "from dovetail.launch.console.logs import remove_stderr; remove_stderr()"
     for file in (tmp_path / "log", Path(os.devnull)):
         with file.open("ab") as log:
             subprocess.run([sys.executable, "-P", "-c", code], stderr=log, check=True)

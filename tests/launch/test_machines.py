@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.supervise import Stack, layout_of
-from dovetail.launch.topology import format_numbers
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.supervise import Stack, layout_of
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
 

@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.configure import Configuration, configure
-from dovetail.launch.cores import lay_out_here
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.peers import (
+from dovetail.launch.bench.assisted import (
     Peer,
     assistant_of,
     check,
@@ -16,7 +13,10 @@ from dovetail.launch.peers import (
     result_of,
     thread_counts_of,
 )
-from dovetail.launch.supervise import Supervisor
+from dovetail.launch.machine.cores import lay_out_here
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.configure import Configuration, configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.text import TextCodec

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from support.kernels import needs_kernels
 
 Run = Callable[..., CompletedProcess[str]]

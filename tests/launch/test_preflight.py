@@ -11,10 +11,8 @@ import click
 import psutil
 import pytest
 
-from dovetail.launch import embedded
-from dovetail.launch.configure import configure
-from dovetail.launch.outputs import OUT_FOLDER, check_output
-from dovetail.launch.preflight import (
+from dovetail.launch.files.outputs import OUT_FOLDER, check_output
+from dovetail.launch.processes.preflight import (
     check_draft,
     check_inflation,
     check_model,
@@ -23,7 +21,9 @@ from dovetail.launch.preflight import (
     free_memory_bytes,
     memory_bytes,
 )
-from dovetail.launch.supervise import Supervisor, start_stack, with_room_for_draft
+from dovetail.launch.processes.supervise import Supervisor, start_stack, with_room_for_draft
+from dovetail.launch.settings import embedded
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import DraftSettings, TargetSettings
 

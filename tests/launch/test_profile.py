@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch import terminal
-from dovetail.launch.profile import _made, show
+from dovetail.launch.commands.profile import _made, show
+from dovetail.launch.console import terminal
 from dovetail.launch.profiling import report
 from dovetail.launch.profiling.findings import Evidence, find
 from support.browser import chromium, find_chromium

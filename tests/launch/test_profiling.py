@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dovetail.launch.cores import lay_out
+from dovetail.launch.machine.cores import lay_out
+from dovetail.launch.machine.topology import read_topology
 from dovetail.launch.profiling import report, timeline
 from dovetail.launch.profiling.advice import (
     Card,
@@ -56,7 +57,6 @@ from dovetail.launch.profiling.stages import other_nodes
 from dovetail.launch.profiling.timeline import Actor, Slice, Waterfall
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
-from dovetail.launch.topology import read_topology
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.protocol.profile import Limits
 from dovetail.protocol.settings import TargetSettings

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.records import open_records, read_records
+from dovetail.launch.files.records import open_records, read_records
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.launch.remaining import Remaining
+from dovetail.launch.bench.remaining import Remaining
 
 
 class Clock:

@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.launch.configure import configure
-from dovetail.launch.replaced import read_command, settings_of
-from dovetail.launch.swap import as_before
+from dovetail.launch.commands.swap import as_before
+from dovetail.launch.processes.replaced import read_command, settings_of
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.messages import Role, WorkerState
 
 Start = Callable[..., "subprocess.Popen[str]"]

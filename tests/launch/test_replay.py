@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.rehearsal import Outcome, Role, parts_of, play
+from dovetail.launch.checks.rehearsal import Outcome, Role, parts_of, play
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
     Close,

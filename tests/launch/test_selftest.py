@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dovetail.launch.agreement import EXACT, REPLY
-from dovetail.launch.configure import configure
-from dovetail.launch.selftest import drafting_tree, refuse_lossy
-from dovetail.launch.supervise import Stack
+from dovetail.launch.checks.agreement import EXACT, REPLY
+from dovetail.launch.commands.selftest import drafting_tree, refuse_lossy
+from dovetail.launch.processes.supervise import Stack
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, Result
 from dovetail.runtime.comparison import Difference, first_difference

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.holders import check_coordinator, check_port
-from dovetail.launch.service import LOG_BYTES, Ear, registered
-from dovetail.launch.supervise import Supervisor
-from dovetail.launch.watch import MOST_RESTARTS
+from dovetail.launch.processes.holders import check_coordinator, check_port
+from dovetail.launch.processes.service import LOG_BYTES, Ear, registered
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.processes.watch import MOST_RESTARTS
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import WorkerState
@@ -38,7 +38,8 @@ IMPATIENT = (
     sys.executable,
     "-P",
     "-c",
-    "from dovetail.launch import cli, watch; watch.FIRST_PAUSE_S = 0.01; cli.main()",
+    "from dovetail.launch import cli; from dovetail.launch.processes import watch; "
+    "watch.FIRST_PAUSE_S = 0.01; cli.main()",
 )
 PAIR = ("--http.port", "0", "--draft.device", "cpu", "--json")
 QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
@@ -470,7 +471,8 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
 CRAMPED = """
 import sys
 from pathlib import Path
-from dovetail.launch import cli, service, watch
+from dovetail.launch import cli
+from dovetail.launch.processes import service, watch
 from dovetail.protocol.memory import Room
 service.read_room = lambda: Room(int(Path(sys.argv.pop(1)).read_text()), "available on this machine")
 watch.LONGEST_PAUSE_S = 1.0

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.launch.binding import Place
 from dovetail.launch.cli import run as run_command
-from dovetail.launch.configure import configure
-from dovetail.launch.cores import CoreLayout
-from dovetail.launch.embedded import DEMO_FOLDER, with_draft, with_target
-from dovetail.launch.prompts import read_prompts
-from dovetail.launch.records import open_records
+from dovetail.launch.files.prompts import read_prompts
+from dovetail.launch.files.records import open_records
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.simulation.beside import check_apart, decode_all
 from dovetail.launch.simulation.clockwork import Clock
 from dovetail.launch.simulation.costs import Costs, curve

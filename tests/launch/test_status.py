@@ -2,8 +2,8 @@
 
 import pytest
 
-from dovetail.launch import terminal
-from dovetail.launch.status import _show
+from dovetail.launch.commands.status import _show
+from dovetail.launch.console import terminal
 from support.golden import representative
 
 HEADINGS = (

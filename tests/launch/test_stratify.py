@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.configure import configure
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.stratify import chart, rounds_of
-from dovetail.launch.supervise import Stack
-from dovetail.launch.thresholds import draft_facts, read_thresholds, write_thresholds
+from dovetail.launch.commands.stratify import chart, rounds_of
+from dovetail.launch.processes.supervise import Stack
+from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.thresholds import draft_facts, read_thresholds, write_thresholds
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Result, RoundRecord
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings

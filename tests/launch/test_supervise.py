@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dovetail.launch import supervise
-from dovetail.launch.configure import configure
-from dovetail.launch.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.processes import supervise
+from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
 from support.models import tiny_llama
 
@@ -24,7 +24,7 @@ PARENT = (
     "-c",
     """
 import os, signal
-from dovetail.launch.supervise import Supervisor
+from dovetail.launch.processes.supervise import Supervisor
 cores = (min(os.sched_getaffinity(0)),)
 with Supervisor() as supervisor:
     supervisor.start_coordinator(cores)
@@ -39,7 +39,7 @@ ORPHANS = (
     "-c",
     """
 import os, signal, sys
-from dovetail.launch import supervise
+from dovetail.launch.processes import supervise
 supervise.ORPHANED_S = 1.0
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 with supervise.Supervisor() as supervisor:

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dovetail.launch.bench_methods import Method, read_method
-from dovetail.launch.configure import configure
-from dovetail.launch.sweep import VALUES, draw_sweep, points_of, read_sweep, swept
+from dovetail.launch.bench.methods import Method, read_method
+from dovetail.launch.bench.sweep import VALUES, draw_sweep, points_of, read_sweep, swept
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import SettingsError, UserError
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]

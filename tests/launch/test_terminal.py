@@ -8,10 +8,17 @@ import sys
 
 import pytest
 
-from dovetail.launch import cli, terminal
-from dovetail.launch.bench_csv import COLUMNS as CSV_COLUMNS
-from dovetail.launch.bench_table import COLUMNS, SWEPT, show
-from dovetail.launch.terminal import beside_each_other, clock_text, counted, explained, progress_bar
+from dovetail.launch import cli
+from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
+from dovetail.launch.bench.table import COLUMNS, SWEPT, show
+from dovetail.launch.console import terminal
+from dovetail.launch.console.terminal import (
+    beside_each_other,
+    clock_text,
+    counted,
+    explained,
+    progress_bar,
+)
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 replies"), (1, "1 reply"), (2, "2 replies")])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.topology import (
+from dovetail.launch.machine.topology import (
     Node,
     Topology,
     cpus_for,

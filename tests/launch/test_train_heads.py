@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dovetail.launch.heads import Wish, train_head
-from dovetail.launch.train import command
+from dovetail.launch.commands.train import command
+from dovetail.launch.training.heads import Wish, train_head
 from dovetail.protocol.errors import UserError
 from dovetail.workers.heads.head import classify, open_head
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
@@ -290,7 +290,7 @@ def test_a_head_begins_with_the_targets_last_layers() -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
-    line = "from dovetail.launch.train import command; command()"
+    line = "from dovetail.launch.commands.train import command; command()"
     (tmp_path / "train.py").write_text(line)
     options = (
         f"eagle --data {tokens} --out {tmp_path / 'head'} --steps 2 --batch 2 --length "

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.launch.watch import (
+from dovetail.launch.processes.watch import (
     FIRST_PAUSE_S,
     HEALTHY_S,
     LONGEST_PAUSE_S,

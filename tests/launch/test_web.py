@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.chat import Chat
-from dovetail.launch.configure import configure
-from dovetail.launch.conversation import Answer, Manner
-from dovetail.launch.web import WebAnswerer, api_key, check_flags
+from dovetail.launch.chat.conversation import Answer, Manner
+from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
+from dovetail.launch.commands.chat import Chat
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, TreeSettings

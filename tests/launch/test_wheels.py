@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.launch.wheels import (
+from dovetail.launch.machine.wheels import (
     build_for,
     driver_for,
     has_code_for,

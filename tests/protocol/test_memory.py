@@ -258,7 +258,7 @@ IN_GROUP = """
 import os, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from dovetail.launch.supervise import Supervisor
+from dovetail.launch.processes.supervise import Supervisor
 with Supervisor() as supervisor:
     child = supervisor.start_command("target worker", [sys.executable, "-c", "x = []\\nwhile True: x.append(bytearray(1 << 20))"])
     child.process.wait()

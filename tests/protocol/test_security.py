@@ -335,7 +335,7 @@ def test_no_serialiser_that_runs_code_is_imported_by_a_process_of_ours() -> None
     """`pickle` itself comes with the standard library's own modules; what would use it for messages
     does not."""
     code = (
-        "import sys; import dovetail.launch.coordinator; sys.exit(bool({'cloudpickle', "
+        "import sys; import dovetail.launch.commands.coordinator; sys.exit(bool({'cloudpickle', "
         "'dill', 'joblib', 'shelve'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

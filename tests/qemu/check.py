@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.launch.binding import MPOL_DEFAULT, Linux, Place, bind, memory_refusal
-from dovetail.launch.cores import lay_out
-from dovetail.launch.topology import format_numbers, read_topology
+from dovetail.launch.machine.binding import MPOL_DEFAULT, Linux, Place, bind, memory_refusal
+from dovetail.launch.machine.cores import lay_out
+from dovetail.launch.machine.topology import format_numbers, read_topology
 
 MOVE_PAGES = 279  # x86-64
 PAGES = 256

@@ -7,7 +7,7 @@ and wait for each other.
 
 import pytest
 
-from dovetail.launch.configure import configure
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.loads import ALONE, Load
 from dovetail.runtime.policies import worth_waiting

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import psutil
 
-from dovetail.launch.terminal import counted, note, print_table, progress_bar
+from dovetail.launch.console.terminal import counted, note, print_table, progress_bar
 from dovetail.protocol.errors import DovetailError, LinkClosed
 from dovetail.protocol.settings import Sampling
 from soak import sabotage

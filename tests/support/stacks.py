@@ -5,9 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dovetail.launch.configure import configure
-from dovetail.launch.embedded import DEMO_FOLDER
-from dovetail.launch.supervise import (
+from dovetail.launch.processes.supervise import (
     POLL_S,
     Child,
     Played,
@@ -18,6 +16,8 @@ from dovetail.launch.supervise import (
     wait_until_ready,
     worker_arguments,
 )
+from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings

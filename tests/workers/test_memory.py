@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.memory import measured
-from dovetail.launch.embedded import DEMO_FOLDER
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.launch.train import train_small
+from dovetail.launch.commands.train import train_small
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training import run, small
 from dovetail.workers.training.data.examples import read_token_file

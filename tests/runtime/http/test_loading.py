@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.launch.terminal import SAY_EVERY_S, Intervals, loading_text
+from dovetail.launch.console.terminal import SAY_EVERY_S, Intervals, loading_text
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.messages import LoadingState

@@ -1,0 +1,290 @@
+"""Figures of a benchmark: rows, speed-ups with their intervals, medians, peers, differences. Pure.
+
+- tokens_per_s is the decoding rate: tokens after the first one over the time after the first one.
+  What a prompt costs before is told apart, end to end.
+- speedup is the summed time per token of `none` over that of the method, on the same prompts; its
+  interval is a paired bootstrap over prompts.
+- a method whose draft failed in a reply has no speed-up: it was the target's own rate from there
+  on.
+- pass is the time of a target's pass as it was called, T_V, over that of `none`, T_T.
+- hit_rate is over the rounds that drafted; plain_share over all. predicted_tokens_per_s is what the
+  cost model expected of the rounds, before each began.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dovetail.launch.bench.methods import NONE, Contender
+from dovetail.launch.bench.turns import Cell
+from dovetail.launch.console.failed import first_failure
+from dovetail.protocol.messages import Result
+
+RESAMPLES = 2000
+INTERVAL = (0.025, 0.975)
+
+
+def baseline(cells: Sequence[Cell], of: Cell) -> Cell:
+    """What the target alone did on the same prompts at the same temperature."""
+    return next(
+        c
+        for c in cells
+        if c.method.name == NONE and c.prompts is of.prompts and c.temperature == of.temperature
+    )
+
+
+def speedup(
+    cell: Cell, baseline: Cell, seed: int
+) -> tuple[float | None, float | None, float | None]:
+    """(ratio, low, high) of time per token; nothing where nothing was decoded after the first
+    token, or where the draft failed."""
+    if any(run.finished.result.draft_failure is not None for run in cell.runs):
+        return None, None, None
+    (seconds, tokens), (base_seconds, base_tokens) = cell.decoding(), baseline.decoding()
+    if not tokens.sum() or not base_tokens.sum():
+        return None, None, None
+    draws = np.random.default_rng(seed).integers(0, len(seconds), (RESAMPLES, len(seconds)))
+    sums = [values[draws].sum(axis=1) for values in (seconds, tokens, base_seconds, base_tokens)]
+    usable = (sums[1] > 0) & (sums[3] > 0)
+    ratios = (sums[2] / np.maximum(sums[3], 1) / (sums[0] / np.maximum(sums[1], 1)))[usable]
+    low, high = np.quantile(ratios, INTERVAL)
+    ratio = (base_seconds.sum() / base_tokens.sum()) / (seconds.sum() / tokens.sum())
+    return float(ratio), float(low), float(high)
+
+
+def best_of_peers(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, but of each peer on a set at a temperature only the one with the number of threads
+    that was the fastest."""
+    return [
+        cell
+        for cell in cells
+        if cell is max(_variants(cells, cell), key=lambda variant: variant.tokens_per_s)
+    ]
+
+
+def _variants(cells: Sequence[Cell], of: Cell) -> list[Cell]:
+    return [
+        c
+        for c in cells
+        if c.method.name == of.method.name
+        and c.prompts is of.prompts
+        and c.temperature == of.temperature
+    ]
+
+
+def peers_told(measured: Sequence[Cell], best: Sequence[Cell]) -> list[dict[str, Any]]:
+    """What each peer was measured with, and which of it is its row."""
+    where = [(cell, _place(cell)) for cell in measured if not cell.method.ours]
+    return [
+        {
+            **at,
+            "threads": c.method.threads,
+            "tokens_per_s": c.tokens_per_s,
+            "best": any(c is other for other in best),
+        }
+        for c, at in where
+    ]
+
+
+def against_peers(cells: Sequence[Cell], seed: int) -> list[dict[str, Any]]:
+    """Return the speed-up of each of our methods over each peer, with its interval, on the same
+    prompts in turns."""
+    told = []
+    for peer in (cell for cell in cells if not cell.method.ours):
+        rivals = (
+            c
+            for c in cells
+            if c.method.ours and c.prompts is peer.prompts and c.temperature == peer.temperature
+        )
+        for cell in rivals:
+            ratio, low, high = speedup(cell, peer, seed)
+            names = {
+                "method": cell.method.name,
+                "peer": peer.method.name,
+                "prompts": cell.prompts.name,
+                "temperature": cell.temperature,
+            }
+            told.append({**names, "ratio": ratio, "low": low, "high": high})
+    return told
+
+
+def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str, Any]:
+    """One line of the result, for a method on a set at a temperature."""
+    results = [run.finished.result for run in cell.runs]
+    seconds = sum(run.decode_s for run in cell.runs)
+    tokens, rounds = (
+        sum(run.decoded_tokens for run in cell.runs),
+        sum(result.rounds for result in results),
+    )
+    taus = [result.tau for result in results if result.tau is not None]
+    ratio, low, high = speedup(cell, baseline, seed)
+    failures, failure = first_failure(results)
+    return {
+        **_place(cell),
+        "tokens_per_s": tokens / seconds if seconds else 0.0,
+        "speedup": ratio,
+        "speedup_low": low,
+        "speedup_high": high,
+        "tau": tokens / rounds if rounds else None,
+        "tau_macro": sum(taus) / len(taus) if taus else None,
+        "calls": rounds,
+        "verified_tokens": sum(result.verified_rows for result in results),
+        "peak_rss_mb": contender.peak_rss_mb(),
+        "peak_vram_mb": None,
+        "draft_share": sum(result.draft_exposed_s for result in results) / seconds
+        if seconds
+        else 0.0,
+        "verify_share": sum(result.verify_s for result in results) / seconds if seconds else 0.0,
+        "weights": cell.method.weights,
+        "draft_failures": failures,
+        "draft_failure": failure.model_dump() if failure is not None else None,
+        **_shape(cell),
+        **_speculation(cell, results),
+    }
+
+
+def _place(cell: Cell) -> dict[str, Any]:
+    return {
+        "method": cell.method.name,
+        "prompts": cell.prompts.name,
+        "temperature": cell.temperature,
+    }
+
+
+def _shape(cell: Cell) -> dict[str, Any]:
+    """The tree that a method was told to grow."""
+    tree = cell.method.configuration.settings.tree
+    if cell.method.drafts and cell.method.ours:
+        return {
+            "policy": tree.policy,
+            "gamma": tree.gamma,
+            "depth": tree.depth,
+            "width": tree.width,
+        }
+    return {"policy": NONE, "gamma": 0, "depth": 0, "width": 0}
+
+
+def _speculation(cell: Cell, results: Sequence[Result]) -> dict[str, Any]:
+    """How the drafting went: what was grown, where, and for nothing."""
+    rounds, plain = (
+        sum(result.rounds for result in results),
+        sum(result.plain_rounds for result in results),
+    )
+    return {
+        "ahead": cell.method.configuration.settings.draft.ahead
+        if cell.method.drafts and cell.method.ours
+        else None,
+        "hit_rate": _hit_rate(results),
+        "grown_nodes": sum(result.grown_nodes for result in results),
+        "ahead_nodes": sum(result.ahead_nodes for result in results),
+        "wasted_nodes": sum(result.wasted_nodes for result in results),
+        "plain_share": plain / rounds if rounds else None,
+        "predicted_tokens_per_s": _predicted(cell),
+    }
+
+
+def _hit_rate(results: Sequence[Result]) -> float | None:
+    """Over the rounds of all replies that drafted."""
+    known = [
+        (result.hit_rate, result.rounds - result.plain_rounds)
+        for result in results
+        if result.hit_rate is not None
+    ]
+    drafted = sum(rounds for _, rounds in known)
+    return sum(rate * rounds for rate, rounds in known) / drafted if drafted else None
+
+
+def _predicted(cell: Cell) -> float | None:
+    """Tokens over the time that they were expected to take, of the replies whose time was
+    foretold."""
+    known = [(run.decoded_tokens, run.finished.result.predicted_tokens_per_s) for run in cell.runs]
+    expected_s = sum(tokens / rate for tokens, rate in known if rate)
+    return sum(tokens for tokens, rate in known if rate) / expected_s if expected_s else None
+
+
+def pass_told(cell: Cell, baseline: Cell) -> dict[str, Any]:
+    """Milliseconds of a target's pass as it was called, how many times that is of one of the target
+    alone, and those of drafting that a round waits for."""
+    milliseconds, alone = (_a_round_ms(c, lambda result: result.verify_s) for c in (cell, baseline))
+    ratio = milliseconds / alone if milliseconds is not None and alone else None
+    return {
+        **_place(cell),
+        "verify_ms": milliseconds,
+        "ratio": ratio,
+        "draft_ms": _a_round_ms(cell, lambda result: result.draft_exposed_s),
+    }
+
+
+def _a_round_ms(cell: Cell, seconds: Callable[[Result], float]) -> float | None:
+    results = [run.finished.result for run in cell.runs]
+    rounds = sum(result.rounds for result in results)
+    return 1e3 * sum(map(seconds, results)) / rounds if rounds else None
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The speed-up of each method on its median set of prompts, where there are several."""
+    told = []
+    for method, temperature in dict.fromkeys((row["method"], row["temperature"]) for row in rows):
+        found = [
+            row["speedup"]
+            for row in rows
+            if (row["method"], row["temperature"]) == (method, temperature)
+            and row["speedup"] is not None
+        ]
+        if len(found) > 1:
+            told.append(
+                {
+                    "method": method,
+                    "temperature": temperature,
+                    "sets": len(found),
+                    "speedup": float(np.median(found)),
+                }
+            )
+    return told
+
+
+def end_to_end(cell: Cell) -> dict[str, Any]:
+    """All tokens over all time, prompts included."""
+    results = [run.finished.result for run in cell.runs]
+    return {
+        **_place(cell),
+        "tokens_per_s": sum(result.completion_tokens for result in results)
+        / sum(result.wall_s for result in results),
+    }
+
+
+def tasks_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """For every set and temperature, how many prompts there were, how many were cut to fit, and how
+    many replies were cut where they began to loop."""
+    told = []
+    for cell in cells:
+        if cell.method.name == NONE:
+            tasks = {run.task.prompt.id: run.task for run in cell.runs}.values()
+            looped = sum(
+                task.max_tokens < task.reference.result.completion_tokens for task in tasks
+            )
+            counts = {
+                "count": len(tasks),
+                "shortened": sum(task.shortened for task in tasks),
+                "looped": looped,
+            }
+            told.append({"prompts": cell.prompts.name, "temperature": cell.temperature, **counts})
+    return told
+
+
+def differences_told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Every reply whose tokens are not those of `none`; `exact`: they were to be, which they are
+    not where another engine computes with its own types."""
+    return [
+        {
+            **_place(cell),
+            "id": id,
+            "position": difference.position,
+            "margin": difference.margin,
+            "near_tie": difference.near_tie,
+            "exact": cell.method.exact,
+        }
+        for cell in cells
+        for id, difference in cell.differences.items()
+    ]

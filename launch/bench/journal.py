@@ -1,0 +1,360 @@
+"""The file that `bench --out` writes: every reply as it is measured, and at its end the result, so
+that a run goes on where it stopped.
+
+A JSON object a line: `bench` (settings, prompts, machine), `contenders` (their threads, and what
+they are), `task` (a prompt as it is asked, and how far its reply goes), `reply`; the last line of a
+whole run is the object that --json prints. A line is written whole; the end of the last one can be
+missing, and then that line is dropped. A file of another run, or of anything else, is refused and
+stays as it is.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import ValidationError
+
+from dovetail.launch.bench.methods import Contender, Method, PromptSet, Run, Task, Theirs
+from dovetail.launch.cli import installed_version
+from dovetail.launch.console.terminal import counted, note
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import append, refusal
+from dovetail.protocol.messages import Finished
+from dovetail.protocol.profile import machine_key
+
+FIRST = b'{"bench": '
+"""What every file of ours begins with."""
+Where = tuple[str, float, str]
+"""Set of prompts, temperature, id of the prompt."""
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A contender whose replies are all in the file: nothing of it runs."""
+
+    method: Method
+    peak_mb: float
+    told: str
+
+    def decode(self, task: Task, temperature: float, seed: int) -> Run:
+        raise AssertionError(f"{self.method.label} is measured already")
+
+    def peak_rss_mb(self) -> float:
+        return self.peak_mb
+
+    def identity(self) -> str:
+        return self.told
+
+
+@dataclass
+class Journal:
+    """What is measured so far; without a file it is kept for this run alone."""
+
+    file: IO[bytes] | None = None
+    known: dict[str, Any] = field(default_factory=dict)
+    """Label -> method, threads, identity: of the run that began."""
+    tasks: dict[Where, tuple[str, int, Finished]] = field(default_factory=dict)
+    """By place: the prompt, the tokens of its reply, and the reply of `none`, which sets the
+    length."""
+    replies: dict[tuple[str, Where, int], tuple[Finished, int]] = field(default_factory=dict)
+    """Label, where, number -> the reply, and the tokens that came with its first round."""
+    peaks: dict[str, float] = field(default_factory=dict)
+    whole: bool = False
+    """Whether the result is in the file."""
+    begun: bool = False
+    """Whether this run has measured anything itself."""
+
+    def task(self, where: Where, prompt: Prompt) -> Task | None:
+        """The prompt as it was asked, if it was."""
+        kept = self.tasks.get(where)
+        return Task(prompt, *kept) if kept is not None else None
+
+    def keep_task(self, where: Where, task: Task) -> None:
+        self.begun = True
+        self.tasks[where] = (task.turn, task.max_tokens, task.reference)
+        self._write(
+            {
+                "task": {
+                    "at": where,
+                    "turn": task.turn,
+                    "max_tokens": task.max_tokens,
+                    "reference": _reply_told(task.reference),
+                }
+            }
+        )
+
+    def has(self, label: str, where: Where, number: int) -> bool:
+        return (label, where, number) in self.replies
+
+    def complete(self, labels: Iterable[str], where: Where, repeat: int) -> bool:
+        """Whether all methods have all their replies to a prompt."""
+        return all(self.has(label, where, number) for label in labels for number in range(repeat))
+
+    def reply(self, label: str, where: Where, number: int, task: Task) -> Run | None:
+        """The reply of a method to a prompt, if it was measured."""
+        kept = self.replies.get((label, where, number))
+        return Run(task, *kept) if kept is not None else None
+
+    def keep_reply(self, label: str, where: Where, number: int, run: Run, peak_mb: float) -> None:
+        self.begun = True
+        self.replies[label, where, number] = (run.finished, run.together)
+        self.peaks[label] = max(peak_mb, self.peaks.get(label, 0.0))
+        told = {
+            "method": label,
+            "at": where,
+            "number": number,
+            "together": run.together,
+            "peak_rss_mb": peak_mb,
+            **_reply_told(run.finished),
+        }
+        self._write({"reply": told})
+
+    def agree(self, found: Mapping[str, Contender]) -> dict[str, Contender]:
+        """The contenders of the run that began, from those that were started now; `UserError` if
+        they are others. A peer keeps the numbers of threads that it was measured with at first.
+        """
+        if not self.known:
+            self.known = {
+                label: {
+                    "name": c.method.name,
+                    "threads": c.method.threads,
+                    "identity": c.identity(),
+                }
+                for label, c in found.items()
+            }
+            self._write({"contenders": self.known})
+            return dict(found)
+        by_name = {contender.method.name: contender for contender in found.values()}
+        agreed: dict[str, Contender] = {}
+        for label, told in self.known.items():
+            contender = by_name[told["name"]]
+            if contender.identity() != told["identity"]:
+                raise _other_run(
+                    f"the models or engines of {told['name']}",
+                    told["identity"],
+                    contender.identity(),
+                )
+            agreed[label] = (
+                replace(contender, method=replace(contender.method, threads=told["threads"]))
+                if isinstance(contender, Theirs)
+                else contender
+            )
+        return agreed
+
+    def remembered(self, methods: Sequence[Method]) -> dict[str, Contender]:
+        """The contenders of a run that is whole; nothing is started."""
+        by_name = {method.name: method for method in methods}
+        return {
+            label: Remembered(
+                replace(by_name[told["name"]], threads=told["threads"]),
+                self.peaks.get(label, 0.0),
+                told["identity"],
+            )
+            for label, told in self.known.items()
+        }
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        """The result is there."""
+        if not self.whole:
+            self._write(result)
+        self.whole = True
+
+    def _write(self, told: Mapping[str, Any]) -> None:
+        if self.file is not None:
+            append(
+                self.file,
+                Path(self.file.name),
+                "what is measured",
+                json.dumps(told).encode() + b"\n",
+            )
+
+
+@contextmanager
+def open_journal(path: Path | None, heading: Mapping[str, Any]) -> Iterator[Journal]:
+    """The journal in the file at `path`, held against a second run; `heading` is what this run
+    would measure. Whoever interrupts it is told how to go on. Without a file it is kept in memory.
+    """
+    if path is None:
+        yield Journal()
+        return
+    with _locked(path) as file:
+        journal = _read(path, file, heading)
+        try:
+            yield journal
+        except UserError:
+            raise
+        except BaseException:
+            note(
+                f"{counted(len(journal.replies), 'measured reply', 'measured replies')} kept "
+                f"in {path}: the same command goes on from there"
+            )
+            raise
+
+
+def heading_of(
+    methods: Sequence[Method],
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    repeat: int,
+    seed: int,
+) -> dict[str, Any]:
+    """What tells a run from others, but for what is in the folders of its models."""
+    return {
+        "version": installed_version(),
+        "machine": _machine(),
+        "methods": {
+            method.name: {
+                **_settings(method),
+                "llama.cpp": vars(method.llama) if method.llama else None,
+            }
+            for method in methods
+        },
+        "prompts": {prompts.name: _digest(prompts) for prompts in sets},
+        "temperatures": list(temperatures),
+        "repeat": repeat,
+        "seed": seed,
+    }
+
+
+def _settings(method: Method) -> dict[str, Any]:
+    told: dict[str, Any] = method.configuration.settings.model_dump(mode="json", exclude={"http"})
+    return told
+
+
+def _machine() -> dict[str, str]:
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    model = re.search(r"^(?:model name|CPU part)\s*:\s*(.*)$", text, re.MULTILINE)
+    cores = format_numbers(sorted(os.sched_getaffinity(0)))
+    return {"processor": model[1] if model else "unknown", "key": machine_key(), "cores": cores}
+
+
+def _digest(prompts: PromptSet) -> str:
+    told = [(prompt.id, prompt.turns) for prompt in prompts.prompts]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[bytes]]:
+    if path.exists() and not path.is_file():
+        raise UserError(
+            f"{path} is no regular file, and what is measured is read again when a run goes "
+            "on: choose a file as --out"
+        )
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise UserError(f"cannot write what is measured to {path}: {refusal(error)}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run is writing what it measures to {path}: wait for it, or choose "
+                "another --out"
+            ) from None
+        yield file
+
+
+def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
+    """Return the journal of an earlier run, and cut off a torn last line once all others have been
+    checked."""
+    file.seek(0)
+    lines = file.read().splitlines(keepends=True)
+    journal, plain = Journal(file), json.loads(json.dumps(heading))
+    if lines and not (lines[0].startswith(FIRST) or FIRST.startswith(lines[0])):
+        raise UserError(
+            f"{path} is no file of `dovetail bench --out`: choose another --out, or remove it"
+        )
+    whole = [line for line in lines if line.endswith(b"\n")]
+    for number, line in enumerate(whole, start=1):
+        try:
+            _take(journal, json.loads(line), plain)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError):
+            raise UserError(
+                f"{path} line {number} is none of `dovetail bench --out`: choose another "
+                "--out, or remove the file"
+            ) from None
+    if journal.whole and not (journal.known and journal.tasks and journal.replies):
+        raise UserError(
+            f"{path} says that all is measured, and lacks what was: choose another --out, or "
+            "remove the file"
+        )
+    file.truncate(sum(map(len, whole)))
+    if not whole:
+        journal._write({"bench": plain})
+    return journal
+
+
+def _take(journal: Journal, told: Mapping[str, Any], heading: Mapping[str, Any]) -> None:
+    """A line of the file."""
+    if "bench" in told:
+        _compare(told["bench"], heading)
+    elif "contenders" in told:
+        journal.known = {
+            str(label): {name: known[name] for name in ("name", "threads", "identity")}
+            for label, known in told["contenders"].items()
+        }
+    elif "task" in told:
+        task = told["task"]
+        journal.tasks[_where(task["at"])] = (
+            str(task["turn"]),
+            int(task["max_tokens"]),
+            _finished(task["reference"]),
+        )
+    elif "reply" in told:
+        reply = told["reply"]
+        label, where = str(reply["method"]), _where(reply["at"])
+        journal.replies[label, where, int(reply["number"])] = (
+            _finished(reply),
+            int(reply["together"]),
+        )
+        journal.peaks[label] = max(float(reply["peak_rss_mb"]), journal.peaks.get(label, 0.0))
+    else:
+        journal.whole = bool(told["rows"])
+
+
+def _where(told: Sequence[Any]) -> Where:
+    name, temperature, id = told
+    return str(name), float(temperature), str(id)
+
+
+def _reply_told(finished: Finished) -> dict[str, Any]:
+    return {"result": finished.result.model_dump(mode="json"), "margins": finished.margins}
+
+
+def _finished(told: Mapping[str, Any]) -> Finished:
+    return Finished.model_validate_json(
+        json.dumps({"epoch": 0, "request": 0, "result": told["result"], "margins": told["margins"]})
+    )
+
+
+def _compare(there: Any, here: Any, name: str = "") -> None:
+    """`UserError` for the first thing of a heading that is not as it was."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in (*here, *(key for key in there if key not in here)):
+            _compare(there.get(key), here.get(key), f"{name}.{key}" if name else key)
+    elif there != here:
+        raise _other_run(name, there, here)
+
+
+def _other_run(name: str, there: object, here: object) -> UserError:
+    told = (
+        "is not in this run"
+        if here is None
+        else "was not in that run"
+        if there is None
+        else f"was {there!r} and is {here!r}"
+    )
+    return UserError(
+        f"--out is the file of another run: {name} {told}; choose another --out, or run it as "
+        "it was"
+    )

@@ -1,0 +1,270 @@
+"""Our end of llama.cpp: its file made from the target, its process started on the cores of our
+target and our draft together, asked reply by reply.
+
+Methods that differ in what the process is told share the file. While another method has its turn
+the process sleeps. Above temperature 0 it draws by itself; at 0 it chooses as the target does, but
+for its arithmetic: activations rounded to the type of the weights, a cache of 16-bit floats.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.bench.assisted import (
+    TRIAL_TOKENS,
+    PeerReply,
+    near_the_fastest,
+    result_of,
+    thread_counts_of,
+)
+from dovetail.launch.bench.llama.kinds import read_config, type_of, uncut, unfit
+from dovetail.launch.bench.llama.start import INSTALL, command_of, find_python
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.processes.supervise import Child, Supervisor
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_target
+from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.settings import Sampling, Settings, TargetSettings
+from dovetail.runtime.text import TextCodec
+from dovetail.workers.peers.generated import Generated, Round
+
+LLAMA = "llama.cpp"
+LOOKED_UP = 10
+"""Tokens that llama-cpp-python's prompt lookup proposes at a time, unless told otherwise: its own
+default."""
+OPTIONS = "threads=N, draft=lookup, lookup=N (tokens at a time), cache=f16|f32"
+
+
+@dataclass(frozen=True)
+class LlamaOptions:
+    """What `--method llama.cpp` may say beside settings."""
+
+    threads: int | None = None
+    """None: as many as are the fastest of a few."""
+    draft: str = ""
+    """`lookup`, the one draft that the package has."""
+    lookup: int = LOOKED_UP
+    cache: str = "f16"
+
+    @property
+    def proposed(self) -> int:
+        """Tokens that its draft proposes at a time."""
+        return self.lookup if self.draft else 0
+
+
+def read_option(options: LlamaOptions, text: str) -> LlamaOptions | None:
+    """The options with what "NAME=VALUE" says; None if it is no option of llama.cpp's, `UserError`
+    if it is and the value is not possible."""
+    name, _, value = text.partition("=")
+    values: dict[str, Any] = {**vars(options)}
+    if name in ("threads", "lookup") and value.isdigit() and int(value):
+        values[name] = int(value)
+    elif (name, value) in (("draft", "lookup"), ("cache", "f16"), ("cache", "f32")):
+        values[name] = value
+    elif name in values:
+        raise UserError(
+            f"--method {LLAMA}: {text!r} is not possible: write {OPTIONS}; of drafts "
+            "llama-cpp-python has its prompt lookup alone"
+        )
+    else:
+        return None
+    return LlamaOptions(**values)
+
+
+def check(settings: Settings, options: LlamaOptions, cores: Sequence[int]) -> None:
+    """`UserError` for more threads than there are cores, and for a target that is not written as
+    GGUF here, as far as a look at it tells."""
+    if options.threads is not None and options.threads > len(cores):
+        raise UserError(
+            f"--method {LLAMA}: threads={options.threads} are more than the {len(cores)} cores "
+            "of our target and our draft: ask for no more"
+        )
+    folder = Path(with_target(settings.target).model).expanduser()
+    if (folder / "config.json").is_file():
+        _check_kind(folder, settings.target)
+
+
+def _check_kind(folder: Path, target: TargetSettings) -> None:
+    config = read_config(folder)
+    reason = unfit(config) or uncut(
+        config, type_of(target.weights, config), widened=bool(target.inflate)
+    )
+    if reason:
+        raise UserError(
+            f"--method {LLAMA} is given Llama models as GGUF, and {folder.name} has {reason}: "
+            "leave the method out"
+        )
+
+
+def python_for(python: Path | None) -> Path:
+    """The Python with llama.cpp; `UserError` says how to get one."""
+    if python is not None and not python.is_file():
+        raise UserError(
+            f"--llama-python {python} {'is no file' if python.exists() else 'is not there'}: "
+            "name the Python that has llama-cpp-python"
+        )
+    found = find_python(python)
+    if found is None:
+        who = f"--llama-python {python}" if python is not None else "this Python"
+        raise UserError(
+            f"--method {LLAMA}: llama-cpp-python is not installed: {who} cannot import "
+            f"llama_cpp and gguf. To get them: {INSTALL}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A target as llama.cpp is given it."""
+
+    folder: Path
+    kind: str
+    file: Path
+    codec: TextCodec
+
+
+@dataclass
+class Preparation:
+    """The files of one run, in a folder that goes with it; each is made once."""
+
+    supervisor: Supervisor
+    python: Path
+    _made: dict[str, _Prepared] = field(default_factory=dict)
+
+    def of(self, configuration: Configuration) -> _Prepared:
+        """Those of a target; the GGUF itself is written by whoever is the first to load it."""
+        key = configuration.settings.target.model_dump_json()
+        if key not in self._made:
+            self._made[key] = self._make(configuration)
+        return self._made[key]
+
+    def _make(self, configuration: Configuration) -> _Prepared:
+        out = Path(tempfile.mkdtemp(prefix="dovetail-llama-"))
+        self.supervisor.owns_folder(out)
+        arguments = [f"--out={out / 'model'}", *configuration.arguments("target")]
+        child = self.supervisor.start(
+            f"{LLAMA}: reading the target",
+            arguments,
+            module="dovetail.launch.bench.llama.prepare",
+            reads=True,
+        )
+        told = _heard(child)
+        self.supervisor.end([child])
+        source, folder = Path(told["source"]), Path(told["folder"])
+        target = configuration.settings.target
+        _check_kind(source, target)
+        kind = type_of(target.weights, read_config(source))
+        codec = TextCodec(
+            (folder / "tokenizer.json").read_bytes(),
+            VocabularyFacts.model_validate_json(json.dumps(told["facts"])),
+        )
+        return _Prepared(folder, kind, out / f"{kind}.gguf", codec)
+
+
+class LlamaPeer:
+    """The process, and the pipe to it."""
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        configuration: Configuration,
+        layout: CoreLayout,
+        options: LlamaOptions,
+    ) -> None:
+        """Returns when the model is loaded; what the process has to say if it cannot be is
+        raised."""
+        self.cores = tuple(sorted({*layout.target.cores, *layout.draft.cores}))
+        self._prepared = preparation.of(configuration)
+        prepared, cores = self._prepared, ",".join(map(str, self.cores))
+        more = (f"--cores={cores}", f"--cache={options.cache}", f"--lookup={options.proposed}")
+        command = command_of(
+            preparation.python,
+            "dovetail.launch.bench.llama.generation",
+            (str(prepared.folder), prepared.kind, str(prepared.file), *more),
+        )
+        self._child = preparation.supervisor.start_command(
+            f"{LLAMA} process", command, reads=True, asks=True
+        )
+        self.identity = f"{_heard(self._child)['engine']} {prepared.kind}, cache {options.cache}"
+        if prepared.folder.parent == prepared.file.parent:
+            shutil.rmtree(
+                prepared.folder, ignore_errors=True
+            )  # the inflated target is in the GGUF now, and is as large
+        tried = (
+            (options.threads,) if options.threads is not None else thread_counts_of(len(self.cores))
+        )
+        self.thread_counts = near_the_fastest({threads: self._try(threads) for threads in tried})
+        """What it is measured with."""
+
+    def decode(
+        self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
+    ) -> PeerReply:
+        """Decode one reply to its end."""
+        codec = self._prepared.codec
+        prompt = codec.encode_turns(turns)
+        how = {
+            "temp": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
+        told = self._asked(
+            tokens=prompt,
+            max_tokens=max_tokens,
+            ends=codec.facts.end,
+            sampling=how,
+            seed=seed,
+            threads=threads,
+        )
+        generated = Generated(
+            tuple(told["tokens"]), told["began_ns"], tuple(Round(*each) for each in told["rounds"])
+        )
+        return PeerReply(
+            result_of(generated, codec, len(prompt), seed, codec.facts.end),
+            generated.rounds[0].committed,
+        )
+
+    def peak_rss_mb(self) -> float:
+        """The most memory that it ever held, in 10^6 bytes."""
+        return self._child.peak_rss_bytes() / 1e6
+
+    def close(self) -> None:
+        """The process ends with its supervisor."""
+
+    def _try(self, threads: int) -> float:
+        """Seconds of the second of two short replies."""
+        for _ in range(2):
+            reply = self.decode(
+                ("Hello.",), sampling=Sampling(), max_tokens=TRIAL_TOKENS, seed=0, threads=threads
+            )
+        return reply.result.wall_s
+
+    def _asked(self, **question: Any) -> Mapping[str, Any]:
+        asks = self._child.process.stdin
+        assert asks is not None
+        try:
+            asks.write(json.dumps(question).encode() + b"\n")
+            asks.flush()
+        except BrokenPipeError:
+            self._child.process.wait()
+            raise self._child.failure() from None
+        told = _heard(self._child)
+        if "error" in told:
+            raise DovetailError(f"{LLAMA}: {told['error']}")
+        return told
+
+
+def _heard(child: Child) -> Mapping[str, Any]:
+    """The next line that a process says; what it has to say if it ends instead."""
+    assert child.process.stdout is not None
+    line = child.process.stdout.readline()
+    if not line:
+        child.process.wait()
+        raise child.failure()
+    told: Mapping[str, Any] = json.loads(line)
+    return told

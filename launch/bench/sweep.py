@@ -1,0 +1,273 @@
+"""`dovetail bench --sweep`: one size of the tree over a list of values, as the papers' figures have
+it.
+
+Over gamma it is Figure 3 of the Dovetail paper (the target's pass, the acceptance length and the
+speed-up against the nodes verified), over depth Figure 6 of SubSpec. Every value is a method of its
+own that takes its turn at every prompt; all values of a method share its processes, since a tree
+travels with its request. Knows nothing of how they are measured.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.bench.methods import Method
+from dovetail.launch.bench.table import interval, number, share
+from dovetail.launch.console.terminal import print_table
+from dovetail.launch.files.chart import Curve, Panel, draw_panels
+from dovetail.launch.settings.configure import parse_setting
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import MAX_GAMMA, Settings
+
+VALUES = {"gamma": "1,2,4,6,8,12,16,24,32,48,63", "depth": "1,2,3,4,6,8,12,16,24,32,48"}
+"""By what is swept: gamma to the last tree that makes 64 rows, depth to SubSpec's."""
+TAKEN = (
+    "tau",
+    "tokens_per_s",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "hit_rate",
+    "calls",
+    "verified_tokens",
+    "draft_failures",
+)
+"""Fields of a row that are told of a point."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is swept, over which values."""
+
+    name: str
+    values: tuple[int, ...]
+
+    @property
+    def setting(self) -> str:
+        return f"tree.{self.name}"
+
+    def varies(self, method: Method) -> bool:
+        """Whether it is a method that draws a tree of ours."""
+        return method.ours and method.drafts
+
+    def points(self, method: Method) -> list[Method]:
+        """The method with each of the values, named as `--method` would have it."""
+        if method.configuration.origins[self.setting].startswith("--method"):
+            raise UserError(
+                f"--method {method.name} sets {self.setting}, which --sweep {self.name} "
+                "varies: leave one of the two out"
+            )
+        tree = method.configuration.settings.tree
+        if (
+            self.name == "depth"
+            and tree.policy == "heterospec"
+            and isinstance(method.configuration.thresholds, str)
+        ):
+            remedy = (
+                "sweep gamma, or take another policy; thresholds that are given as "
+                "numbers are taken as they are at every depth"
+            )
+            raise UserError(
+                f"--sweep depth: the thresholds of heterospec ({method.name}) hold for one "
+                f"depth, here {tree.depth}: {remedy}"
+            )
+        return [self._point(method, value) for value in self.values]
+
+    def _point(self, method: Method, value: int) -> Method:
+        """A beam's nodes are those of its levels, so that more levels are more nodes."""
+        tree = method.configuration.settings.tree
+        values = {self.setting: value}
+        if self.name == "depth" and tree.policy == "beam":
+            values["tree.gamma"] = min(MAX_GAMMA, value * tree.width)
+        name = ",".join((method.name, *(f"{setting}={value}" for setting, value in values.items())))
+        return replace(
+            method,
+            name=name,
+            configuration=method.configuration.over("--sweep", values),
+            shares=method.name,
+        )
+
+
+def read_sweep(name: str, values: str | None) -> Sweep:
+    """The sweep that the command line asks for; `UserError` where a value is none."""
+    texts = [text.strip() for text in (values or VALUES[name]).split(",") if text.strip()]
+    numbers = tuple(parse_setting(f"tree.{name}", text, "--values") for text in texts)
+    if not numbers or 0 in numbers or len(set(numbers)) < len(numbers):
+        raise UserError(
+            f"--values {values!r} is no list of different numbers from 1 on: write such as 1,4,16"
+        )
+    return Sweep(name, tuple(sorted(numbers)))
+
+
+def points_of(sweep: Sweep, methods: Sequence[Method]) -> list[Method]:
+    """All methods of a run, each that is swept in the order of the values; `UserError` where there
+    is nothing to sweep."""
+    if not any(map(sweep.varies, methods)):
+        raise UserError(
+            f"--sweep {sweep.name} needs a method that drafts: add one, such as --method small"
+        )
+    return [
+        point
+        for method in methods
+        for point in (sweep.points(method) if sweep.varies(method) else [method])
+    ]
+
+
+def swept(
+    sweep: Sweep, methods: Sequence[Method], result: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The points of the curves, from the rows of a result: a line for each method, value, set of
+    prompts and temperature."""
+    varied = [method for method in methods if sweep.varies(method)]
+    places = {
+        point.name: (method.name, value)
+        for method in varied
+        for point, value in zip(sweep.points(method), sweep.values, strict=True)
+    }
+    told = []
+    for row, passes in zip(result["rows"], result["passes"], strict=True):
+        if row["method"] in places:
+            method, value = places[row["method"]]
+            where = {
+                "method": method,
+                "value": value,
+                "prompts": row["prompts"],
+                "temperature": row["temperature"],
+            }
+            costs = {
+                "verify_ms": passes["verify_ms"],
+                "ratio": passes["ratio"],
+                "draft_ms": passes["draft_ms"],
+            }
+            told.append({**where, **costs, **{name: row[name] for name in TAKEN}})
+    return told
+
+
+def show_sweep(sweep: Sweep, points: Sequence[Mapping[str, Any]]) -> None:
+    """The table of a sweep."""
+    headings = (
+        "method",
+        "prompts",
+        "T",
+        sweep.name,
+        "T_V ms",
+        "T_V/T_T",
+        "rows",
+        "draft ms",
+        "tau",
+        "tokens/s",
+        "speed-up",
+        "hit",
+    )
+    print_table(headings, [_line(told) for told in points], keys=4, whole=True)
+
+
+def _line(told: Mapping[str, Any]) -> tuple[object, ...]:
+    rows = told["verified_tokens"] / told["calls"] if told["calls"] else None
+    costs = (
+        number(told["verify_ms"], 2),
+        number(told["ratio"], 2),
+        number(rows, 1),
+        number(told["draft_ms"], 2),
+    )
+    gains = (
+        number(told["tau"], 2),
+        f"{told['tokens_per_s']:.1f}",
+        interval(told),
+        share(told["hit_rate"]),
+    )
+    return (told["method"], told["prompts"], told["temperature"], told["value"], *costs, *gains)
+
+
+def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping[str, Any]]) -> str:
+    """The figure: small charts over the same values, a curve for each method, set of prompts and
+    temperature; below the title whose they are."""
+    across = {"gamma": "gamma, nodes verified a round", "depth": "levels of the tree"}[sweep.name]
+    panels = (
+        Panel("Pass of the target, T_V", across, "milliseconds", _curves(points, "verify_ms")),
+        Panel(
+            "Drafting that is waited for",
+            across,
+            "milliseconds a round",
+            _curves(points, "draft_ms"),
+        ),
+        Panel("Acceptance length, tau", across, "tokens a round", _curves(points, "tau")),
+        Panel(
+            "Speed-up over the target alone",
+            across,
+            "times",
+            _curves(points, "speedup", ("speedup_low", "speedup_high")),
+            level=1.0,
+        ),
+    )
+    origin = origin_of(
+        [method.configuration.settings for method in methods if sweep.varies(method)], points
+    )
+    return draw_panels(f"What {sweep.name} brings\n{origin}", panels)
+
+
+def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -> str:
+    """In words, what was measured: targets, drafts and policies, each once, and the temperature
+    where all rows have the same."""
+    targets = (f"{_named(one.target.model) or 'demo'} ({_loaded(one)})" for one in settings)
+    drafts = (
+        " ".join(
+            filter(
+                None, (one.draft.kind if one.draft.kind != "auto" else "", _named(one.draft.model))
+            )
+        )
+        or "demo"
+        for one in settings
+    )
+    told = {"target": targets, "draft": drafts, "policy": (one.tree.policy for one in settings)}
+    heats = {row["temperature"] for row in rows}
+    same = [f"T {heat:g}" for heat in heats if len(heats) == 1]
+    return " · ".join(
+        (*(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in told.items()), *same)
+    )
+
+
+def _named(model: str) -> str:
+    """A model without the way to its folder, which is nobody else's matter."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
+def _loaded(settings: Settings) -> str:
+    inflation = settings.target.inflate
+    return f"{settings.target.weights}{f', inflated to {inflation}' if inflation else ''}"
+
+
+def _curves(
+    points: Sequence[Mapping[str, Any]], name: str, band: tuple[str, str] | None = None
+) -> list[Curve]:
+    return [
+        Curve(
+            line,
+            [(told["value"], told[name]) for told in group],
+            band=[(told[band[0]], told[band[1]]) for told in group] if band else (),
+        )
+        for line, group in _lines(points, name)
+    ]
+
+
+def _lines(
+    points: Sequence[Mapping[str, Any]], name: str
+) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """The points of each curve that have the figure, under a name that says no more than tells the
+    curves apart."""
+    keys = ("method", "prompts", "temperature")
+    varying = [key for key in keys if len({told[key] for told in points}) > 1]
+    for place in dict.fromkeys(tuple(told[key] for key in keys) for told in points):
+        group = [
+            told
+            for told in points
+            if tuple(told[key] for key in keys) == place and told[name] is not None
+        ]
+        words = [
+            f"T {value:g}" if key == "temperature" else str(value)
+            for key, value in zip(keys, place, strict=True)
+            if key in varying or key == "method"
+        ]
+        if group:
+            yield " ".join(words), group

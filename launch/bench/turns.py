@@ -1,0 +1,248 @@
+"""How methods take their turns: prompt by prompt, each of them first equally often, so that
+whatever else happens on the machine happens to all of them.
+
+A stack of processes whose turn it is not sleeps. A reply is measured up to its first repeated
+20-gram: text of a small model that has begun to loop is foretold by any draft. The reply of `none`,
+decoded once before anything is timed, says where that is; the same run warms the caches up, and
+shows which prompts have to be cut to fit the context.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dovetail.launch.bench.journal import Journal, Where
+from dovetail.launch.bench.methods import (
+    NONE,
+    Contender,
+    Method,
+    Ours,
+    PromptSet,
+    Run,
+    Task,
+    sampling_of,
+)
+from dovetail.launch.bench.remaining import Remaining
+from dovetail.launch.console.terminal import counted, note, progress_bar
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.processes.connection import Connection
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Finished
+from dovetail.runtime.comparison import Difference, first_difference
+
+T = TypeVar("T")
+LOOP_TOKENS = 20
+HOW_FAR = "how far"
+"""What the reply of `none` that is not timed is called while it is under way."""
+SHORTER = 0.8
+"""A prompt that does not fit is tried again with this share of its characters."""
+
+
+@dataclass
+class Cell:
+    """All runs of one method on one set of prompts at one temperature."""
+
+    method: Method
+    prompts: PromptSet
+    temperature: float
+    runs: list[Run] = field(default_factory=list)
+    differences: dict[str, Difference] = field(default_factory=dict)
+    """Prompt id -> where its tokens part from those of `none`."""
+
+    def decoding(self) -> tuple[Any, Any]:
+        """(seconds, tokens) of decoding for each prompt, over all repeats, in the order of the
+        prompts."""
+        ids = list(dict.fromkeys(run.task.prompt.id for run in self.runs))
+        seconds, tokens = np.zeros(len(ids)), np.zeros(len(ids))
+        for run in self.runs:
+            seconds[ids.index(run.task.prompt.id)] += run.decode_s
+            tokens[ids.index(run.task.prompt.id)] += run.decoded_tokens
+        return seconds, tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The decoding rate."""
+        seconds, tokens = self.decoding()
+        return float(tokens.sum() / seconds.sum()) if seconds.sum() else 0.0
+
+
+def measure(
+    found: Mapping[str, Contender],
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    repeat: int,
+    seed: int,
+    journal: Journal | None = None,
+) -> Iterator[Cell]:
+    """The cells of every set and temperature, filled prompt by prompt with the methods in turn;
+    what the journal has is not measured again."""
+    journal = journal or Journal()
+    left = replies_left(found, sets, temperatures, repeat, journal)
+    remaining = Remaining(left)
+    if not sum(left.values()):
+        note(
+            f"all {counted(len(journal.replies), 'reply', 'replies')} were in the file of "
+            "--out already: nothing was measured"
+        )
+    elif journal.replies:
+        note(
+            f"{counted(len(journal.replies), 'measured reply', 'measured replies')} kept from "
+            f"before: {sum(left.values())} to go"
+        )
+    with progress_bar(sum(left.values()), "replies", remaining.seconds) as step:
+        turns = _Turns(found, repeat, seed, journal, remaining, step)
+        for prompts in sets:
+            for temperature in temperatures:
+                cells = [
+                    Cell(contender.method, prompts, temperature) for contender in found.values()
+                ]
+                for number, prompt in enumerate(prompts.prompts):
+                    task = turns.take(cells, prompt, number)
+                    _compare(cells, task)
+                yield from cells
+
+
+def replies_left(
+    found: Mapping[str, Contender],
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    repeat: int,
+    journal: Journal,
+) -> dict[str, int]:
+    """How many replies of each method are still to be measured, and of how many prompts it is to be
+    found how far they go."""
+    everywhere = [
+        (prompts.name, temperature, prompt.id)
+        for prompts in sets
+        for temperature in temperatures
+        for prompt in prompts.prompts
+    ]
+    left = {
+        label: sum(
+            not journal.has(label, where, turn) for where in everywhere for turn in range(repeat)
+        )
+        for label in found
+    }
+    begins = next(
+        (where for where in everywhere if not journal.complete(found, where, repeat)), None
+    )
+    return {
+        HOW_FAR: sum(where not in journal.tasks for where in everywhere)
+        + (begins in journal.tasks),
+        **left,
+    }
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of a run: from the journal where it has them, else taken now."""
+
+    found: Mapping[str, Contender]
+    repeat: int
+    seed: int
+    journal: Journal
+    remaining: Remaining
+    step: Callable[[str], None]
+
+    def take(self, cells: Sequence[Cell], prompt: Prompt, number: int) -> Task:
+        """All turns at a prompt, the `number`-th of its set, each into its cell."""
+        where = (cells[0].prompts.name, cells[0].temperature, prompt.id)
+        task = self._task(prompt, where)
+        for turn in range(self.repeat):
+            for cell in rotated(cells, number + turn):
+                cell.runs.append(self._run(cell.method.label, where, turn, task))
+        return task
+
+    def _task(self, prompt: Prompt, where: Where) -> Task:
+        """The prompt as it is measured. A run that goes on at a prompt that lacks replies decodes
+        it first too, to be as warm as the one that began."""
+        task = self.journal.task(where, prompt)
+        if task is None or not (
+            self.journal.begun or self.journal.complete(self.found, where, self.repeat)
+        ):
+            alone = self.found[NONE]
+            assert isinstance(alone, Ours)
+            with self._timed(HOW_FAR, where):
+                task = prepare(alone.connection, alone.method, prompt, where[1], self.seed)
+            self.journal.keep_task(where, task)
+        return task
+
+    def _run(self, label: str, where: Where, turn: int, task: Task) -> Run:
+        run = self.journal.reply(label, where, turn, task)
+        if run is None:
+            contender = self.found[label]
+            with self._timed(label, where):
+                run = contender.decode(task, where[1], self.seed)
+            self.journal.keep_reply(label, where, turn, run, contender.peak_rss_mb())
+        return run
+
+    @contextmanager
+    def _timed(self, what: str, where: Where) -> Iterator[None]:
+        self.step(f"{where[0]} {where[2]}: {what}")
+        with self.remaining.timed(what):
+            yield
+
+
+def rotated(those: Sequence[T], by: int) -> list[T]:
+    """Each of them is the first one equally often."""
+    by %= len(those)
+    return [*those[by:], *those[:by]]
+
+
+def prepare(
+    connection: Connection, alone: Method, prompt: Prompt, temperature: float, seed: int
+) -> Task:
+    """Cut a prompt until it fits the context together with its reply, keeping its beginning, and
+    find where the reply begins to loop."""
+    tree, most = alone.configuration.settings.tree, alone.configuration.settings.sampling.max_tokens
+    sampling = sampling_of(alone, temperature, most)
+    turn = prompt.turns[0]
+    while True:
+        try:
+            finished = connection.decode(
+                [turn], sampling=sampling, tree=tree, max_tokens=most, seed=seed, speculate=False
+            )
+        except RequestError as error:
+            if error.code != "prompt_too_long" or not turn:
+                raise
+        else:
+            result = finished.result
+            if result.finish_reason != "length" or result.completion_tokens == most or not turn:
+                return Task(prompt, turn, max(1, loop_begins(result.token_ids)), finished)
+        turn = turn[: int(len(turn) * SHORTER)]
+
+
+def loop_begins(tokens: Sequence[int], length: int = LOOP_TOKENS) -> int:
+    """How many tokens there are before the first 20-gram that was there before; all of them if none
+    was."""
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(tokens) - length + 1):
+        gram = tuple(tokens[start : start + length])
+        if gram in seen:
+            return start
+        seen.add(gram)
+    return len(tokens)
+
+
+def _compare(cells: Sequence[Cell], task: Task) -> None:
+    """Hold the last replies to a prompt against that of `none`, where they are to be the same."""
+    alone = cells[0].runs[-1].finished
+    for cell in cells[1:]:
+        other = cell.runs[-1].finished
+        difference = first_difference(alone, other) if _comparable(cell, alone, other) else None
+        if difference is not None:
+            cell.differences[task.prompt.id] = difference
+
+
+def _comparable(cell: Cell, alone: Finished, other: Finished) -> bool:
+    """Replies of another function (fingerprint) are no matter of losslessness; nor is what a peer
+    draws, or computes with weights that it has not."""
+    if cell.method.ours:
+        return other.result.fingerprint == alone.result.fingerprint
+    return cell.temperature == 0.0 and cell.method.configuration.settings.target.weights in (
+        "fp32",
+        "half",
+    )

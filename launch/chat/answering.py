@@ -1,0 +1,124 @@
+"""Who answers in a conversation: a coordinator, over its own protocol.
+
+Both it and a server over HTTP (`web.py`) give a reply piece by piece as it comes, each piece with
+whether the draft had proposed it. Knows nothing of terminals.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from dovetail.launch.chat.conversation import Answer, Manner, Paint
+from dovetail.launch.processes.connection import Connection
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Described, Emitted, Failed, Finished
+from dovetail.runtime.text import TextCodec
+
+CANCEL_GRACE_S = 2.0
+LOOK_EVERY_S = 0.05
+
+Show = Callable[[str, bool], None]
+"""Hears each piece of a reply: the text, and whether it was drafted."""
+
+
+class Answerer(Protocol):
+    """Somebody who answers."""
+
+    def models(self) -> str:
+        """In words, who that is."""
+
+    def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
+        """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if there is
+        none."""
+
+
+class CoordinatorAnswerer:
+    """Has the models of a coordinator answer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._client = connection, connection.client
+        self._described: Described | None = None
+        self._codec: TextCodec | None = None
+
+    def models(self) -> str:
+        return self._connection.models()
+
+    def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
+        """As `Answerer` says. The second Ctrl-C is a KeyboardInterrupt."""
+        spell, paint = self._text_codec().detokenizer(), Paint()
+        with interruptible() as interrupted:
+            request = self._submit(turns, manner)
+            text, patience_s = "", None
+            while patience_s is None or time.monotonic() < patience_s:
+                if interrupted() and patience_s is None:
+                    self._client.cancel(request)
+                    patience_s = time.monotonic() + CANCEL_GRACE_S
+                reply = self._client.receive(LOOK_EVERY_S)
+                if isinstance(reply, Emitted) and reply.request == request:
+                    paint.push(zip(map(spell.push, reply.tokens), reply.drafted, strict=True))
+                    for piece in paint.take(reply.text):
+                        show(*piece)
+                    text += reply.text
+                elif isinstance(reply, Finished) and reply.request == request:
+                    self._forget_another(reply.result.fingerprint)
+                    return Answer(
+                        text, reply.result, interrupted=reply.result.finish_reason == "cancelled"
+                    )
+                elif isinstance(reply, Failed) and reply.session in (request, None):
+                    raise self._connection.failure(reply)
+            return Answer(text, interrupted=True)
+
+    def _submit(self, turns: Sequence[str], manner: Manner) -> int:
+        try:
+            return self._client.submit(
+                turns=turns,
+                sampling=manner.sampling,
+                max_tokens=manner.max_tokens,
+                stop=manner.stop,
+                seed=manner.seed,
+                tree=manner.tree,
+                speculate=manner.speculate,
+                ahead=manner.ahead,
+            )
+        except ValidationError as error:  # too many turns, or too long ones
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise RequestError(
+                "settings", f"the request is not possible: {first['loc'][0]}: {first['msg']}"
+            ) from None
+
+    def _text_codec(self) -> TextCodec:
+        """Return the codec of the target's tokens, by which replies are coloured; their text comes
+        from the coordinator."""
+        if self._codec is None or self._described is None:
+            self._described = self._client.describe()
+            self._codec = TextCodec(self._described.tokenizer.data, self._described.vocabulary)
+        return self._codec
+
+    def _forget_another(self, fingerprint: str) -> None:
+        """The target that answered may be another than the one that was asked what it is."""
+        if self._described is not None and self._described.fingerprint != fingerprint:
+            self._described = None
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C in this block is only noted, so that no message is lost half-read; what it yields says
+    whether there was one. A second one is as always."""
+    before = signal.getsignal(signal.SIGINT)
+    noted = False
+
+    def note_it(_number: int, _frame: FrameType | None) -> None:
+        nonlocal noted
+        noted = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note_it)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, before)

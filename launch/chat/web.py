@@ -1,0 +1,281 @@
+"""A dovetail server somewhere, over HTTP: what it says when it is asked, and how it answers in a
+conversation.
+
+The standard library's client does: one connection a request, read line by line as the events come.
+Knows what our server says beside the OpenAI API (which tokens were drafted, and the figures of a
+reply); from one that does not say it, the text alone is taken.
+"""
+
+import http.client
+import json
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import ValidationError
+
+from dovetail.launch.chat.answering import Show
+from dovetail.launch.chat.conversation import Answer, Manner, Paint
+from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
+from dovetail.protocol.files import decode
+from dovetail.protocol.messages import Result
+
+CONNECT_S = 10.0
+SILENCE_S = 120.0
+"""A server that says nothing for so long, while a prompt is read or in the middle of a reply, is
+taken for lost."""
+KEY_VARIABLE = "DOVETAIL_API_KEY"
+LATER = (429, 503)
+"""The target is full, or there is none, as while its worker starts again: the same request may be
+answered a little later."""
+
+
+def check_flags(configuration: Configuration) -> None:
+    """`UserError` for a setting that only the server can decide on; that no draft is wanted, it can
+    be told."""
+    for name, origin in configuration.origins.items():
+        wish = name == "draft.kind" and configuration.value(name) == "none"
+        if (
+            origin.startswith("--")
+            and not wish
+            and (
+                name.split(".")[0] in ("target", "draft", "tree", "coordinator")
+                or name == "sampling.acceptance"
+            )
+        ):
+            raise UserError(
+                f"--{name} is the server's to decide: leave it out, or connect to its "
+                "coordinator (ipc:// or tcp://) instead of its URL"
+            )
+
+
+def api_key(configuration: Configuration) -> str:
+    """The key to send: the first of the file that the settings name, else that of the environment;
+    empty if there is none."""
+    file = configuration.settings.http.api_key_file
+    if not file:
+        return os.environ.get(KEY_VARIABLE, "").strip()
+    try:
+        lines = decode(
+            Path(file).expanduser().read_bytes(), f"the file of API keys {file}"
+        ).splitlines()
+    except OSError as error:
+        raise UserError(f"the file of API keys {file} cannot be read: {error.strerror}") from None
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+class Site:
+    """A server, and the key that it is asked with."""
+
+    def __init__(self, url: str, key: str, *, silence_s: float = SILENCE_S) -> None:
+        self._parts, self._key, self._silence_s = _checked(url), key, silence_s
+
+    @property
+    def url(self) -> str:
+        return self._parts.geturl()
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The object at this path."""
+        with self.asked("GET", path) as response:
+            return _object(response.read())
+
+    @contextmanager
+    def asked(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """What the server answers, if it does what it is asked; the connection ends with the
+        block."""
+        headers = {
+            "Content-Type": "application/json",
+            **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+        }
+        with closing(self._connect()) as connection:
+            try:
+                connection.request(
+                    method, self._parts.path.rstrip("/").removesuffix("/v1") + path, body, headers
+                )
+                with connection.getresponse() as response:
+                    if response.status != 200:
+                        raise _failure(
+                            response.status, _object(response.read()), sent_key=bool(self._key)
+                        )
+                    yield response
+            except (OSError, http.client.HTTPException) as error:
+                raise DovetailError(
+                    f"the server at {self.url} broke off: {str(error) or type(error).__name__}"
+                ) from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = (
+            http.client.HTTPSConnection
+            if self._parts.scheme == "https"
+            else http.client.HTTPConnection
+        )
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise UserError(
+                f"no server answers at {self.url} ({error.strerror or error}): start `dovetail "
+                "serve` there, or correct the URL"
+            ) from None
+        connection.sock.settimeout(self._silence_s)
+        return connection
+
+
+class WebAnswerer:
+    """Has a server answer; asks it at once which model it serves."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._site = Site(url, key)
+        models = self._site.get("/v1/models").get("data") or [{}]
+        self._model = str(models[0].get("id", ""))
+
+    def models(self) -> str:
+        return f"{printable(self._model)} at {self._site.url}"
+
+    def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
+        """As `answering.Answerer` says: to interrupt it, the connection is closed."""
+        reply = _Reply(show)
+        try:
+            with closing(self._stream("/v1/chat/completions", self._body(turns, manner))) as events:
+                for event in events:
+                    reply.hear(event)
+        except KeyboardInterrupt:
+            return Answer(reply.text, interrupted=True)
+        return Answer(reply.text, reply.result())
+
+    def _body(self, turns: Sequence[str], manner: Manner) -> dict[str, Any]:
+        sampling = manner.sampling.model_dump(mode="json", exclude={"acceptance"})
+        return {
+            "model": self._model,
+            "messages": [
+                {"role": ("user", "assistant")[place % 2], "content": turn}
+                for place, turn in enumerate(turns)
+            ],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_completion_tokens": manner.max_tokens,
+            **sampling,
+            **({"stop": list(manner.stop)} if manner.stop else {}),
+            **({"seed": manner.seed} if manner.seed is not None else {}),
+            "dovetail": {"drafted": True, "speculate": manner.speculate, "fit": True},
+        }
+
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of a reply, up to the one that says that it is done."""
+        with self._site.asked("POST", path, json.dumps(body).encode()) as response:
+            while line := response.readline():
+                said = line.strip()
+                if said == b"data: [DONE]":
+                    return
+                if said.startswith(b"data: "):
+                    event = _object(said.removeprefix(b"data: "))
+                    if "error" in event:
+                        raise _failure(500, event)
+                    yield event
+        raise DovetailError(f"the server at {self._site.url} broke off in the middle of a reply")
+
+
+class _Reply:
+    """A reply on its way: its text, shown as it comes, and its figures."""
+
+    def __init__(self, show: Show) -> None:
+        self._show, self._paint = show, Paint()
+        self._tokens: list[int] = []
+        self._usage: dict[str, Any] = {}
+        self._metrics: dict[str, Any] | None = None
+        self._reason = "stop"
+        self.text = ""
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """One event of the stream."""
+        self._usage = event.get("usage") or self._usage
+        self._metrics = event.get("metrics") or self._metrics
+        for choice in event.get("choices", ()):
+            told = choice.get("dovetail") or {}
+            self._tokens += told.get("tokens", ())
+            self._paint.push(zip(told.get("texts", ()), told.get("drafted", ()), strict=False))
+            self._reason = choice.get("finish_reason") or self._reason
+            text = (choice.get("delta") or {}).get("content") or ""
+            for piece in self._paint.take(text):
+                self._show(*piece)
+            self.text += text
+
+    def result(self) -> Result | None:
+        """The figures, where the server tells all of them."""
+        known = {
+            name: value
+            for name, value in (self._metrics or {}).items()
+            if name in Result.model_fields
+        }
+        counts = {name: self._usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")}
+        try:
+            return Result.model_validate_json(
+                json.dumps(
+                    {
+                        **counts,
+                        "finish_reason": self._reason,
+                        **known,
+                        "text": self.text,
+                        "token_ids": self._tokens,
+                    },
+                    ensure_ascii=False,
+                )
+            )
+        except ValidationError:
+            return None
+
+
+def _checked(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise UserError(f"{url!r} is no URL ({error}): write http://HOST:PORT") from None
+    if not parts.hostname or parts.query or parts.fragment or parts.username:
+        raise UserError(f"{url!r} is no URL of a server: write http://HOST:PORT")
+    return parts
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """The JSON object that a server sent."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise DovetailError(
+            "the server answered with what is no JSON object: "
+            f"{printable(content[:80].decode(errors='replace'))!r}"
+        )
+    return found
+
+
+def _failure(status: int, said: dict[str, Any], *, sent_key: bool = False) -> DovetailError:
+    """What a server's refusal means: that it may do it later, else a mistake of ours below 500,
+    else its own."""
+    error = said.get("error")
+    text = (
+        printable(str(error.get("message", "")))
+        if isinstance(error, dict)
+        else printable(str(said)[:200])
+    )
+    if status == 401:
+        refused = "the API key" if sent_key else "a request without an API key"
+        return UserError(
+            f"the server refuses {refused}: name its file with --http.api_key_file, or set "
+            f"{KEY_VARIABLE}"
+        )
+    if status in LATER:
+        return DovetailError(f"the server cannot answer now: {text}")
+    return (
+        RequestError("settings", text)
+        if status < 500
+        else DovetailError(f"the server failed: {text}")
+    )

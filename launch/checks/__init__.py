@@ -1,0 +1,1 @@
+"""Proofs of correctness on this machine: against transformers, and against a recorded session."""

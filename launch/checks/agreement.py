@@ -1,0 +1,226 @@
+"""Compare a loaded target with transformers' own forward of the same checkpoint in fp32, over a
+long text.
+
+Whatever stands between a checkpoint and a reply is compared as a user has it: the target scores
+each token of a text and goes on by itself, and log-probabilities and choices are those of the
+reference at every position, or the first that is not is named. Weights of few bits are another
+function of the checkpoint: of these the mean difference is bounded. Knows a coordinator and a
+folder; how a reference is computed, `workers/models/parity/reference.py` knows.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.processes.connection import Connection, weights_of
+from dovetail.protocol.errors import CheckpointError, DovetailError
+from dovetail.protocol.messages import (
+    Emitted,
+    Failed,
+    Finished,
+    PromptScored,
+    TokenLogprobs,
+    WorkerState,
+)
+from dovetail.protocol.settings import Sampling, byte_count
+from dovetail.runtime.text import TextCodec
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+
+TOP = 20
+"""Tokens of each position whose log-probabilities are compared."""
+REPLY = 32
+"""Tokens that the target adds to the text by itself."""
+LEAST_TEXT, MOST_TEXT = 256, 2048
+"""Tokens of a text; between the two, so many as cross what the configuration says of positions."""
+BEYOND = 16
+"""Tokens behind the last of these positions."""
+EXACT = 2e-3
+"""Largest accepted difference of a log-probability where the checkpoint's own function is computed:
+rounding alone."""
+MEAN = {"int8": 0.1, "bf16": 0.05, "fp16": 0.05}
+"""Largest accepted mean difference, where matrices or states are rounded."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The result of a comparison; one without tokens did not take place, and `why` says why."""
+
+    tokens: int = 0
+    largest: float = 0.0
+    mean: float = 0.0
+    tolerance: float = 0.0
+    of_mean: bool = False
+    """True if the mean difference, and not the largest, has to stay below the tolerance."""
+    first: int | None = None
+    """The first position that differs too much."""
+    beyond: int | None = None
+    """A position that the configuration names and the text does not reach."""
+    why: str = ""
+
+    @property
+    def ok(self) -> bool | None:
+        """None: nothing was compared."""
+        return None if not self.tokens else self.first is None
+
+    @property
+    def remark(self) -> str:
+        """Say in one sentence what came of it."""
+        if not self.tokens:
+            return f"the target was not compared with transformers: {self.why}"
+        what = "mean" if self.of_mean else "largest"
+        found = self.mean if self.of_mean else self.largest
+        said = (
+            f"{self.tokens} tokens of a text (the {what} difference of a log-probability is "
+            f"{found:.1e}, and {self.tolerance:.2g} is accepted)"
+        )
+        if self.first is not None:
+            said = (
+                f"the target differs from transformers in fp32 at position {self.first} of {said}"
+            )
+        else:
+            said = f"the target agrees with transformers in fp32 on {said}"
+        return said + (
+            ""
+            if self.beyond is None
+            else f"; position {self.beyond} is not reached, --text-tokens "
+            f"{self.beyond + BEYOND} would"
+        )
+
+
+def compare(
+    tokens: Sequence[int],
+    scores: Iterable[TokenLogprobs],
+    replied: int,
+    rows: Iterator[Any],
+    weights: str,
+) -> Agreement:
+    """Scores of tokens[1:], of which the last `replied` were chosen greedily, beside reference
+    logits [part, V] of all tokens, a part after the other."""
+    of_mean, tolerance = weights in MEAN, MEAN.get(weights, EXACT)
+    largest = total = 0.0
+    count, first = 0, None
+    reference = (row for part in rows for row in part.double().log_softmax(-1))
+    for position, (token, score, law) in enumerate(
+        zip(tokens[1:], scores, reference, strict=False), start=1
+    ):
+        own = abs(score.logprob - float(law[token]))
+        difference = max([own, *(abs(logprob - float(law[which])) for which, logprob in score.top)])
+        if position >= len(tokens) - replied and not of_mean:
+            difference = max(
+                difference, float(law.max() - law[token])
+            )  # another choice is one where the reference has a better one
+        largest, total, count = max(largest, difference), total + own, count + 1
+        if first is None and not (own if of_mean else difference) <= tolerance:
+            first = position
+    mean = total / max(1, count)
+    return Agreement(
+        count, largest, mean, tolerance, of_mean, None if of_mean and mean <= tolerance else first
+    )
+
+
+def agreement_of(
+    connection: Connection,
+    prompts: Sequence[Prompt],
+    text_tokens: int | None,
+    tell: Callable[[int, int], None],
+) -> Agreement:
+    """Compare the target of a connection, on a text made of prompts; `text_tokens`: so many, None:
+    as many as its configuration makes worth while."""
+    from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint, read_json
+    from dovetail.workers.models.parity.following import UnprovableError
+    from dovetail.workers.models.parity.landmarks import landmarks
+    from dovetail.workers.models.parity.reference import reference_logits
+
+    target = next(
+        worker
+        for worker in connection.state.workers
+        if "target" in worker.roles and not (worker.standby or worker.leaving)
+    )
+    try:
+        checkpoint = open_checkpoint(target.model)
+    except CheckpointError as error:
+        return Agreement(why=f"the target's model is not to be read here ({error})")
+    if not _same(target, checkpoint):
+        return Agreement(
+            why=f"{target.model} is not what the target loaded: it has changed since, or is "
+            "another on this machine"
+        )
+    described = connection.client.describe()
+    context = described.limits.context
+    marks = sorted(
+        {
+            mark
+            for mark in landmarks(read_json(checkpoint.folder / "config.json"))
+            if mark < context - REPLY - BEYOND
+        }
+    )
+    near = max([LEAST_TEXT, *(mark + BEYOND for mark in marks if mark + BEYOND <= MOST_TEXT)])
+    count = min(near if text_tokens is None else text_tokens, context - REPLY)
+    ids = _text(TextCodec(described.tokenizer.data, described.vocabulary), prompts, count)
+    scores, reply = _scored(connection, ids)
+    whole = [*ids, *reply]
+    try:
+        found = compare(
+            whole,
+            scores,
+            len(reply),
+            reference_logits(checkpoint, whole, context, tell),
+            weights_of(target),
+        )
+    except UnprovableError as error:
+        return Agreement(why=str(error))
+    left = next((mark for mark in marks if mark >= len(whole)), None)
+    return Agreement(**{**found.__dict__, "beyond": left})
+
+
+def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
+    """Return True if a target says that it has loaded this checkpoint."""
+    from dovetail.workers.models.checkpoints.inflate import inflated_digest
+
+    digest = (
+        inflated_digest(checkpoint.digest, byte_count(target.inflation))
+        if target.inflation
+        else checkpoint.digest
+    )
+    return target.fingerprint.split("/")[0] == digest[:16]
+
+
+def _text(codec: TextCodec, prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:
+    """So many tokens of what prompts say, over and over."""
+    once = codec.encode("\n\n".join(turn for prompt in prompts for turn in prompt.turns)) or (0,)
+    return tuple(once[index % len(once)] for index in range(max(2, count)))
+
+
+def _scored(connection: Connection, ids: Sequence[int]) -> tuple[list[TokenLogprobs], list[int]]:
+    """Return the target's log-probabilities of a text's tokens but the first and of the tokens that
+    it adds, and the added tokens."""
+    client, scores, reply = connection.client, list[TokenLogprobs](), list[int]()
+    request = client.submit(
+        tokens=ids,
+        sampling=Sampling(),
+        max_tokens=REPLY,
+        end=(),
+        logprobs=TOP,
+        scored=True,
+        speculate=False,
+        seed=0,
+    )
+    while True:
+        match client.receive(None):
+            case PromptScored(logprobs=logprobs):
+                scores += logprobs
+            case Emitted(tokens=tokens, logprobs=logprobs):
+                scores += logprobs
+                reply += tokens
+            case Finished(request=finished) if finished == request:
+                break
+            case Failed() as failed:
+                raise connection.failure(failed)
+    if len(scores) != len(ids) + len(reply) - 1:
+        raise DovetailError(
+            f"the target scored {len(scores)} of {len(ids) + len(reply) - 1} tokens"
+        )
+    return scores, reply

@@ -1,0 +1,345 @@
+"""`dovetail bench`: methods side by side, prompt by prompt, in one run; or one method over the
+sizes of its tree; or the transport alone.
+
+What is measured is in `bench/methods.py`, how the turns are taken in `bench/turns.py`, what the
+figures mean in `bench/figures.py`.
+
+- Of a prompt of several turns, the first is used.
+- With --out what is measured is kept reply by reply (`bench/journal.py`), so that the same command
+  goes on where an earlier one was interrupted.
+- A method may be a peer, another engine with the same models on the same cores
+  (`bench/assisted.py`). What it can be measured with, it is measured with in turn; its best is its
+  row. At temperature 0 its tokens are compared as those of any method; above, it draws by itself.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dovetail.launch.bench import figures
+from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
+from dovetail.launch.bench.csv import csv_text
+from dovetail.launch.bench.journal import Journal, heading_of, open_journal
+from dovetail.launch.bench.methods import (
+    NONE,
+    Contender,
+    Method,
+    PromptSet,
+    contenders,
+    read_methods,
+    read_prompt_set,
+)
+from dovetail.launch.bench.plot import draw_speedups
+from dovetail.launch.bench.sweep import (
+    VALUES,
+    Sweep,
+    draw_sweep,
+    points_of,
+    read_sweep,
+    show_sweep,
+    swept,
+)
+from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes, show_overhead
+from dovetail.launch.bench.transport import measure_overhead
+from dovetail.launch.bench.turns import Cell, measure
+from dovetail.launch.console.help import Rare
+from dovetail.launch.console.terminal import explained, spinner
+from dovetail.launch.files.chart import check_chart
+from dovetail.launch.files.outputs import check_output
+from dovetail.launch.settings.configure import (
+    DECODING_SECTIONS,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import writing
+
+TRANSPORT_ROUNDS = 4000
+
+
+@click.command(
+    cls=SettingsCommand,
+    epilog="\n\n".join(
+        (explained({**COLUMNS, **SWEPT}), explained(CSV_COLUMNS, "Columns of --csv:"))
+    ),
+)
+@click.option(
+    "--prompts",
+    "files",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of prompts, a set of its own; can be repeated.",
+)
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    metavar="METHOD[,SETTING=VALUE...]",
+    help="What to measure; can be repeated. `none` is always run.",
+)
+@click.option(
+    "--temperature",
+    "temperatures",
+    multiple=True,
+    type=float,
+    help="Can be repeated.  [default: sampling.temperature]",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Prompts taken of each set.  [default: all]"
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    cls=Rare,
+    help="Times that every prompt is measured with every method.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    cls=Rare,
+    help="Seed of every reply and of the bootstrap.",
+)
+@click.option(
+    "--sweep",
+    type=click.Choice(tuple(VALUES)),
+    help="Measure every method that drafts over this size of its tree (of a beam, gamma "
+    "follows depth).",
+)
+@click.option(
+    "--values",
+    metavar="N,N,...",
+    cls=Rare,
+    help="The values of --sweep.  [default: "
+    f"{'; '.join(f'{name}: {values}' for name, values in VALUES.items())}]",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the speed-ups, or the curves of --sweep, into this SVG file.",
+)
+@click.option(
+    "--csv",
+    "table",
+    type=click.Path(dir_okay=False, path_type=Path),
+    cls=Rare,
+    help="Write a line a method, set and temperature to this file.",
+)
+@click.option(
+    "--llama-python",
+    type=click.Path(path_type=Path),
+    cls=Rare,
+    help="The Python that has llama-cpp-python and gguf, for --method llama.cpp.  [default: ours]",
+)
+@click.option(
+    "--transport",
+    is_flag=True,
+    cls=Rare,
+    help="Measure coordinator and links alone, with workers that answer at once.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=40),
+    default=TRANSPORT_ROUNDS,
+    show_default=True,
+    cls=Rare,
+    help="Rounds that --transport measures.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep every reply in this file, and at its end the JSON object; a run that was "
+    "interrupted goes on there.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
+)
+@settings_flags(*DECODING_SECTIONS, without=("--temperature",))
+@click.pass_context
+def command(
+    context: click.Context,
+    configuration: Configuration,
+    files: tuple[Path, ...],
+    methods: tuple[str, ...],
+    temperatures: tuple[float, ...],
+    limit: int | None,
+    repeat: int,
+    seed: int,
+    sweep: str | None,
+    values: str | None,
+    plot: Path | None,
+    table: Path | None,
+    llama_python: Path | None,
+    transport: bool,
+    rounds: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure methods on sets of prompts at several temperatures, alternating prompt by prompt.
+
+    METHOD is none, a kind of draft, a tree policy (the draft of the settings with this policy), the
+    folder of a draft, a settings file (NAME.toml), assisted (transformers' assisted generation with
+    the same two models) or llama.cpp (llama-cpp-python with the same target as GGUF), with settings
+    appended: --method small,tree.gamma=6,draft.ahead=false. Of llama.cpp also threads=N,
+    draft=lookup (its prompt lookup), lookup=N and cache=f16|f32.
+
+    Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
+    draft failed. llama.cpp computes with types of its own, so its differences are told with their
+    margin and count for nothing.
+    """
+    _check_options(sweep, values, plot, table, transport=transport)
+    _check_apart(out, plot, table)
+    check_output(plot, "the plot")
+    check_output(table, "the table")
+    if transport:
+        check_output(out, "the result")
+        with spinner() as say:
+            say("measuring the transport")
+            overhead = measure_overhead(rounds)
+        if out is not None:
+            with writing(out, "the result"):
+                out.write_text(json.dumps(overhead.as_json()) + "\n", encoding="utf-8")
+        _report(overhead.as_json(), as_json, lambda: show_overhead(overhead))
+        return
+    chosen = read_methods(configuration, methods)
+    sweeping = read_sweep(sweep, values) if sweep is not None else None
+    every = points_of(sweeping, chosen) if sweeping is not None else chosen
+    if plot is not None and all(method.name == NONE for method in every):
+        raise UserError(
+            "--plot draws speed-ups over none, and no other method is measured: add one, such "
+            "as --method small"
+        )
+    sets = _sets(files, limit)
+    heats = _heats(configuration, temperatures)
+    with open_journal(out, heading_of(every, sets, heats, repeat, seed)) as journal:
+        with _contenders(every, journal, llama_python) as found:
+            measured = list(measure(found, sets, heats, repeat, seed, journal))
+            result, differs = _result(measured, found, seed)
+        if sweeping is not None:
+            points = swept(sweeping, chosen, result)
+            result = {
+                **result,
+                "sweep": {"setting": sweeping.setting, "values": sweeping.values, "points": points},
+            }
+        journal.end(result)
+    if table is not None:
+        with writing(table, "the table"):
+            table.write_text(csv_text(result), encoding="utf-8", newline="")
+    if plot is not None:
+        drawn = (
+            draw_sweep(sweeping, chosen, result["sweep"]["points"])
+            if sweeping
+            else draw_speedups(every, result)
+        )
+        with writing(plot, "the plot"):
+            plot.write_text(drawn, encoding="utf-8")
+    _report(result, as_json, lambda: _show_swept(sweeping, result) if sweeping else show(result))
+    context.exit(1 if differs or any(row["draft_failures"] for row in result["rows"]) else 0)
+
+
+@contextmanager
+def _contenders(
+    methods: Sequence[Method], journal: Journal, llama_python: Path | None
+) -> Iterator[Mapping[str, Contender]]:
+    """What decodes for each method; where all is measured already, nothing is started."""
+    if journal.whole:
+        yield journal.remembered(methods)
+        return
+    with contenders(methods, llama_python=llama_python) as found:
+        yield journal.agree(found)
+
+
+def _sets(files: Sequence[Path], limit: int | None) -> list[PromptSet]:
+    """The sets of prompts, each under a name of its own."""
+    sets = [read_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
+    names = [prompts.name for prompts in sets]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(
+            f"two files of prompts are called {twice}, and a set goes by the name of its file: "
+            "rename one of them"
+        )
+    return sets
+
+
+def _check_options(
+    sweep: str | None, values: str | None, plot: Path | None, table: Path | None, *, transport: bool
+) -> None:
+    check_chart(plot)
+    if values is not None and sweep is None:
+        raise UserError(
+            "--values belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out"
+        )
+    given = next(
+        (name for name, value in (("--plot", plot), ("--csv", table)) if value is not None), None
+    )
+    if given is not None and transport:
+        raise UserError(
+            f"{given} is of methods, and --transport measures none: leave one of the two out"
+        )
+    if sweep is not None and transport:
+        raise UserError("--transport has no tree to sweep: leave --sweep or --transport out")
+
+
+def _heats(configuration: Configuration, temperatures: Sequence[float]) -> list[float]:
+    """The temperatures, each looked at as the setting that it is."""
+    settings = [
+        configuration.over("--temperature", {"sampling.temperature": t}).settings
+        for t in dict.fromkeys(temperatures)
+    ] or [configuration.settings]
+    return [one.sampling.temperature for one in settings]
+
+
+def _result(
+    measured: Sequence[Cell], found: Mapping[str, Contender], seed: int
+) -> tuple[dict[str, Any], bool]:
+    """All that a run found, and whether any tokens differ by more than a near-tie."""
+    cells = figures.best_of_peers(measured)
+    rows = [
+        figures.row(cell, figures.baseline(cells, cell), found[cell.method.label], seed)
+        for cell in cells
+    ]
+    result: dict[str, Any] = {
+        "rows": rows,
+        "against": figures.against_peers(cells, seed),
+        "peers": figures.peers_told(measured, cells),
+        "passes": [figures.pass_told(cell, figures.baseline(cells, cell)) for cell in cells],
+        "medians": figures.medians(rows),
+        "end_to_end": [figures.end_to_end(cell) for cell in cells],
+        "prompts": figures.tasks_told(cells),
+        "differences": figures.differences_told(cells),
+        "replies": [len(cell.runs) for cell in cells],
+        "models": {label: contender.identity() for label, contender in found.items()},
+    }
+    return result, not all(
+        difference["near_tie"] or not difference["exact"] for difference in result["differences"]
+    )
+
+
+def _show_swept(sweep: Sweep, result: Mapping[str, Any]) -> None:
+    show_sweep(sweep, result["sweep"]["points"])
+    show_notes(result)
+
+
+def _check_apart(*paths: Path | None) -> None:
+    """`UserError` where two files that are to be written are one."""
+    given = [path.expanduser().resolve() for path in paths if path is not None]
+    if twice := next((path for path in given if given.count(path) > 1), None):
+        raise UserError(
+            f"two of --out, --plot and --csv name the same file, {twice}: give each one of its own"
+        )
+
+
+def _report(result: Mapping[str, Any], as_json: bool, show: Callable[[], None]) -> None:
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        show()

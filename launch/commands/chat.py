@@ -1,0 +1,433 @@
+"""`dovetail chat`: a conversation in the terminal, turn by turn, with what the draft proposed in
+colour.
+
+Without a terminal it is a filter: a line in, a reply out. Knows how a conversation looks; what it
+is, `conversation.py` knows, and who answers, `answering.py` and `web.py`.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer
+from dovetail.launch.chat.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
+from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
+from dovetail.launch.commands.generate import check_stops
+from dovetail.launch.console.failed import failure_told
+from dovetail.launch.console.terminal import note, print_table, unwound_by_signals
+from dovetail.launch.files.directory import history_path
+from dovetail.launch.files.outputs import check_output
+from dovetail.launch.files.prompts import is_unicode
+from dovetail.launch.processes.connection import ahead_of, connected, speaks_http
+from dovetail.launch.settings.configure import (
+    Configuration,
+    SettingsCommand,
+    parse_setting,
+    settings_flags,
+)
+from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
+from dovetail.protocol.files import decode, writing
+from dovetail.protocol.messages import Result
+
+PROMPT = "you> "
+SHOWN_REPLIES = 10
+KEPT_LINES = 1000
+DRAFTED = "\x1b[36m"
+PLAIN = "\x1b[0m"
+MAX_SEED = (1 << 63) - 1
+WAKE_S = 0.5
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--connect",
+    metavar="ADDRESS|URL",
+    help="The coordinator or server to use.  [default: the only coordinator of this user, else "
+    "one of our own]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, MAX_SEED),
+    help="Seed of the sampling.  [default: a random one for each reply]",
+)
+@click.option(
+    "--stop",
+    multiple=True,
+    metavar="TEXT",
+    help="Text before which a reply ends; can be given several times.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Without a terminal: the result of each reply as one JSON object on a line of stdout.",
+)
+@settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
+def command(
+    configuration: Configuration,
+    connect: str | None,
+    seed: int | None,
+    stop: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Talk with the models, turn by turn; /help tells the commands.
+
+    What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input
+    that is no terminal is read line by line. A server over HTTP is sent the first API key of the
+    file --http.api_key_file, else $DOVETAIL_API_KEY.
+    """
+    check_stops(stop)
+    settings = configuration.settings
+    manner = Manner(
+        settings.sampling,
+        settings.sampling.max_tokens,
+        settings.tree,
+        seed,
+        stop,
+        speculate=settings.draft.kind != "none",
+        ahead=ahead_of(settings.draft),
+    )
+    with unwound_by_signals(), _answerer(configuration, connect) as answerer:
+        chat = Chat(answerer, manner, as_json=as_json)
+        if sys.stdin.isatty():
+            chat.talk()
+        else:
+            chat.filter()
+
+
+@contextmanager
+def _answerer(configuration: Configuration, connect: str | None) -> Iterator[Answerer]:
+    if connect is not None and speaks_http(connect):
+        check_flags(configuration)
+        yield WebAnswerer(connect, api_key(configuration))
+        return
+    with connected(configuration, connect) as connection:
+        yield CoordinatorAnswerer(connection)
+
+
+class Chat:
+    """A conversation on its way, and how its replies are shown."""
+
+    def __init__(self, answerer: Answerer, manner: Manner, *, as_json: bool) -> None:
+        self._answerer, self._manner, self._as_json = answerer, manner, as_json
+        self._conversation = Conversation()
+        self._unanswered: str | None = None
+        """The last question, if nobody could answer it."""
+        self._terminal = sys.stdout.isatty()
+        self._colours = (
+            self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        )
+        self._ended = self._talks = self._in_line = False
+
+    def talk(self) -> None:
+        """Read and answer until Ctrl-D; what goes wrong with a line is told, and the conversation
+        goes on."""
+        self._talks = True
+        note(self._answerer.models())
+        note(
+            (
+                f"what the draft proposed is in {DRAFTED}this colour{PLAIN}; "
+                if self._colours
+                else ""
+            )
+            + "/help tells the commands, Ctrl-D ends"
+        )
+        with line_editing():
+            while not self._ended:
+                try:
+                    self._take(_ask())
+                except EOFError:
+                    click.echo()
+                    return
+                except KeyboardInterrupt:
+                    click.echo()
+                except LinkClosed:  # there is nobody left to talk with
+                    raise
+                except DovetailError as error:
+                    note(str(error))
+
+    def filter(self) -> None:
+        """Answer the lines of standard input; the first mistake ends it."""
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            self._take(decode(line, f"line {number} of standard input", zeros=True))
+            if self._ended:
+                return
+
+    def _take(self, line: str) -> None:
+        """A line is a command, a question, or nothing."""
+        said = parse(line)
+        if isinstance(said, Command):
+            self._obey(said)
+        elif said is not None:
+            self._answer(self._conversation, said)
+
+    def _answer(self, before: Conversation, question: str) -> None:
+        """Have a question answered that follows on what was said before. Without an answer the
+        conversation stays as it is."""
+        if not is_unicode(question):
+            raise UserError(
+                "this is no valid UTF-8 text: set your terminal to UTF-8, or type it anew"
+            )
+        self._unanswered, self._in_line = None, False
+        try:
+            answer = self._answerer.answer(before.turns_with(question), self._manner, self._show)
+        except DovetailError as error:
+            self._end_line()
+            if not self._talks or isinstance(error, RequestError | LinkClosed):
+                raise
+            self._unanswered = question
+            note(f"{error}\nthe question is kept: /retry asks it again")
+            return
+        if self._as_json:
+            click.echo(json.dumps(_told(answer), ensure_ascii=False))
+        else:
+            self._in_line = not answer.text.endswith("\n")
+            self._end_line()
+        if answer.text or not answer.interrupted:
+            self._conversation = before.with_answer(question, self._manner, answer)
+        if answer.result is not None and answer.result.draft_failure is not None:
+            note(failure_told(answer.result.draft_failure))
+        if answer.interrupted:
+            forgotten = (
+                "the question is forgotten"
+                if before is self._conversation
+                else "the former reply stays"
+            )
+            note(
+                "interrupted: what was said is kept"
+                if answer.text
+                else f"interrupted before the first word: {forgotten}"
+            )
+        elif (
+            answer.result is not None
+            and answer.result.finish_reason == "length"
+            and not self._as_json
+        ):
+            note(
+                "the reply ends here for want of room: --max-tokens allows longer ones, as far "
+                "as the model's context goes"
+            )
+
+    def _show(self, text: str, drafted: bool) -> None:
+        """A piece of a reply, as it comes."""
+        if self._as_json:
+            return
+        self._in_line = not text.endswith("\n")
+        shown = harmless(text) if self._terminal else text
+        click.echo(
+            f"{DRAFTED}{shown}{PLAIN}" if drafted and self._colours else shown,
+            nl=False,
+            color=self._colours,
+        )
+
+    def _end_line(self) -> None:
+        """What comes next begins a line."""
+        if self._in_line:
+            click.echo()
+        self._in_line = False
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> None:
+        argument = command.argument
+        match command.name:
+            case "stats":
+                print_stats([said.answer.result for said in self._conversation.exchanges])
+            case "draft" | "temperature" | "seed":
+                self._manner = _changed(self._manner, command) if argument else self._manner
+                note(_in_force(self._manner, command.name))
+            case "retry":
+                self._retry()
+            case "clear":
+                self._conversation, self._unanswered = Conversation(), None
+                note("what was said is forgotten")
+            case "save":
+                self._save(Path(argument).expanduser())
+            case "help":
+                for name, (wanted, meaning) in COMMANDS.items():
+                    note(f"  {f'/{name} {wanted}':<17} {meaning}")
+            case "quit":
+                self._ended = True
+
+    def _retry(self) -> None:
+        if self._unanswered is not None:
+            self._answer(self._conversation, self._unanswered)
+            return
+        before, last = self._conversation.taken_back()
+        if last.is_repeated_in(self._manner):
+            fixed = (
+                "/temperature 0.7" if self._manner.sampling.temperature == 0.0 else "/seed random"
+            )
+            note(f"the reply will be the same: {fixed} allows another one")
+        self._answer(before, last.question)
+
+    def _save(self, path: Path) -> None:
+        if path.exists():
+            raise UserError(f"{path} is there already: choose another name")
+        check_output(path, "the conversation")
+        with writing(path, "the conversation"):
+            path.write_text(self._conversation.as_json(), encoding="utf-8")
+        note(f"{path} has what was said")
+
+
+def harmless(text: str) -> str:
+    """A text that no terminal takes for commands: without control characters, but for the end of a
+    line and the tabulator."""
+    return "".join(
+        c if c in "\n\t" or not (ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in text
+    )
+
+
+def print_stats(results: list[Result | None]) -> None:
+    """The figures of the last replies, a row each: what they brought, and where their time went.
+    Two tables, since a terminal may have 80 columns."""
+    shown = [
+        (number, result) for number, result in enumerate(results, start=1) if result is not None
+    ][-SHOWN_REPLIES:]
+    if not shown:
+        note("there is no reply yet")
+        return
+    figures = (
+        "reply",
+        "tokens",
+        "tokens/s",
+        "tau",
+        "accepted %",
+        "hit %",
+        "first ms",
+        "prompt",
+        "reused",
+    )
+    print_table(figures, [(number, *_figures(result)) for number, result in shown])
+    times = ("reply", "seconds", "prefill %", "draft %", "verify %", "transport %", "queue %")
+    print_table(times, [(number, *_times(result)) for number, result in shown])
+
+
+def _figures(result: Result) -> tuple[object, ...]:
+    tau = None if result.tau is None else round(result.tau, 2)
+    rates = (
+        _rounded(result.tokens_per_s),
+        tau,
+        _percent(result.acceptance_rate),
+        _percent(result.hit_rate),
+        round(1e3 * result.time_to_first_token_s),
+    )
+    return (result.completion_tokens, *rates, result.prompt_tokens, result.reused_tokens)
+
+
+def _times(result: Result) -> tuple[object, ...]:
+    accounts = (
+        result.prefill_s,
+        result.draft_exposed_s,
+        result.verify_s,
+        result.transport_s,
+        result.queue_s,
+    )
+    shares = (_percent(seconds / result.wall_s) if result.wall_s else None for seconds in accounts)
+    return (_rounded(result.wall_s), *shares)
+
+
+def _percent(share: float | None) -> int | None:
+    return None if share is None else round(100 * share)
+
+
+def _rounded(value: float) -> float:
+    """With the digits that somebody compares."""
+    return round(value) if value >= 100 else round(value, 1 if value >= 10 else 2)
+
+
+def _changed(manner: Manner, command: Command) -> Manner:
+    """What a command makes of the manner in which replies are asked for."""
+    if command.name == "draft":
+        return replace(manner, speculate=command.argument == "on")
+    if command.name == "seed":
+        return replace(manner, seed=_seed(command.argument))
+    value = parse_setting("sampling.temperature", command.argument, "/temperature")
+    return replace(manner, sampling=manner.sampling.model_copy(update={"temperature": value}))
+
+
+def _in_force(manner: Manner, name: str) -> str:
+    """What holds for the next replies, in the command's words."""
+    temperature = manner.sampling.temperature
+    held = {
+        "draft": "on" if manner.speculate else "off: the target decodes alone",
+        "temperature": f"{temperature:g}" if temperature else "0: greedy",
+        "seed": str(manner.seed)
+        if manner.seed is not None
+        else "random: another one for each reply",
+    }
+    return f"{name} {held[name]}"
+
+
+def _told(answer: Answer) -> dict[str, object]:
+    return answer.result.model_dump() if answer.result is not None else {"text": answer.text}
+
+
+def _seed(argument: str) -> int | None:
+    if argument == "random":
+        return None
+    if not (argument.isascii() and argument.isdigit() and int(argument) <= MAX_SEED):
+        raise UserError(
+            f"/seed {argument} is not possible: write a whole number from 0 to {MAX_SEED}, or "
+            "random"
+        )
+    return int(argument)
+
+
+def _ask() -> str:
+    """The next line of the person in front of it."""
+    if sys.stdout.isatty():
+        with _woken():
+            return input(PROMPT)
+    click.echo(PROMPT, nl=False, err=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+@contextmanager
+def _woken() -> Iterator[None]:
+    """Let signals be heeded within half a second while readline waits for a key.
+
+    One that arrives between its prompt and its wait, or on another thread, does not end that wait.
+    """
+    former = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, WAKE_S, WAKE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
+
+
+@contextmanager
+def line_editing() -> Iterator[None]:
+    """Lines can be edited, and those of former conversations called up again; they are kept with
+    the user's state, where that can be written."""
+    try:
+        import readline
+    except ImportError:  # a Python that was built without it
+        yield
+        return
+    path = history_path()
+    readline.set_history_length(KEPT_LINES)
+    if path is None:
+        yield
+        return
+    with suppress(OSError):
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            readline.write_history_file(path)

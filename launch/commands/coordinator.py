@@ -1,0 +1,111 @@
+"""`dovetail coordinator`: the process that owns the token logs, by hand or under a supervisor.
+Never imports torch."""
+
+import asyncio
+import logging
+import socket
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import click
+
+from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.files.directory import announced
+from dovetail.launch.machine.binding import Place, bind
+from dovetail.launch.machine.cores import parse_cores
+from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
+from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.protocol.links import open_hub
+from dovetail.runtime.loop import coordinate
+from dovetail.runtime.recording import Recorder
+
+STDIN = 0
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]"
+)
+@click.option(
+    "--own-folder",
+    is_flag=True,
+    hidden=True,
+    help="The folder of an ipc address is for this coordinator alone, and goes with it.",
+)
+@click.option(
+    "--parent",
+    type=int,
+    hidden=True,
+    help="End when this process, which started us, ends; announce nothing.",
+)
+@click.option(
+    "--supervised",
+    is_flag=True,
+    hidden=True,
+    help="Standard input is the pipe of a supervisor, which says how the other parts are.",
+)
+@settings_flags("coordinator")
+def command(
+    configuration: Configuration,
+    cores: str | None,
+    own_folder: bool,
+    parent: int | None,
+    supervised: bool,
+) -> None:
+    """Run a coordinator until SIGTERM, SIGHUP, Ctrl-C or a client's Stop.
+
+    Its address goes to stdout as one line. Other commands of this user on this machine find it
+    without --connect.
+    """
+    if parent is not None:
+        end_with(parent)
+    end_when_told()
+    show_stacks_when_asked()
+    if cores is not None:
+        bind(Place(parse_cores(cores)))
+    log_to_stderr(logging.WARNING if parent else logging.INFO)
+    settings = configuration.settings.coordinator
+    with ExitStack() as opened:
+        recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
+        if recorder is not None:
+            opened.callback(recorder.close)
+        hub = open_hub(
+            settings.listen,
+            keys=Path(settings.keys) if settings.keys else None,
+            own_folder=own_folder,
+        )
+        opened.callback(hub.close)
+        if parent is None:
+            opened.enter_context(announced(hub.address, keys=settings.keys))
+        ready = partial(_introduce, hub.address, by_hand=parent is None)
+        asyncio.run(
+            coordinate(
+                hub,
+                settings=settings,
+                recorder=recorder,
+                ready=ready,
+                supervised=STDIN if supervised else None,
+            )
+        )
+
+
+def _introduce(address: str, *, by_hand: bool) -> None:
+    """Say where we are, and what to type on the machines of the workers."""
+    click.echo(address)
+    if not by_hand:
+        return
+    for anywhere in ("//0.0.0.0:", "//[::]:"):
+        address = address.replace(anywhere, f"//{socket.gethostname()}:")
+    over_tcp = address.startswith("tcp://")
+    keys = " --keys FOLDER" if over_tcp else ""
+    for role in ("target", "draft"):
+        click.echo(
+            f"  dovetail worker --role {role} --{role} MODEL --connect {address}{keys}", err=True
+        )
+    if over_tcp:
+        click.echo(
+            "FOLDER holds, on a worker's machine, its own NAME.key and coordinator.pub, both "
+            "made by `dovetail keygen`.",
+            err=True,
+        )

@@ -1,0 +1,231 @@
+"""`dovetail features`: let the target write answers, and store its hidden states, which draft heads
+are trained on.
+
+Knows options and what people see while they wait; how states are computed and kept is the workers'
+business. What needs torch is imported when the work begins, so that help does not wait for it.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.files.outputs import OUT_FOLDER
+from dovetail.launch.processes.preflight import check_model
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.training.progress import json_option, show_progress
+from dovetail.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from dovetail.workers.training.data.states import HalfType
+    from dovetail.workers.training.data.store import Index
+
+
+@click.command(cls=HelpCommand)
+@click.option(
+    "--target",
+    default=str(DEMO_FOLDER / "target"),
+    show_default="the embedded one",
+    help="The target: a folder or a hub id.",
+)
+@click.option(
+    "--data",
+    "files",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    required=True,
+    help="Chats as JSON lines, or a token file (.bin, with its .mask); may be given more than "
+    "once.",
+)
+@click.option(
+    "--out",
+    type=OUT_FOLDER,
+    required=True,
+    help="The folder to write; a run that was interrupted goes on.",
+)
+@click.option(
+    "--taps",
+    default="auto",
+    show_default=True,
+    cls=Rare,
+    help="Layers whose input is stored beside the last state: auto (EAGLE-3's), none, or such "
+    "as 2,4,5.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    cls=Rare,
+    help="Tokens of the longest sequence.  [default: the target's context]",
+)
+@click.option(
+    "--long",
+    type=click.Choice(("cut", "drop")),
+    default="cut",
+    show_default=True,
+    cls=Rare,
+    help="What becomes of a longer one.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("float16", "bfloat16")),
+    cls=Rare,
+    help="Of what is stored.  [default: bfloat16 if the checkpoint is, else float16]",
+)
+@click.option(
+    "--weights",
+    default="fp32",
+    show_default=True,
+    help="Of the target: fp32 or half; half is the right one on a GPU.",
+)
+@click.option(
+    "--device", default="cpu", show_default=True, help="Where the target computes: cpu or cuda:N."
+)
+@click.option(
+    "--regenerate",
+    is_flag=True,
+    help="Let the target write the answers itself first; they are kept in OUT.answers.jsonl.",
+)
+@click.option(
+    "--temperature",
+    "temperatures",
+    type=click.FloatRange(0, 100),
+    multiple=True,
+    default=(0.0, 1.0),
+    show_default=True,
+    cls=Rare,
+    help="At which it writes them.",
+)
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    cls=Rare,
+    help="Tokens of the longest answer that it writes.",
+)
+@click.option(
+    "--sessions",
+    type=click.IntRange(1, 512),
+    default=64,
+    show_default=True,
+    cls=Rare,
+    help="How many answers it writes at a time.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    cls=Rare,
+    help="Of the answers at temperatures above 0.",
+)
+@json_option
+def command(
+    target: str,
+    files: tuple[Path, ...],
+    out: Path,
+    taps: str,
+    context: int | None,
+    long: str,
+    dtype: "HalfType | None",
+    weights: str,
+    device: str,
+    regenerate: bool,
+    temperatures: tuple[float, ...],
+    new_tokens: int,
+    sessions: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Store what a target's draft heads are trained on: its hidden states for every token of a set
+    of chats, in 16 bits.
+
+    \b
+    dovetail features --target MODEL --data sharegpt.jsonl --out FEATURES
+    dovetail features --target MODEL --data sharegpt.jsonl --regenerate --out FEATURES
+    """
+    check_model("target", target)
+    from dovetail.workers.training.data import corpus, states, store
+    from dovetail.workers.training.regenerate import Writing, regenerate_files
+    from dovetail.workers.training.workplace import held
+
+    if any(math.isnan(temperature) for temperature in temperatures):  # which no range excludes
+        raise UserError("--temperature nan is no temperature: write one such as 1")
+    name = states.ready_device(device)
+    reader = corpus.open_reader(target)
+    with held(out):
+        if regenerate:
+            answers, writing = (
+                out.with_name(out.name + ".answers.jsonl"),
+                Writing(temperatures, new_tokens, sessions, seed),
+            )
+            with show_progress() as show:
+                written = regenerate_files(
+                    files,
+                    target,
+                    reader.renderer,
+                    answers,
+                    writing,
+                    weights=weights,
+                    device=name,
+                    progress=show,
+                )
+            note(f"{answers}: {written.chats:,} chats answered")
+            _tell_left_out(written.left_out)
+            files = (answers,)
+        with spinner() as say:
+            say("reading the data")
+            examples = corpus.read_examples(
+                files, reader, context=context, drop_long=long == "drop"
+            )
+            say("loading the target")
+            source = states.open_states(
+                target, taps=taps, context=context, dtype=dtype, weights=weights, device=name
+            )
+        note(
+            f"{len(examples.rows):,} sequences, {examples.tokens:,} tokens, of which "
+            f"{examples.learned:,} are learned"
+        )
+        _tell_left_out(
+            {
+                **({"cut, since they were longer": examples.cut} if examples.cut else {}),
+                **examples.left_out,
+            }
+        )
+        index = store.begin(out, store.plan(examples, source.origin), examples)
+        stored = "the last hidden state" + (
+            f" and what enters layers {', '.join(map(str, index.origin.taps))}"
+            if index.origin.taps
+            else ""
+        )
+        note(
+            f"{out}: {stored}, {index.bytes / 1e9:.3g} GB of {index.origin.dtype} in "
+            f"{len(index.shards)} shards, of which {index.written} are there"
+        )
+        with show_progress() as show:
+            index = store.write(out, index, examples, source, show)
+        if as_json:
+            click.echo(json.dumps(_told(out, index)))
+
+
+def _told(out: Path, index: "Index") -> dict[str, Any]:
+    """What stands in the folder now."""
+    counts = {
+        "sequences": index.count,
+        "tokens": index.tokens,
+        "learned": index.learned,
+        "shards": len(index.shards),
+        "bytes": index.bytes,
+    }
+    return {"out": str(out), **counts, "dtype": index.origin.dtype, "taps": index.origin.taps}
+
+
+def _tell_left_out(left_out: Mapping[str, int]) -> None:
+    """What is not learned from, and why."""
+    for reason, count in left_out.items():
+        note(f"{count:,} {reason}")

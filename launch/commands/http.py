@@ -1,0 +1,206 @@
+"""`dovetail http`: the HTTP API of a coordinator, in a process of its own, by hand or under a
+supervisor. Never imports torch."""
+
+import asyncio
+import gc
+import logging
+import resource
+import socket
+import stat
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import click
+import uvloop
+
+from dovetail.launch.cli import installed_version
+from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.processes.child import (
+    claim_stdout,
+    end_when_told,
+    end_with,
+    show_stacks_when_asked,
+)
+from dovetail.launch.processes.connection import ahead_of
+from dovetail.launch.processes.preflight import MORE_FILES, check_files
+from dovetail.launch.settings.configure import (
+    LISTENING,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
+from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.files import decode
+from dovetail.protocol.links import open_link
+from dovetail.protocol.settings import HttpSettings, Settings, byte_count
+from dovetail.runtime.http.app import Service, Terms, open_app
+from dovetail.runtime.http.dashboard import Shown
+from dovetail.runtime.http.gateway import Gateway
+from dovetail.runtime.http.guard import is_loopback
+from dovetail.runtime.http.orders import Defaults
+from dovetail.runtime.http.server import Connections, listen, serve
+
+RECONNECT_S = 1.0
+SHORTEST_KEY = 16
+OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
+"""Descriptors that are left for what a server needs beside its connections, and where few are
+allowed: it has 24 when it begins."""
+log = logging.getLogger("dovetail.http")
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--connect",
+    metavar="ADDRESS",
+    required=True,
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT.",
+)
+@click.option(
+    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
+)
+@settings_flags("http", "sampling", "tree", "draft", "coordinator.keys", shown=LISTENING)
+def command(configuration: Configuration, connect: str, parent: int | None) -> None:
+    """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
+
+    Its URL goes to stdout as one line once it listens. The settings of sampling and tree are those
+    of requests that do not say otherwise. Of the draft's, ahead and kind none are wishes of the
+    requests; the others are a matter of its worker.
+    """
+    if parent is not None:
+        end_with(parent)
+    end_when_told()
+    show_stacks_when_asked()
+    log_to_stderr(logging.WARNING if parent else logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    settings = configuration.settings
+    folder = Path(settings.coordinator.keys) if settings.coordinator.keys else None
+    with ExitStack() as opened:
+        said = opened.enter_context(claim_stdout())
+        listener = opened.enter_context(listen(settings.http.host, settings.http.port))
+        keys = read_keys(settings.http)
+        connections = Connections(
+            receive_s=settings.http.receive_s, most=_connections(configuration)
+        )
+        link = open_link(
+            connect, keys=folder, role="client"
+        )  # a wrong address or key is told at once
+        again = partial(open_link, connect, keys=folder, role="client", timeout_s=RECONNECT_S)
+
+        def ready() -> None:
+            print(url_of(settings.http.host, listener), file=said, flush=True)
+
+        async def run() -> None:
+            gateway = Gateway(again, link)
+            service = Service(gateway, _terms(settings, keys), connections)
+            connecting = asyncio.create_task(gateway.run())
+            try:
+                await gateway.first()
+                gc.freeze()
+                await serve(
+                    open_app(service), listener, connections, hurry=service.end, ready=ready
+                )
+            finally:
+                connecting.cancel()
+                await asyncio.wait([connecting])
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+
+
+def read_keys(settings: HttpSettings) -> tuple[str, ...]:
+    """The keys that clients may send; `SettingsError` if they are needed and missing, or if others
+    can read them."""
+    if not settings.api_key_file:
+        if not is_here_only(settings.host):
+            text = (
+                f"http.host = {settings.host!r} is open to other machines, which needs a "
+                "key: write one into a file and name it with --http.api_key_file"
+            )
+            raise SettingsError(text)
+        return ()
+    path = Path(settings.api_key_file).expanduser()
+    try:
+        mode, text = path.stat().st_mode, decode(path.read_bytes(), f"http.api_key_file {path}")
+    except OSError as error:
+        raise SettingsError(f"http.api_key_file {path} cannot be read: {error.strerror}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SettingsError(f"http.api_key_file {path} can be read by others: chmod 600 {path}")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or min(map(len, keys)) < SHORTEST_KEY or not all(key.isascii() for key in keys):
+        raise SettingsError(
+            f"http.api_key_file {path} holds no key of at least {SHORTEST_KEY} ASCII "
+            "characters a line: write one, such as `openssl rand -hex 32`"
+        )
+    return keys
+
+
+def is_here_only(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return all(
+            is_loopback(str(address[4][0]))
+            for address in socket.getaddrinfo(
+                host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        )
+    except (OSError, UnicodeError):
+        return True  # it is no address: `listen` says so
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """Where clients find us, with the real port."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
+    return Terms(
+        defaults=Defaults(
+            settings.sampling,
+            settings.tree,
+            settings.draft.kind != "none",
+            ahead_of(settings.draft),
+        ),
+        model=settings.http.model,
+        version=installed_version(),
+        keys=keys,
+        deadline_s=settings.http.deadline_s,
+        most_body_bytes=byte_count(settings.http.body),
+        only_local_names=not keys,
+        dashboard=shown(settings.http, keyed=bool(keys)),
+    )
+
+
+def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
+    """What the dashboard shows: tokens of requests by itself only where all who can see it are one
+    user."""
+    return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
+
+
+def _connections(configuration: Configuration) -> int:
+    """How many connections this process may hold; the system's limit on open files is raised for
+    them as far as it goes. Where that is not enough a number that somebody asked for is refused,
+    and the default is lowered."""
+    wanted = configuration.settings.http.connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = wanted + OTHER_FILES
+    check_files("the HTTP API", FEWEST_OTHER_FILES + 1)
+    others = min(OTHER_FILES, max(FEWEST_OTHER_FILES, hard // 2))
+    if wanted + others > hard:
+        if configuration.given("http.connections"):
+            raise UserError(
+                f"http.connections = {wanted} needs {wanted + others} open files, and this "
+                f"process may have {hard}: lower it to at most {hard - others}, or {MORE_FILES}"
+            )
+        text = (
+            "http.connections is %d and not %d, since this process may have %d open files "
+            "(`ulimit -Hn`)"
+        )
+        log.warning(text, hard - others, wanted, hard)
+        wanted = hard - others
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE,
+        (max(soft, wanted + others), resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+    )
+    return wanted

@@ -1,0 +1,132 @@
+"""`dovetail replay`: a recorded session once more, by the session logic or by a real worker, and
+what comes of it beside what came then."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dovetail.launch.checks.rehearsal import Outcome, Role, parts_of, rehearse
+from dovetail.launch.console.terminal import counted, spinner
+from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.runtime.playback import Difference, Playback
+from dovetail.runtime.tape import Recording, read_recording
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--worker",
+    "role",
+    type=click.Choice(["target", "draft"]),
+    help="Play it to a worker of this role, started here with these settings.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@settings_flags("target", "draft")
+@click.pass_context
+def command(
+    context: click.Context,
+    configuration: Configuration,
+    file: Path,
+    role: Role | None,
+    as_json: bool,
+) -> None:
+    """Play a session that a coordinator recorded (coordinator.record); exit code 1 if it goes
+    another way than it went.
+
+    Without --worker the session logic is given the recorded events again, and the same actions have
+    to follow. With it a worker is asked what was asked then, and has to answer the same: the tokens
+    in any case, margins and features where its fingerprint is the recorded one. A draft need not
+    propose the same where its proposals hung on its time and on what it had learned: under the
+    policy goodput, drafting ahead, or with tree.sharpening = auto.
+    """
+    recording = read_recording(file)
+    if role is None:
+        playback = Playback(recording)
+        _tell(context, recording, playback.play(), _of_logic(playback), as_json=as_json)
+        return
+    parts_of(recording, role)  # there is something to play before a model is loaded
+    with spinner() as say:
+        say(f"playing to a {role} worker")
+        outcome = rehearse(recording, role, configuration)
+    _tell(context, recording, outcome.difference, _of_worker(role, outcome), as_json=as_json)
+
+
+def _of_logic(playback: Playback) -> dict[str, Any]:
+    tokens = len(playback.session.tokens)
+    words = (
+        f"{counted(len(playback.taken), 'step')}, {counted(playback.commands, 'command')}, "
+        f"{counted(tokens, 'token')}"
+    )
+    return {
+        "played": "session",
+        "steps": len(playback.taken),
+        "commands": playback.commands,
+        "tokens": tokens,
+        "words": words,
+    }
+
+
+def _of_worker(role: Role, outcome: Outcome) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(outcome).items() if name != "difference"}
+    if role == "draft":
+        words = (
+            f"{counted(outcome.answers, 'answer')}, {outcome.same_proposals} of "
+            f"{counted(outcome.proposals, 'proposal')} the same"
+        )
+        words += (
+            f"; they hung on more than the text: {', '.join(outcome.hangs_on)}"
+            if outcome.hangs_on
+            else ""
+        )
+    else:
+        compared = (
+            "tokens, margins and features"
+            if outcome.same_fingerprint
+            else "tokens alone, since the fingerprint is another"
+        )
+        words = (
+            f"{counted(outcome.answers, 'answer')}, {counted(outcome.tokens, 'token')}; "
+            f"compared: {compared}"
+        )
+    return {"played": role, **fields, "words": words}
+
+
+def _tell(
+    context: click.Context,
+    recording: Recording,
+    difference: Difference | None,
+    found: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    begin, words = recording.begin, found.pop("words")
+    if as_json:
+        about = {
+            "file": str(recording.path),
+            "session": begin.session,
+            "began": begin.began,
+            "entries": 1 + len(recording.entries),
+            "whole": recording.whole,
+        }
+        click.echo(
+            json.dumps(
+                {
+                    **about,
+                    **found,
+                    "same": difference is None,
+                    "difference": difference and vars(difference),
+                }
+            )
+        )
+    else:
+        click.echo(f"session {begin.session} of {begin.began}: {words}")
+        if not recording.whole:
+            click.echo(f"the recording is not whole: {recording.words}")
+        click.echo(
+            "the same, from the first to the last"
+            if difference is None
+            else f"the first difference: {difference}"
+        )
+    context.exit(0 if difference is None else 1)

@@ -1,0 +1,309 @@
+"""`dovetail selftest`: on this machine, with these models, the target computes what its checkpoint
+says, and speculation changes no token.
+
+Every case decodes the same prompts with the same seed twice, by the target alone and with the
+draft, and compares token ids. The target itself is compared with transformers' own forward in fp32,
+token for token of a long text.
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from dovetail.launch.checks.agreement import Agreement, agreement_of
+from dovetail.launch.console.failed import first_failure
+from dovetail.launch.console.help import Rare
+from dovetail.launch.console.terminal import note, print_table, progress_bar
+from dovetail.launch.files.prompts import Prompt, read_prompts
+from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
+from dovetail.launch.settings.configure import (
+    DECODING_SECTIONS,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.errors import DovetailError, UserError, printable
+from dovetail.protocol.messages import DraftFailure, Finished, WorkerState
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.comparison import Difference, first_difference
+
+SEED = 20260101
+TOKENS = 48
+"""Of each reply, where the settings do not say otherwise: long enough for a dozen rounds, short
+enough for a coffee."""
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.7),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.0, top_k=40),
+    Sampling(temperature=1.0, top_p=0.9),
+    Sampling(temperature=0.8, min_p=0.05),
+    Sampling(repetition_penalty=1.2, min_tokens=16),
+    Sampling(
+        temperature=1.0,
+        presence_penalty=0.6,
+        frequency_penalty=0.4,
+        logit_bias=((0, -100.0), (5, 2.5)),
+    ),
+)
+CHAIN = {"gamma": 4, "depth": 4, "width": 1}
+WIDE = {"gamma": 59, "depth": 8, "width": 10}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to sample and one shape of tree."""
+
+    sampling: Sampling
+    tree: TreeSettings
+
+    @property
+    def name(self) -> str:
+        given = {
+            key: value
+            for key, value in self.sampling.model_dump().items()
+            if key == "temperature" or value != Sampling.model_fields[key].default
+        }
+        sampling = " ".join(
+            f"{key} {len(value)}" if isinstance(value, tuple) else f"{key} {value:g}"
+            for key, value in given.items()
+        )
+        return (
+            f"{sampling} · gamma {self.tree.gamma} depth {self.tree.depth} width {self.tree.width}"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """What came of a case: how many tokens were compared, and the widest of the first
+    differences."""
+
+    case: str
+    tokens: int
+    difference: Difference | None
+    failure: DraftFailure | None = None
+    """The first one of the draft: behind it nothing was compared."""
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and (self.difference is None or self.difference.near_tie)
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--connect",
+    metavar="ADDRESS",
+    help="The coordinator to test.  [default: the only one of this user, else one of our own]",
+)
+@click.option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of prompts.  [default: the demonstration's]",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="How many of the prompts.",
+)
+@click.option(
+    "--text-tokens",
+    type=click.IntRange(min=0),
+    cls=Rare,
+    help="Tokens of the text that is compared with transformers; 0: none is.  [default: past "
+    "what the configuration names, 256 to 2064]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@settings_flags(*DECODING_SECTIONS)
+@click.pass_context
+def command(
+    context: click.Context,
+    configuration: Configuration,
+    connect: str | None,
+    prompts: Path | None,
+    limit: int,
+    text_tokens: int | None,
+    as_json: bool,
+) -> None:
+    """Compare token ids with and without speculation, at several temperatures, truncations and tree
+    sizes, and the target's log-probabilities of a text with transformers' own in fp32; exit code 1
+    if they differ, or if the draft fails.
+
+    A difference where the target's two best choices lay less than 1e-4 apart is a near-tie:
+    rounding decided. It is reported and does not fail.
+    """
+    if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
+        raise UserError(
+            "without a draft there is nothing to compare: leave --draft none and --gamma 0 out"
+        )
+    if configuration.settings.sampling.acceptance == "rejection":
+        raise UserError(
+            "rejection keeps the target's law and not its tokens, so there is nothing to "
+            "compare: leave --sampling.acceptance out"
+        )
+    chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
+    tokens = (
+        configuration.settings.sampling.max_tokens
+        if configuration.given("sampling.max_tokens")
+        else TOKENS
+    )
+    cases = _cases(drafting_tree(configuration), tokens)
+    _log("getting the target and its draft ready")
+    with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
+        refuse_lossy(connection.state.workers)
+        runs = _Runs(connection, chosen, tokens)
+        checks = []
+        for number, case in enumerate(cases, 1):
+            step(case.name)
+            _log(f"case {number} of {len(cases)}: {case.name}")
+            checks.append(runs.check(case))
+        if not runs.drafted and not any(check.failure for check in checks):
+            raise DovetailError(
+                "the draft worker proposed nothing, so nothing was compared: `dovetail status` "
+                "shows whether one is there"
+            )
+        note(connection.models())
+        agreement = Agreement(why="--text-tokens is 0")
+        if text_tokens != 0:
+            _log("comparing the target's log-probabilities of a text with transformers' in fp32")
+            with progress_bar(1, "text") as step:
+                agreement = agreement_of(
+                    connection,
+                    chosen,
+                    text_tokens,
+                    lambda done, of: step(f"layer {done} of {of}") if done < of else None,
+                )
+    ok = all(check.ok for check in checks) and agreement.ok is not False
+    if as_json:
+        rows = [
+            {
+                "case": c.case,
+                "ok": c.ok,
+                "tokens": c.tokens,
+                "margin": c.difference.margin if c.difference else None,
+                "draft_failure": c.failure.model_dump() if c.failure else None,
+            }
+            for c in checks
+        ]
+        click.echo(
+            json.dumps(
+                {
+                    "checks": rows,
+                    "transformers": {**asdict(agreement), "ok": agreement.ok},
+                    "ok": ok,
+                }
+            )
+        )
+    else:
+        print_table(
+            ("case", "ok", "tokens", "margin", ""),
+            [
+                (c.case, c.ok, c.tokens, c.difference.margin if c.difference else "", _remark(c))
+                for c in checks
+            ],
+        )
+        click.echo(agreement.remark)
+    context.exit(0 if ok else 1)
+
+
+def _log(text: str) -> None:
+    """Write a line on stderr where no progress bar is drawn."""
+    if not sys.stderr.isatty():
+        note(text)
+
+
+def refuse_lossy(workers: Iterable[WorkerState]) -> None:
+    """`UserError` for a target whose tokens depend on what is computed beside them: no test could
+    pass, or would mean anything if it did."""
+    for worker in workers:
+        if is_lossy(worker):
+            raise UserError(
+                f"{LOSSY} weights are not lossless even against themselves, so there is "
+                "nothing to test: use --weights int8, half or fp32"
+            )
+
+
+def _remark(check: Check) -> str:
+    if check.failure is not None:
+        return f"the draft failed in round {check.failure.round}: {printable(check.failure.error)}"
+    if check.difference is None:
+        return ""
+    return (
+        f"{'near-tie' if check.difference.near_tie else 'differs'} at token "
+        f"{check.difference.position}"
+    )
+
+
+def drafting_tree(configuration: Configuration) -> TreeSettings:
+    """The tree of the settings; where they name no policy, one that drafts whether that pays here
+    or not, so that there is something to compare."""
+    tree = configuration.settings.tree
+    return (
+        tree
+        if configuration.given("tree.policy")
+        else tree.model_copy(update={"policy": "dynamic", "insist": True})
+    )
+
+
+def _cases(tree: TreeSettings, tokens: int) -> list[Case]:
+    """Every sampling with the tree of the settings, and greedy and plain sampling with a chain and
+    with a large tree; replies are of so many tokens."""
+    others = [tree.model_copy(update=shape) for shape in (CHAIN, WIDE)]
+    samplings = [
+        sampling.model_copy(update={"min_tokens": min(sampling.min_tokens, tokens)})
+        for sampling in SAMPLINGS
+    ]
+    return [
+        *(Case(sampling, tree) for sampling in samplings),
+        *(
+            Case(sampling, other)
+            for other in others
+            for sampling in (Sampling(), Sampling(temperature=1.0))
+        ),
+    ]
+
+
+class _Runs:
+    """Decodes the prompts; what the target alone answers is kept, since several trees are compared
+    with it."""
+
+    def __init__(self, connection: Connection, prompts: list[Prompt], tokens: int) -> None:
+        self._connection, self._prompts, self._tokens = connection, prompts, tokens
+        self.drafted = 0
+        """Nodes that were verified in all: without any, nothing was tested."""
+        self._alone: dict[tuple[Sampling, str], Finished] = {}
+
+    def check(self, case: Case) -> Check:
+        """Compare all prompts."""
+        tokens = 0
+        differences, results = [], []
+        for prompt in self._prompts:
+            alone = self._alone.get((case.sampling, prompt.id)) or self._decode(
+                case, prompt, speculate=False
+            )
+            self._alone[case.sampling, prompt.id] = alone
+            speculated = self._decode(case, prompt, speculate=True)
+            results.append(speculated.result)
+            tokens += speculated.result.completion_tokens
+            self.drafted += speculated.result.drafted_tokens
+            if (difference := first_difference(alone, speculated)) is not None:
+                differences.append(difference)
+        widest = max(differences, key=lambda d: d.margin, default=None)
+        return Check(case.name, tokens, widest, first_failure(results)[1])
+
+    def _decode(self, case: Case, prompt: Prompt, *, speculate: bool) -> Finished:
+        turns = prompt.turns[:1]
+        return self._connection.decode(
+            turns,
+            sampling=case.sampling,
+            tree=case.tree,
+            max_tokens=self._tokens,
+            seed=SEED,
+            speculate=speculate,
+        )

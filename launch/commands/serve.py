@@ -1,0 +1,130 @@
+"""`dovetail serve`: a coordinator, its workers and the HTTP API, kept running until a signal ends
+them.
+
+The HTTP API listens before a model is loaded, so that a port that is taken is told at once;
+`/readyz` says whether the workers are there. What is lost or stuck is started again; a worker keeps
+its model when it is the coordinator that is.
+"""
+
+import json
+import logging
+import os
+import shlex
+import socket
+import time
+from pathlib import Path
+
+import click
+
+from dovetail.launch.commands.http import read_keys
+from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.processes.connection import models_of
+from dovetail.launch.processes.holders import check_coordinator, check_port
+from dovetail.launch.processes.service import Service
+from dovetail.launch.processes.supervise import Supervisor, check_stack
+from dovetail.launch.settings.configure import (
+    LISTENING,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
+from dovetail.runtime.http.server import listen
+
+log = logging.getLogger("dovetail.serve")
+
+ANYWHERE = ("0.0.0.0", "[::]")
+"""Hosts that stand for all addresses of a machine."""
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="When all is ready, one JSON object on stdout: url, address, pid, pids.",
+)
+@settings_flags(
+    "target", "draft", "tree", "sampling", "memory", "coordinator", "http", shown=LISTENING
+)
+def command(configuration: Configuration, as_json: bool) -> None:
+    """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
+
+    Starts a coordinator, its workers and the HTTP API, and starts again what fails. When all is
+    ready, the URL goes to stdout as one line. Other commands of this user on this machine find the
+    coordinator without --connect. The first signal lets requests that run finish for some seconds,
+    a second one does not. The settings of the tree and of sampling hold for requests that do not
+    say otherwise.
+    """
+    log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
+    log.setLevel(logging.INFO)
+    _check_addresses(configuration)
+    check_stack(configuration)
+    with Supervisor() as supervisor, Service(supervisor, configuration) as service:
+        try:
+            with spinner() as say:
+                service.run_until_ready(say)
+            _introduce(service, configuration, as_json=as_json)
+            service.run()
+        except (KeyboardInterrupt, SystemExit):
+            service.drain()
+
+
+def _check_addresses(configuration: Configuration) -> None:
+    """`UserError` if nobody can listen at an address that is asked for."""
+    http, coordinator = configuration.settings.http, configuration.settings.coordinator
+    check_port(
+        http.host,
+        http.port,
+        remedy="stop it, or choose another port with --http.port (0: any free one)",
+    )
+    listen(http.host, http.port).close()
+    read_keys(http)
+    check_coordinator(
+        coordinator.listen, remedy="or choose another address with --coordinator.listen"
+    )
+
+
+def _introduce(service: Service, configuration: Configuration, *, as_json: bool) -> None:
+    """Say where we are, and what to type to use it."""
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "url": service.url,
+                    "address": service.address,
+                    "pid": os.getpid(),
+                    "pids": service.pids,
+                }
+            )
+        )
+        return
+    click.echo(service.url)
+    assert service.state is not None
+    file = configuration.settings.http.api_key_file
+    key = (
+        f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"'
+        if file
+        else ""
+    )
+    question = json.dumps({"messages": [{"role": "user", "content": "Hello."}]})
+    note(f"  {models_of(service.state)}")
+    for fault in service.faults(time.monotonic()):
+        note(f"  degraded: {fault.words}")
+    url = next(
+        (
+            service.url.replace(f"//{a}:", f"//{socket.gethostname()}:")
+            for a in ANYWHERE
+            if f"//{a}:" in service.url
+        ),
+        service.url,
+    )
+    note(
+        f"  try it:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d '{question}'"
+    )
+    page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""
+    note(
+        f"  talk:    dovetail chat        look: dovetail top{page}        end: Ctrl-C, or kill "
+        f"{os.getpid()}"
+    )

@@ -1,0 +1,184 @@
+"""`dovetail status`: the coordinator, its workers, its sessions, and what drafts and targets bring
+together."""
+
+import json
+from collections.abc import Sequence
+
+import click
+
+from dovetail.launch.console.terminal import counted, format_cell, in_print, print_table
+from dovetail.launch.files.directory import announcements
+from dovetail.launch.processes.connection import find_coordinator, shorten_model
+from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.protocol.messages import PairState, Reported, WorkerState
+from dovetail.protocol.profile import RowsSeconds
+
+SHOWN_DECISIONS = 8
+"""Of the last; `--json` has them all."""
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--connect",
+    metavar="ADDRESS",
+    help="The coordinator to ask.  [default: the only one of this user]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@settings_flags("coordinator.keys")
+def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
+    """Show the state of a coordinator.
+
+    "busy so far" is a worker's share of the time since it registered; `dovetail top` shows what it
+    is at present. "trip" is the quickest answer of late.
+    """
+    with find_coordinator(configuration, connect) as client:
+        state = client.status()
+    if as_json:
+        click.echo(json.dumps(state.model_dump(exclude={"type", "epoch"})))
+    else:
+        _show(_in_print(state))
+
+
+def _in_print(state: Reported) -> Reported:
+    """The same with nothing in the words of its peers that a terminal takes for commands."""
+    return Reported.model_validate(in_print(state.model_dump()))
+
+
+def _show(state: Reported) -> None:
+    counts = (
+        f"{state.sessions} running, {state.finished} finished, {state.failed} failed, "
+        f"{state.cancelled} cancelled, {state.totals.refused_requests} refused"
+    )
+    click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
+    click.echo(f"sessions    {counts}")
+    click.echo(
+        f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: "
+        f"{state.stale} stale, {state.refused} refused"
+    )
+    if url := next((found.url for found in announcements() if found.address == state.address), ""):
+        click.echo(f"http        {url}")
+    served = any("target" in w.roles and not w.standby for w in state.workers)
+    label = "note" if not state.degraded else "degraded" if served else "not ready"
+    for reason in state.reasons:
+        click.echo(f"{label:<12}{reason}")
+    if state.workers:
+        print_table(
+            ("worker", "roles", "model", "device", "busy so far", "sessions", "MB", "pid"),
+            [_row(worker) for worker in state.workers],
+        )
+        print_table(
+            ("worker", "host", "trip us", "clock us", "bytes/round"),
+            [_link(worker) for worker in state.workers],
+        )
+        for worker in state.workers:
+            click.echo(f"binding of {worker.name}: {worker.binding or 'not said'}")
+        for worker in state.workers:
+            if worker.placement:
+                click.echo(f"placement of {worker.name}: {worker.placement}")
+        for worker in state.workers:
+            if worker.fingerprint:
+                click.echo(f"fingerprint of {worker.name}: {worker.fingerprint}")
+    _show_pairs(state.pairs)
+    if state.decisions:
+        click.echo("last decisions")
+    for decision in state.decisions[-SHOWN_DECISIONS:]:
+        click.echo(f"  {decision}")
+
+
+def _show_pairs(pairs: Sequence[PairState]) -> None:
+    if not pairs:
+        return
+    headings = (
+        "draft",
+        "target",
+        "drafting",
+        "rounds",
+        "hit",
+        "gamma",
+        "tokens/s",
+        "alone",
+        "predicted",
+    )
+    print_table(headings, [_pair(pair) for pair in pairs])
+    for pair in pairs:
+        if pair.hops_us is not None:
+            click.echo(
+                f"messages of a round of {pair.draft} and {pair.target}: {pair.hops_us:.0f} us"
+            )
+        for name, curve in (("T_V", pair.t_v), ("t_D", pair.t_d)):
+            if curve is not None:
+                click.echo(f"{name} of {pair.draft} and {pair.target}, ms by rows: {_curve(curve)}")
+
+
+def _pair(pair: PairState) -> tuple[object, ...]:
+    hits = None if pair.hit_rate is None else f"{pair.hit_rate:.0%}"
+    rates = (pair.tokens_per_s, pair.alone_tokens_per_s, pair.predicted_tokens_per_s)
+    return (
+        pair.draft,
+        pair.target,
+        "on" if pair.speculating else "off",
+        pair.rounds,
+        hits,
+        pair.gamma,
+        *rates,
+    )
+
+
+def _curve(curve: RowsSeconds) -> str:
+    return ", ".join(
+        f"{rows}: {1e3 * seconds:.3g}"
+        for rows, seconds in zip(curve.rows, curve.seconds, strict=True)
+    )
+
+
+def _row(worker: WorkerState) -> tuple[object, ...]:
+    device = f"{worker.device}, {counted(worker.threads, 'thread')}"
+    load = (f"{worker.busy_share:.0%}", worker.sessions, round(worker.rss_mb))
+    model = shorten_model(worker.model) + (
+        f", inflated to {worker.inflation}" if worker.inflation else ""
+    )
+    return (
+        worker.name + _standing(worker),
+        "+".join(worker.roles),
+        model,
+        device,
+        *load,
+        worker.pid,
+    )
+
+
+def _link(worker: WorkerState) -> tuple[object, ...]:
+    """The way to it: the quickest answer of late, which under load counts what it computed before
+    it answered."""
+    return (
+        worker.name,
+        worker.host,
+        _whole(worker.round_trip_us),
+        _clock(worker),
+        _whole(worker.bytes_per_round),
+    )
+
+
+def _whole(figure: float | None) -> int | None:
+    return None if figure is None else round(figure)
+
+
+def _clock(worker: WorkerState) -> str:
+    """How far its clock is ahead of the coordinator's, and within what bound that is certain."""
+    if worker.clock_offset_us is None or worker.clock_bound_us is None:
+        return "-"
+    return f"{worker.clock_offset_us:+.0f} ± {worker.clock_bound_us:.0f}"
+
+
+def _standing(worker: WorkerState) -> str:
+    """Why it gets no sessions, where that is so."""
+    said = [
+        word
+        for word, so in (
+            ("standby", worker.standby),
+            ("leaving", worker.leaving),
+            ("stuck", worker.stuck),
+        )
+        if so
+    ]
+    return f" ({', '.join(said)})" if said else ""

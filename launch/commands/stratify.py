@@ -1,0 +1,392 @@
+"""`dovetail stratify`: the thresholds between bins of entropy that the policy `heterospec` goes by
+(HeteroSpec, Liu et al. 2025, section 4.2).
+
+Every prompt is answered with trees of `dynamic`, whose entropy is told with each round; a
+regression tree finds the bins within which the rank of what is accepted varies least. Left out are
+rounds whose rank says nothing of the draft: those near the end of a reply, whose tree had no room
+for its levels, and those of a reply that has begun to repeat itself, which any draft foretells.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dovetail.launch.bench.turns import loop_begins
+from dovetail.launch.console.help import Rare
+from dovetail.launch.console.terminal import note, print_table, progress_bar, spinner
+from dovetail.launch.files.chart import Curve, Panel, check_chart, draw_panels
+from dovetail.launch.files.outputs import check_output
+from dovetail.launch.files.prompts import Prompt, read_prompts
+from dovetail.launch.processes.connection import Connection
+from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.settings.configure import (
+    DECODING_SECTIONS,
+    Configuration,
+    SettingsCommand,
+    settings_flags,
+)
+from dovetail.launch.settings.thresholds import MADE_FOR, draft_facts, write_thresholds
+from dovetail.protocol.errors import RequestError, UserError
+from dovetail.protocol.files import writing
+from dovetail.protocol.messages import Result, RoundRecord
+from dovetail.protocol.settings import Settings, TreeSettings
+
+if TYPE_CHECKING:
+    from dovetail.workers.training.stratify import Round, Strata
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+GROUPS = 20
+"""Points of the plot, each of as many rounds."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The rounds of the answers to a prompt."""
+
+    id: str
+    rounds: "tuple[Round, ...]"
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--prompts",
+    type=FILE,
+    required=True,
+    help='File of prompts of the kind that is to be decoded, a line {"id", "turns"} each.',
+)
+@click.option(
+    "--out",
+    type=FILE,
+    required=True,
+    help="TOML file that gets the thresholds, for --tree.thresholds.",
+)
+@click.option(
+    "--rounds",
+    "kept",
+    type=FILE,
+    help="Keep the rounds there, and go on with what it holds when run again.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    cls=Rare,
+    help="Prompts taken of the file.  [default: all]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    cls=Rare,
+    help="Seed of every reply.",
+)
+@click.option(
+    "--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
+)
+@settings_flags(*DECODING_SECTIONS, stratified=False)
+def command(
+    configuration: Configuration,
+    prompts: Path,
+    out: Path,
+    kept: Path | None,
+    limit: int | None,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Decode PROMPTS with speculation and find the bins of entropy by which `--policy heterospec`
+    shapes its trees.
+
+    The thresholds hold for one draft and for the tree's depth and width. Takes about as long as the
+    replies; some thousand rounds are plenty.
+    """
+    _check(configuration, plot)
+    check_output(out, "the thresholds")
+    check_output(plot, "the plot")
+    chosen = read_prompts(prompts)[:limit]
+    holds_for = _holds_for(configuration.settings)
+    replies = _read_kept(kept, holds_for) if kept is not None else {}
+    left = [prompt for prompt in chosen if prompt.id not in replies]
+    if left:
+        replies |= _play(configuration, left, seed, _keeper(kept, holds_for))
+    rounds = [
+        round for prompt in chosen if prompt.id in replies for round in replies[prompt.id].rounds
+    ]
+    from dovetail.workers.training.stratify import stratify
+
+    strata = stratify(rounds, configuration.settings.tree.gamma)
+    fitted_on = {
+        "prompts": prompts.name,
+        "replies": len(replies),
+        "rounds": len(rounds),
+        "max_tokens": configuration.settings.sampling.max_tokens,
+    }
+    write_thresholds(
+        out, strata.thresholds, {"holds_for": holds_for, "fitted_on": fitted_on}, _bins_told(strata)
+    )
+    if plot is not None:
+        with writing(plot, "the plot"):
+            plot.write_text(
+                chart(rounds, strata, configuration.settings.tree.gamma), encoding="utf-8"
+            )
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "thresholds": strata.thresholds,
+                    "bins": _bins_told(strata),
+                    "holds_for": holds_for,
+                    "fitted_on": fitted_on,
+                }
+            )
+        )
+        return
+    _show(strata, configuration.settings.tree)
+    note(
+        f"{len(rounds)} rounds of {len(replies)} prompts; use it with --policy heterospec "
+        f"--tree.thresholds {out}"
+    )
+
+
+def _check(configuration: Configuration, plot: Path | None) -> None:
+    check_chart(plot)
+    settings = configuration.settings
+    if settings.draft.kind in ("none", "ngram"):
+        raise UserError(
+            f"draft.kind = {settings.draft.kind!r} has no distributions to be sure of: name a "
+            "draft with a model"
+        )
+    if settings.tree.gamma == 0 or settings.tree.width == 1:
+        raise UserError(
+            f"a tree of gamma {settings.tree.gamma} and width {settings.tree.width} has no "
+            "entropy: choose larger ones"
+        )
+    if settings.sampling.acceptance == "rejection":
+        raise UserError("sampling.acceptance 'rejection' draws its trees at random: leave it out")
+    if find_spec("sklearn") is None:  # told before anything is decoded
+        raise UserError("fitting thresholds needs scikit-learn: pip install 'dovetail[stratify]'")
+
+
+def _holds_for(settings: Settings) -> dict[str, Any]:
+    """What the entropies depend on, and the rest of what a rank depends on."""
+    tree = {"gamma": settings.tree.gamma, **{key: getattr(settings.tree, key) for key in MADE_FOR}}
+    return {**draft_facts(settings.draft), **tree, "temperature": settings.sampling.temperature}
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+def _play(
+    configuration: Configuration,
+    prompts: Sequence[Prompt],
+    seed: int,
+    keep: Callable[[Reply], None],
+) -> dict[str, Reply]:
+    """Replies by prompt. One that is too long for the context is left out, with a note."""
+    replies = {}
+    with Supervisor() as supervisor:
+        with spinner() as say:
+            say("starting")
+            stack = start_stack(supervisor, configuration, anew=True)
+            state = wait_until_ready(supervisor, stack, say)
+        with stack.connect() as client, progress_bar(len(prompts), "prompts") as step:
+            connection = Connection(client, state, stack)
+            for prompt in prompts:
+                step(prompt.id)
+                try:
+                    replies[prompt.id] = _answer(connection, configuration.settings, prompt, seed)
+                except RequestError as error:
+                    if error.code != "prompt_too_long":
+                        raise
+                    note(f"{prompt.id} is left out: {error}")
+                else:
+                    keep(replies[prompt.id])
+    return replies
+
+
+def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: int) -> Reply:
+    """Answer all turns of a prompt."""
+    tree = settings.tree.model_copy(
+        update={"policy": "heterospec", "insist": True, "thresholds": ""}
+    )  # one bin: the trees are those of dynamic
+    history: list[str] = []
+    rounds: list[Round] = []
+    for turn in prompt.turns:
+        records: list[RoundRecord] = []
+        result = connection.decode(
+            [*history, turn],
+            sampling=settings.sampling,
+            tree=tree,
+            max_tokens=settings.sampling.max_tokens,
+            seed=seed,
+            ahead=False,
+            record=records.append,
+        ).result
+        history += [turn, result.text]
+        rounds += rounds_of(records, result, tree, settings.sampling.max_tokens)
+    return Reply(prompt.id, tuple(rounds))
+
+
+def rounds_of(
+    records: Sequence[RoundRecord], result: Result, tree: TreeSettings, max_tokens: int
+) -> "list[Round]":
+    """What is learned from: the rounds of a reply that had a tree, room for all of its levels, and
+    something to say."""
+    from dovetail.workers.training.stratify import Round, terminal_confidence_rank
+
+    last = result.prompt_tokens + min(loop_begins(result.token_ids), max_tokens - tree.depth - 1)
+    return [
+        Round(
+            record.entropy,
+            terminal_confidence_rank(record.accepted, tree.gamma),
+            len(record.accepted) >= tree.depth,
+        )
+        for record in records
+        if record.entropy is not None and record.prefix <= last
+    ]
+
+
+# -- the file of rounds ----------------------------------------------------------------------------
+
+
+def _keeper(path: Path | None, holds_for: dict[str, Any]) -> Callable[[Reply], None]:
+    """Appends replies to the file, a line each, below a line with what they hold for."""
+
+    def keep(reply: Reply) -> None:
+        if path is None:
+            return
+        with writing(path, "the rounds"), path.open("a", encoding="utf-8") as file:
+            if not file.tell():
+                file.write(json.dumps({"holds_for": holds_for}) + "\n")
+            file.write(json.dumps(asdict(reply)) + "\n")
+
+    return keep
+
+
+def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
+    """The replies in a file, whose last line is cut off if it is torn; `UserError` if they are of
+    something else."""
+    from dovetail.workers.training.stratify import Round
+
+    check_output(path, "the rounds")
+    whole, newline, torn = path.read_bytes().rpartition(b"\n")
+    lines = whole.split(b"\n") if whole else []
+    try:
+        contents = [json.loads(line) for line in lines]
+        there = contents[0]["holds_for"] if contents else holds_for
+        replies = [
+            Reply(
+                content["id"],
+                tuple(
+                    Round(float(e), int(rank), bool(full)) for e, rank, full in content["rounds"]
+                ),
+            )
+            for content in contents[1:]
+        ]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path} is no file of rounds of an earlier run: choose another --rounds"
+        ) from None
+    if different := [key for key in holds_for if there.get(key) != holds_for[key]]:
+        key = different[0]
+        raise UserError(
+            f"the rounds in {path} were played with {key} = {there.get(key)!r}, and it is "
+            f"{holds_for[key]!r}: choose another --rounds"
+        )
+    if torn:
+        if not torn.startswith((b'{"id": ', b'{"holds_for": ')[: 1 if lines else 2]):
+            raise UserError(
+                f"{path} is no file of rounds of an earlier run: choose another --rounds"
+            )
+        path.write_bytes(whole + newline)
+    return {reply.id: reply for reply in replies}
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _bins_told(strata: "Strata") -> list[dict[str, Any]]:
+    return [{key: round(value, 3) for key, value in asdict(found).items()} for found in strata.bins]
+
+
+def _show(strata: "Strata", tree: TreeSettings) -> None:
+    adapted = tree.model_copy(update={"policy": "heterospec", "thresholds": strata.thresholds})
+    rows = []
+    for number, (found, upper) in enumerate(
+        zip(strata.bins, (*strata.thresholds, None), strict=True)
+    ):
+        nodes, levels = adapted.size_in(number)
+        rows.append(
+            (
+                number,
+                upper,
+                found.rounds,
+                found.full_share,
+                found.fitted_rank,
+                found.mean_rank,
+                nodes,
+                levels,
+            )
+        )
+    print_table(
+        (
+            "bin",
+            "entropy up to, nats",
+            "rounds",
+            "fully accepted",
+            "rank as fitted",
+            "mean rank",
+            "nodes",
+            "levels",
+        ),
+        rows,
+    )
+
+
+def chart(rounds: "Sequence[Round]", strata: "Strata", nodes: int) -> str:
+    """The SVG of rank, and of the share that is fully accepted, over entropy: means of groups of
+    equally many rounds, and the bins as steps."""
+    from dovetail.workers.training.stratify import fitted_rank
+
+    ordered = sorted(rounds)
+    groups = [
+        ordered[len(ordered) * group // GROUPS : len(ordered) * (group + 1) // GROUPS]
+        for group in range(GROUPS)
+    ]
+    across = [_mean([seen.entropy for seen in group]) for group in groups]
+    edges = (0.0, *strata.thresholds, max(ordered[-1].entropy, strata.thresholds[-1]))
+
+    def curves(of: "Callable[[Round], float]", bins: Sequence[float]) -> list[Curve]:
+        steps = [
+            (edge, level)
+            for number, level in enumerate(bins)
+            for edge in edges[number : number + 2]
+        ]
+        means = [_mean([of(seen) for seen in group]) for group in groups]
+        return [
+            Curve("rounds", list(zip(across, means, strict=True))),
+            Curve("bins", steps, dashed=True),
+        ]
+
+    rank = curves(
+        lambda seen: fitted_rank(seen, nodes), [found.fitted_rank for found in strata.bins]
+    )
+    full = curves(lambda seen: seen.full, [found.full_share for found in strata.bins])
+    entropy = "cumulative top-K entropy, nats"
+    panels = [
+        Panel("Rank of the accepted path", entropy, "rank (worst: not to the bottom)", rank),
+        Panel("Accepted to the bottom", entropy, "share", full),
+    ]
+    return draw_panels("What the target accepts, over how sure the draft is", panels)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)

@@ -1,0 +1,257 @@
+"""`dovetail top`: what happens in a coordinator, live: the dashboard's figures in a terminal.
+
+Asks once a second, the coordinator itself or a server over HTTP; both give the same picture
+(`runtime/lately.py`). When nobody answers any more, it says so and goes on asking. Knows keys and
+time; how a picture looks, `screen.py` knows.
+"""
+
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Protocol
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from dovetail.launch.chat.web import Site, api_key
+from dovetail.launch.console.terminal import in_print, unwound_by_signals
+from dovetail.launch.monitoring.screen import PAGES, Standing, everything, page
+from dovetail.launch.processes.connection import find_coordinator, speaks_http
+from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.protocol.errors import DovetailError, RequestError, UserError
+from dovetail.protocol.messages import Reported
+from dovetail.runtime.client import Client
+from dovetail.runtime.lately import FORMAT, Lately, Spell, label
+from dovetail.runtime.text import TextCodec
+
+EVERY_S = 1.0
+MOST_WAIT_S = 15.0
+"""Between two tries to reach somebody who does not answer; at first it is EVERY_S."""
+SILENCE_S = 10.0
+MOST_LOOKS = 8
+"""At a time; of more than so many messages the rest comes with the next."""
+UP, DOWN, RIGHT, LEFT = (
+    (b"\x1b[A", b"\x1bOA"),
+    (b"\x1b[B", b"\x1bOB"),
+    (b"\x1b[C", b"\x1bOC"),
+    (b"\x1b[D", b"\x1bOD"),
+)
+
+Picture = dict[str, Any]
+
+
+@click.command(cls=SettingsCommand)
+@click.option(
+    "--connect",
+    metavar="ADDRESS|URL",
+    help="The coordinator to look at, or a server over HTTP.  [default: the only one of this user]",
+)
+@click.option("--once", is_flag=True, help="Show what happens within a second, and end.")
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object on stdout.")
+@settings_flags("coordinator.keys", "http")
+def command(configuration: Configuration, connect: str | None, once: bool, as_json: bool) -> None:
+    """Show what happens in a coordinator, live.
+
+    Devices and how busy they are, tokens/s, tau and acceptance by position, where a round's time
+    goes, the current tree, sessions, workers, decisions. Keys: q ends, p pauses, left and right
+    turn the pages, up and down choose the session. Without a terminal it shows one second, and
+    ends.
+    """
+    with ExitStack() as opened:
+        eye: Eye = (
+            _WebEye(configuration, connect)
+            if connect is not None and speaks_http(connect)
+            else opened.enter_context(_LinkEye(configuration, connect))
+        )
+        eye.look(None)
+        if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            time.sleep(EVERY_S)  # how busy somebody is, shows over a while
+            picture = eye.look(None)
+            click.echo(json.dumps(picture)) if as_json else Console().print(
+                everything(in_print(picture))
+            )
+            return
+        with unwound_by_signals():
+            _watch(eye)
+
+
+class Eye(Protocol):
+    """Sees a coordinator, somehow."""
+
+    def look(self, session: int | None) -> Picture:
+        """What happens, and the last tree of this session, or of the newest; `DovetailError` if
+        nobody answers."""
+
+
+class _LinkEye:
+    """Asks the coordinator itself; one that has gone is looked for again."""
+
+    def __init__(self, configuration: Configuration, address: str | None) -> None:
+        self._configuration, self._address = configuration, address
+        self._client: Client | None = None
+        self._lately = Lately()
+        self._spelt: tuple[str, Spell | None] = ("", None)
+        """The fingerprint of a target, and what its tokens stand for."""
+
+    def __enter__(self) -> "_LinkEye":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def look(self, session: int | None) -> Picture:
+        try:
+            if self._client is None:
+                self._client = find_coordinator(self._configuration, self._address)
+            for _ in range(MOST_LOOKS):
+                if not self._lately.see(self._client.look(self._lately.next)):
+                    break
+            state = self._client.status()
+            self._lately.hear(state)
+            return self._lately.view(spell=self._spell(self._client, state), session=session)
+        except DovetailError:
+            self._close()
+            raise
+
+    def _spell(self, client: Client, state: Reported) -> Spell | None:
+        """What the target's tokens stand for; None while there is no target."""
+        fingerprint = next(
+            (worker.fingerprint for worker in state.workers if worker.fingerprint), ""
+        )
+        if fingerprint != self._spelt[0]:
+            self._spelt = (fingerprint, _spell_of(client) if fingerprint else None)
+        return self._spelt[1]
+
+    def _close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def _spell_of(client: Client) -> Spell | None:
+    try:
+        described = client.describe()
+    except RequestError:
+        return None  # the target has gone meanwhile
+    text = TextCodec(described.tokenizer.data, described.vocabulary)
+    return lambda token: label(text.piece(token))
+
+
+class _WebEye:
+    """Asks a server, as its page does."""
+
+    def __init__(self, configuration: Configuration, url: str) -> None:
+        self._site = Site(url, api_key(configuration), silence_s=SILENCE_S)
+
+    def look(self, session: int | None) -> Picture:
+        try:
+            picture = self._site.get(
+                f"/dashboard/state{'' if session is None else f'?session={session}'}"
+            )
+        except RequestError as error:
+            raise UserError(
+                f"the server at {self._site.url} has no dashboard ({error}): set "
+                "http.dashboard there, or connect to its coordinator"
+            ) from None
+        if picture.get("format") != FORMAT:
+            raise UserError(
+                f"the server at {self._site.url} shows its state in another way than this "
+                "dovetail reads: use the same release on both"
+            )
+        return picture
+
+
+# -- live ------------------------------------------------------------------------------------------
+
+
+def _watch(eye: Eye) -> None:
+    """Show one picture after the other until somebody has seen enough."""
+    console, standing = Console(), Standing()
+    picture: Picture | None = None
+    due_s, failures = 0.0, 0
+    with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        while not standing.ended:
+            if not standing.paused and time.monotonic() >= due_s:
+                try:
+                    picture, failures, standing.lost = in_print(eye.look(standing.session)), 0, ""
+                except DovetailError as error:
+                    failures, standing.lost = failures + 1, str(error)
+                due_s = time.monotonic() + min(
+                    MOST_WAIT_S, EVERY_S * 2 ** min(max(0, failures - 1), 6)
+                )
+            if picture is not None:
+                live.update(page(picture, standing, console), refresh=True)
+            for key in keys.within(
+                max(0.0, due_s - time.monotonic()) if not standing.paused else EVERY_S
+            ):
+                due_s = 0.0 if _press(key, standing, picture) else due_s
+
+
+def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
+    """What a key does; whether a picture is to be had at once."""
+    sessions = (
+        [session["session"] for session in picture["sessions"]] if picture is not None else []
+    )
+    if key in (b"q", b"Q", b"\x03", b"\x04"):
+        standing.ended = True
+    elif key in (b"p", b"P", b" "):
+        standing.paused = not standing.paused
+        return not standing.paused
+    elif key in (*LEFT, *RIGHT):
+        standing.page = (standing.page + (1 if key in RIGHT else -1)) % len(PAGES)
+    elif key in (*UP, *DOWN) and sessions:
+        standing.session = _next(sessions, standing.session, 1 if key in DOWN else -1)
+        return True
+    return False
+
+
+def _next(sessions: list[int], chosen: int | None, step: int) -> int | None:
+    """The session after or before the chosen one; before the first and behind the last stands the
+    newest, whichever that is."""
+    places: list[int | None] = [None, *sessions]
+    return places[(places.index(chosen) + step) % len(places)] if chosen in places else None
+
+
+class _Keys:
+    """What is typed, a key at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def within(self, seconds: float) -> Iterator[bytes]:
+        """The keys that are pressed within so long: it ends with the first of them, and those that
+        came with it."""
+        if not select.select([self._descriptor], [], [], seconds)[0]:
+            return
+        try:
+            typed = os.read(self._descriptor, 64)
+        except OSError:
+            typed = b""
+        if not typed:
+            yield b"q"  # the terminal has gone
+        while typed:
+            length = 3 if typed[:2] in (b"\x1b[", b"\x1bO") else 1
+            yield typed[:length]
+            typed = typed[length:]
+
+
+@contextmanager
+def _keys() -> Iterator[_Keys]:
+    """The terminal gives every key at once and shows none, until the block ends."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield _Keys(descriptor)
+    except KeyboardInterrupt:
+        return
+    finally:
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,285 @@
+"""`dovetail train`: train draft heads; train a small model on text, or distil a draft from a
+target.
+
+It knows options and progress bars, not how training works. What needs torch is imported when a
+training begins, so that help does not wait for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.files.outputs import OUT_FOLDER
+from dovetail.launch.training.heads import head_commands
+from dovetail.launch.training.progress import json_option, show_progress, tell
+from dovetail.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from dovetail.workers.training import run, small
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+RATE_OF_A_NEW_MODEL = 3e-3  # random weights bear a higher peak rate than trained ones
+ANSWER_TOKENS = 224
+
+
+@click.group(name="train")
+def command() -> None:
+    """Train draft heads and small models."""
+
+
+for head_command in head_commands():
+    command.add_command(head_command)
+
+
+@command.command(name="small", cls=HelpCommand)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=FILE,
+    help="Chats as JSON lines, or a token file, to learn from; may be given more than once.",
+)
+@click.option("--target", type=FOLDER, help="Distil a draft for this model.")
+@click.option(
+    "--prompts",
+    type=FILE,
+    help="Chats (JSON lines) that the target answers itself first; the draft learns from its "
+    "answers.",
+)
+@click.option(
+    "--init", type=FOLDER, help="Begin with the weights of this model instead of random ones."
+)
+@click.option(
+    "--tokenizer",
+    type=FOLDER,
+    help="The folder of the tokenizer of a new model that has neither --init nor --target.",
+)
+@click.option(
+    "--out",
+    type=OUT_FOLDER,
+    required=True,
+    help="The folder to write; an unfinished run beside it is resumed.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="How long to train.",
+)
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=False,
+    cls=Rare,
+    help="Compile the step: slower to begin, then faster. On a CPU it needs a C++ compiler.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Of the weights, of the order of the text and of what a target writes.",
+)
+@click.option(
+    "--hidden",
+    type=click.IntRange(min=8),
+    default=128,
+    show_default=True,
+    cls=Rare,
+    help="Width of a new model.",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    cls=Rare,
+    help="Layers of a new model.",
+)
+@click.option(
+    "--heads",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    cls=Rare,
+    help="Attention heads of a new model.",
+)
+@click.option(
+    "--kv-heads",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    cls=Rare,
+    help="Key and value heads of a new model.",
+)
+@click.option(
+    "--mlp",
+    type=click.IntRange(min=8),
+    default=352,
+    show_default=True,
+    cls=Rare,
+    help="Width of the MLP of a new model.",
+)
+@click.option(
+    "--max-parameters",
+    type=click.IntRange(min=1),
+    cls=Rare,
+    help="Refuse a new model with more parameters than this.",
+)
+@json_option
+def small_command(
+    texts: tuple[Path, ...],
+    target: Path | None,
+    prompts: Path | None,
+    init: Path | None,
+    tokenizer: Path | None,
+    out: Path,
+    minutes: float,
+    seed: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    max_parameters: int | None,
+    compiled: bool,
+    as_json: bool,
+) -> None:
+    """Train a small model on chats or token files, or distil a draft from a target.
+
+    \b
+    dovetail train small --text tokens.bin --init MODEL --out NEW
+    dovetail train small --target MODEL --prompts prompts.jsonl --out DRAFT
+    """
+    shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
+    result = train_small(
+        texts=texts,
+        target=target,
+        prompts=prompts,
+        init=init,
+        tokenizer=tokenizer,
+        out=out,
+        minutes=minutes,
+        seed=seed,
+        shape=shape,
+        max_parameters=max_parameters,
+        compiled=compiled,
+    )
+    line = (
+        f"{out}: {result.parameters:,} parameters, {result.tokens:,} tokens in "
+        f"{result.minutes:.1f} minutes, loss {result.loss:.3f}"
+    )
+    tell({"out": str(out), **asdict(result)}, line, as_json=as_json)
+
+
+def train_small(
+    *,
+    out: Path,
+    texts: Sequence[Path] = (),
+    target: Path | None = None,
+    prompts: Path | None = None,
+    init: Path | None = None,
+    tokenizer: Path | None = None,
+    minutes: float = 10.0,
+    seed: int = 0,
+    shape: dict[str, int] | None = None,
+    max_parameters: int | None = None,
+    compiled: bool = False,
+) -> "run.Outcome":
+    """Train on `texts`, or distil from `target` on its answers to `prompts` (or on `texts`), and
+    write the folder `out`."""
+    _check_sources(texts, target, prompts, init, tokenizer)
+    if out.resolve() in {
+        folder.resolve() for folder in (target, init, tokenizer) if folder is not None
+    }:
+        raise UserError(
+            f"--out {out} is what the training begins with, and would be replaced: give "
+            "another folder"
+        )
+    from dovetail.workers.training import small
+    from dovetail.workers.training.data.corpus import open_reader
+    from dovetail.workers.training.regenerate import Writing, regenerate_files
+
+    with small.quiet_loading():
+        wanted = small.Shape(**(shape or {}))
+        source = init or target or tokenizer
+        if source is not None and init is None:
+            _check_shape(wanted, len(small.load_tokenizer(source)), max_parameters)
+        rate = small.Settings.rate if init is not None else RATE_OF_A_NEW_MODEL
+        settings = small.Settings(minutes=minutes, seed=seed, compiled=compiled, rate=rate)
+        place = small.workplace(out)
+        with place.hold(), show_progress() as show:
+            if target is None:
+                return small.train_folder(
+                    texts,
+                    place,
+                    settings,
+                    init=init,
+                    shape=wanted,
+                    tokenizer=tokenizer,
+                    progress=show,
+                )
+            files = list(texts)
+            if prompts is not None:
+                written = out.with_name(out.name + ".answers.jsonl")
+                renderer = open_reader(str(target)).renderer
+                regenerate_files(
+                    [prompts],
+                    str(target),
+                    renderer,
+                    written,
+                    Writing(new_tokens=ANSWER_TOKENS, seed=seed),
+                    progress=show,
+                )
+                files.append(written)
+            return small.distil_folder(
+                target, files, place, wanted, settings, init=init, progress=show
+            )
+
+
+def _check_sources(
+    texts: Sequence[Path],
+    target: Path | None,
+    prompts: Path | None,
+    init: Path | None,
+    tokenizer: Path | None,
+) -> None:
+    if prompts is not None and target is None:
+        raise UserError("--prompts needs --target: it is the target that answers them")
+    if target is None and not texts:
+        raise UserError(
+            "nothing to learn from: give --text FILE, or --target DIR with --prompts FILE"
+        )
+    if target is not None and prompts is None and not texts:
+        raise UserError(
+            "--target needs --prompts FILE, or --text FILE with what it has written already"
+        )
+    if target is None and init is None and tokenizer is None:
+        raise UserError(
+            "a new model needs --tokenizer DIR; or give --init DIR to begin with the weights "
+            "of another"
+        )
+
+
+def _check_shape(shape: "small.Shape", vocabulary: int, limit: int | None) -> None:
+    if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
+        raise UserError(
+            f"--hidden {shape.hidden} must be a multiple of --heads {shape.heads}, and that of "
+            f"--kv-heads {shape.kv_heads}"
+        )
+    if shape.hidden // shape.heads % 2:
+        raise UserError(
+            f"--hidden {shape.hidden} / --heads {shape.heads} must be even: positions turn "
+            "pairs of numbers"
+        )
+    if limit is not None and shape.parameters(vocabulary) > limit:
+        raise UserError(
+            f"this shape has {shape.parameters(vocabulary):,} parameters, more than "
+            f"--max-parameters {limit:,}"
+        )

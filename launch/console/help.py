@@ -1,0 +1,121 @@
+"""Help in two lengths: `--help` shows the options that most people need, in groups, and
+`--help-all` shows all of them.
+
+An option that is made with `cls=Rare` is one for `--help-all`. Knows nothing of what the options
+mean.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from dovetail.launch.console.migration import advice, extra_argument
+
+FEW = 16
+"""A command with at most so many options shows all of them at once."""
+HELP_ALL = "--help-all"
+NAMES_OF_HELP = ["-h", "--help", HELP_ALL]
+"""For groups of commands, which have little to tell."""
+
+
+class Grouped(click.Option):
+    """An option with a group of its own in the help; `rare` ones are for `--help-all`."""
+
+    def __init__(
+        self, *arguments: Any, group: str = "Options", rare: bool = False, **attributes: Any
+    ) -> None:
+        super().__init__(*arguments, **attributes)
+        self.group = group
+        self.rare = rare
+
+
+class Rare(Grouped):
+    """An option that `--help` leaves to `--help-all`."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, rare=True, **attributes)
+
+
+class HelpCommand(click.Command):
+    """A command that has `--help` and `--help-all`, and a hint for options of other programs."""
+
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        return [name for name in super().get_help_option_names(ctx) if name != HELP_ALL]
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        full = click.Option(
+            [HELP_ALL],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help="Show all options and exit.",
+        )
+        return [*super().get_params(ctx), full]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with hinted(args):
+            return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option) and not p.hidden]
+        shown = options if HELP_ALL in ctx.meta else common(options)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for option in shown:
+            record = option.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(_group(option), []).append(record)
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+        if len(shown) < len(options):
+            formatter.write_paragraph()
+            formatter.write_text(
+                f"{len(options) - len(shown)} further options: {ctx.command_path} {HELP_ALL}"
+            )
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """What follows the options, such as the words of a table: in the full help alone."""
+        if HELP_ALL in ctx.meta:
+            super().format_epilog(ctx, formatter)
+        elif self.epilog:
+            formatter.write_text(f"The words of its tables: {ctx.command_path} {HELP_ALL}")
+
+
+def common(options: Sequence[click.Option]) -> list[click.Option]:
+    """Return the options that `--help` shows."""
+    if len(options) <= FEW:
+        return list(options)
+    return [o for o in options if not (isinstance(o, Grouped) and o.rare)]
+
+
+@contextmanager
+def hinted(arguments: Sequence[str]) -> Iterator[None]:
+    """Complain of an unknown option among `arguments` with what it is called here, where it is one
+    of another program; of a model given as an argument, with the option that names it."""
+    given = tuple(arguments)
+    try:
+        yield
+    except click.NoSuchOption as error:
+        hint = advice(given, error.option_name)
+        if hint is None:
+            raise
+        raise click.UsageError(hint, error.ctx) from None
+    except click.UsageError as error:
+        hint = extra_argument(error.message, error.ctx)
+        if hint is None:
+            raise
+        raise click.UsageError(hint, error.ctx) from None
+
+
+def _group(option: click.Option) -> str:
+    return option.group if isinstance(option, Grouped) else "Options"
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()

@@ -1,0 +1,68 @@
+"""What goes over the network, in words, for the person before whom a session begins: token ids, and
+for heads hidden states; never weights.
+
+Knows what the messages carry, and sends none.
+"""
+
+from collections.abc import Iterable
+
+from dovetail.launch.console.terminal import counted
+from dovetail.protocol.messages import Hello, Reported, WorkerState
+
+NEVER = "no weights, no files"
+
+
+def leaves_the_machine(address: str) -> bool:
+    """Whether what is said to this address goes over a network, or may."""
+    return address.startswith("tcp://")
+
+
+def of_worker(hello: Hello, address: str) -> str:
+    """What a worker that introduces itself so gets and sends."""
+    reads, tokenizer = hello.reads, hello.tokenizer
+    gets, sends = ["token ids of prompts and replies", "the settings of requests"], ["token ids"]
+    if "target" in hello.roles:
+        gets.append("proposed token ids")
+        sends.append("how sure it was of them (log-probabilities where they are asked for)")
+        if hello.states is not None:
+            sends.append(
+                f"for a draft that reads them, hidden states of 2 x {hello.states.width} bytes "
+                "a token and layer"
+            )
+    else:
+        sends.append("their scores")
+    if reads is not None:
+        gets.append(f"hidden states of {reads.row_bytes} bytes a token")
+    if tokenizer is not None:
+        sends.append(f"once, its tokenizer of {counted(len(tokenizer.data), 'byte')}")
+    return (
+        f"over {address}: it is sent {_listed(gets)}; it sends {_listed(sends)}; {NEVER}, no text"
+    )
+
+
+def of_request(address: str, state: Reported) -> str:
+    """What a client's request sets going."""
+    hops = [
+        f"to the {'+'.join(worker.roles)} worker {worker.name} on {worker.host} "
+        f"{_to_worker(worker)}"
+        for worker in _serving(state.workers)
+    ]
+    return "; ".join(
+        (
+            f"over {address}: the prompt as text goes there, text and token ids come back",
+            *hops,
+            NEVER,
+        )
+    )
+
+
+def _serving(workers: Iterable[WorkerState]) -> list[WorkerState]:
+    return [worker for worker in workers if not (worker.standby or worker.leaving)]
+
+
+def _to_worker(worker: WorkerState) -> str:
+    return f"go token ids{f' and hidden states of {worker.feature_bytes} bytes a token' if worker.feature_bytes else ''}"  # noqa: E501
+
+
+def _listed(parts: list[str]) -> str:
+    return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else parts[0]

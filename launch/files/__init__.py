@@ -1,0 +1,1 @@
+"""The files that commands read and write, and the folders where this user's files are."""

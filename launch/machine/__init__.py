@@ -1,0 +1,1 @@
+"""This machine: its cores, memory and GPUs, what fits into them, and who gets which."""

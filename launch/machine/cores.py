@@ -1,0 +1,185 @@
+"""Which cores and which memory nodes there are for us, and which process gets which of them.
+
+The target is bound by arithmetic and memory bandwidth. On a machine with one memory node it gets
+all physical cores but the last; the last one is for a draft on the CPU, or for the host side of a
+draft on a GPU. On a machine with several nodes the target gets the best one whole, cores and memory
+- more of them only where its weights do not fit into one - and draft and coordinator go to another
+node. One thread runs on a physical core: its second hardware thread shares the units that the
+target keeps busy. That all holds for the target alone too, whose output then is the same to the
+last rounding: nothing here depends on the draft. The coordinator's few microseconds a round fall
+where a worker waits for it. A core that two busy processes share costs the target far more than it
+brings: its threads wait for each other at every layer.
+
+Decides from a `Topology`; reads nothing but the command line's lists. Standard library only, as
+what it builds on.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.topology import Node, Topology, cpus_for, format_numbers, read_topology
+from dovetail.protocol.errors import UserError
+
+Threads = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class CoreLayout:
+    """The places of the processes of one machine."""
+
+    target: Place
+    draft: Place
+    coordinator: Place
+
+
+def lay_out(
+    topology: Topology, *, numa: str = "auto", threads: Threads = "auto", target_bytes: int = 0
+) -> CoreLayout:
+    """Who gets which cores and whose memory.
+
+    `numa`: auto, off (no node is told from another), or the nodes of the target as "0" or "0,2-3";
+    `threads`: how many cores the target was told to take, from the first on, second hardware
+    threads last; `target_bytes`: what its weights need, 0 if that is not known. `UserError` if
+    there is no such node or not that many hardware threads.
+    """
+    own = target_nodes(topology, numa, target_bytes)
+    other = _best([node for node in topology.computing if node not in own])[:1]
+    most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
+    cores = (
+        [core for node in own for core in node.cores][:most]
+        if numa != "off"
+        else sorted(core for node in own for core in node.cores)[:most]
+    )
+    if threads != "auto" and threads > len(_threads(cores)):
+        here = sorted(_threads(cores))
+        known = f"of the hardware threads that it may use ({format_numbers(here)})"
+        raise UserError(
+            f"target.threads = {threads} is more than the number {known}, {len(here)}: ask for "
+            "less, or write auto"
+        )
+    elsewhere = [core for node in other for core in node.cores][: most - len(cores)]
+    left_alone = cores if elsewhere else cores[: max(1, len(cores) - 1)]
+    target = [core[0] for core in left_alone] if threads == "auto" else _threads(cores)[:threads]
+    apart = len(topology.nodes) > 1 and numa != "off"
+    memory = tuple(node.number for node in own if node.memory_bytes) if apart else ()
+    if not elsewhere:
+        return CoreLayout(
+            Place(tuple(target), memory),
+            Place(cores[-1][:1], memory),
+            Place(tuple(sorted(_threads(cores)))),
+        )
+    there = tuple(core[0] for core in elsewhere)
+    return CoreLayout(
+        Place(tuple(target), memory),
+        Place(there, tuple(node.number for node in other if node.memory_bytes)),
+        Place(there),
+    )
+
+
+def target_nodes(topology: Topology, numa: str, target_bytes: int) -> list[Node]:
+    """The nodes of the target: those named; all of them without NUMA; else the best one, and as
+    many more as it takes to hold its weights."""
+    if numa == "off":
+        return list(topology.computing)
+    if numa != "auto":
+        return _named(topology, numa)
+    chosen: list[Node] = []
+    for node in _best(topology.computing):
+        if not chosen or sum(n.memory_bytes for n in chosen) < target_bytes:
+            chosen.append(node)
+    return sorted(chosen, key=lambda node: node.number)
+
+
+def lay_out_here(
+    *, numa: str | int = "auto", threads: Threads = "auto", target_bytes: int = 0
+) -> CoreLayout:
+    """The layout of this machine, for what the settings target.numa and target.threads say."""
+    return lay_out(read_topology(), numa=str(numa), threads=threads, target_bytes=target_bytes)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """The numbers in "0,2-3"; `UserError` if it is no such list or names a core that this process
+    may not use."""
+    cores = _parse_list(text)
+    if cores is None:
+        raise UserError(
+            f"--cores {text!r} is no list of cores: write numbers and ranges, such as 0,2-3"
+        )
+    known = os.sched_getaffinity(0)
+    if missing := sorted(set(cores) - known):
+        raise UserError(
+            f"--cores {text}: there is no core {missing[0]} for this process; it may use "
+            f"{format_numbers(sorted(known))}"
+        )
+    return cores
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """The memory nodes in "0,2-3", none in an empty text; `UserError` if it is no such list.
+    Whether they are there, the kernel says."""
+    nodes = _parse_list(text) if text else ()
+    if nodes is None:
+        raise UserError(
+            f"--memory-nodes {text!r} is no list of nodes: write numbers and ranges, such as 0 "
+            "or 0,2-3"
+        )
+    return nodes
+
+
+def _named(topology: Topology, numa: str) -> list[Node]:
+    known = {node.number: node for node in topology.nodes}
+    numbers = _parse_list(numa)
+    if numbers is None:
+        raise UserError(
+            f"target.numa = {numa!r} is not possible: write auto, off, a node such as 0, or a "
+            "list of nodes such as 0,1"
+        )
+    here = f"this process may use the nodes {format_numbers(sorted(known))}"
+    if missing := sorted(set(numbers) - set(known)):
+        raise UserError(
+            f"target.numa = {numa}: there is no node {missing[0]} for this process; {here}"
+        )
+    nodes = [known[number] for number in sorted(set(numbers))]
+    if not any(node.cores for node in nodes):
+        raise UserError(
+            f"target.numa = {numa}: there are no cores for this process there, only memory; "
+            f"add the node of the cores ({here})"
+        )
+    return nodes
+
+
+def _best(nodes: Sequence[Node]) -> list[Node]:
+    """Nodes with memory first, then by cores, then by memory; among equals the lowest number."""
+    return sorted(
+        nodes,
+        key=lambda node: (
+            node.memory_bytes == 0,
+            -len(node.cores),
+            -node.memory_bytes,
+            node.number,
+        ),
+    )
+
+
+def _threads(cores: Sequence[tuple[int, ...]]) -> list[int]:
+    """The hardware threads of physical cores: the first of each, then the second of each, ..."""
+    return [
+        core[turn] for turn in range(max(map(len, cores))) for core in cores if turn < len(core)
+    ]
+
+
+def _parse_list(text: str) -> tuple[int, ...] | None:
+    """The numbers in "0,2-3" in their order, or None if it is no such list."""
+    parts = [
+        re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip()) for part in text.split(",")
+    ]
+    ranges = [
+        range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part is not None
+    ]
+    if not all(ranges) or len(ranges) < len(parts):
+        return None
+    return tuple(dict.fromkeys(number for numbers in ranges for number in numbers))

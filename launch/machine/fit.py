@@ -1,0 +1,239 @@
+"""Whether the models that are to be started together fit into the memory that is there, told before
+anything is loaded.
+
+Needs are estimated from the headers of weight files and compared with what the kernel would still
+give: to all processes of the machine and its control groups, to those on one memory node, and to
+each process. Refuses with the settings that would fit. Knows settings and sizes, no processes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.memory import Room, node_room, process_room, read_room
+from dovetail.protocol.settings import Settings, byte_count
+from dovetail.workers.models.checkpoints.footprint import (
+    PROCESS_BYTES,
+    PROCESS_SPACE,
+    Tensor,
+    head_loading_bytes,
+    loading_bytes,
+    read_tensors,
+    rearranged,
+    substitute_loading_bytes,
+    types_below,
+)
+
+SMALL_PROCESS_BYTES = 40_000_000
+"""Of a process without torch: the coordinator, a lookup."""
+BITS = {"auto": 4, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
+DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
+"""Types of a draft's weights in the words of a target's, by their sizes."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The most memory that one process takes while it loads."""
+
+    what: str
+    size: int
+    """In bytes."""
+    node: int | None = None
+    """The only memory node that it may take memory from."""
+
+
+def check_memory(
+    settings: Settings, roles: Sequence[str], *, node: int | None = None, room: Room | None = None
+) -> None:
+    """`SettingsError` unless processes of these roles (target, draft, unified, coordinator),
+    started together, fit into memory.
+
+    `node`: the only memory node of the target; `room`: what there is, unless that is to be looked
+    up. What a hub has and this machine has not yet, and what a GPU takes, is not counted.
+    memory.ram takes the place of what is found: who sets it knows better.
+    """
+    room = room or read_room()
+    if settings.memory.ram_bytes is not None:  # it is about a target's own memory
+        roles = [role for role in roles if role in ("target", "unified")]
+        room = Room(settings.memory.ram_bytes + PROCESS_BYTES, "with a process, as memory.ram says")
+    needs = [*_needs(settings, roles, node)]
+    if (why := _refusal(needs, room)) is None:
+        return
+    for name, value, other in _smaller(settings, roles):
+        if _refusal([*_needs(other, roles, node)], room) is None:
+            size = sum(need.size for need in _needs(other, roles, node))
+            raise SettingsError(
+                f"{why}: with --{name} {value} "
+                f"{'it needs' if len(needs) == 1 else 'they need'} {_gb(size)}, which fits"
+            )
+    raise SettingsError(
+        f"{why}: take a smaller model, give a GPU a part of the target (target.split.device), "
+        "or set memory.ram if you know better"
+    )
+
+
+def only_node(place: Place | None) -> int | None:
+    """Return the memory node of a process that is bound to one alone; memory of several is taken
+    from all of them."""
+    return place.nodes[0] if place is not None and len(place.nodes) == 1 else None
+
+
+def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
+    """Return why these needs cannot be met; None if they can."""
+    together = sum(need.size for need in needs)
+    if room is not None and together > room.size + room.swap:
+        return f"{_listed(needs)}, and there are {_gb(room.size)} {room.bound}" + (
+            f" and {_gb(room.swap)} of swap" if room.swap else ""
+        )
+    for need in needs:
+        on_node = None if need.node is None else node_room(need.node)
+        if on_node is not None and need.size > on_node.size:
+            return (
+                f"{_listed([need])}, and there are {_gb(on_node.size)} {on_node.bound} "
+                "(target.numa = 'off' lifts that)"
+            )
+        own = process_room()
+        if (
+            own is not None
+            and need.size > SMALL_PROCESS_BYTES
+            and need.size - PROCESS_BYTES + PROCESS_SPACE > own.size
+        ):
+            return (
+                f"{_listed([need])}, beside {_gb(PROCESS_SPACE)} of libraries, and there "
+                f"are {_gb(own.size)} {own.bound}"
+            )
+    return None
+
+
+def _needs(settings: Settings, roles: Sequence[str], node: int | None) -> Iterator[Need]:
+    """Yield what each role takes, as far as the files tell."""
+    target = with_target(settings.target)
+    tensors = _tensors(target.model)
+    in_memory = target.device == "cpu" and not target.split.device
+    for role in roles:
+        if role == "target" and tensors and in_memory:
+            yield Need(
+                f"the target with {target.weights} weights", _target_bytes(settings, tensors), node
+            )
+        elif role == "draft":
+            yield from _draft_need(settings, tensors)
+        elif role == "unified" and tensors and in_memory:
+            codes = (
+                substitute_loading_bytes(tensors, BITS.get(settings.draft.weights, 4))
+                - PROCESS_BYTES
+            )
+            yield Need(
+                f"the target with {target.weights} weights and its substitute",
+                _target_bytes(settings, tensors) + codes,
+                node,
+            )
+        elif role == "coordinator":
+            yield Need("the coordinator", SMALL_PROCESS_BYTES)
+
+
+def _target_bytes(settings: Settings, tensors: Sequence[Tensor]) -> int:
+    target = settings.target
+    try:
+        inflate_bytes = byte_count(target.inflate) if target.inflate else 0
+    except ValueError:  # `check_inflation` says so
+        inflate_bytes = 0
+    return loading_bytes(
+        tensors, target.weights, library=_by_library(settings, tensors), inflate_bytes=inflate_bytes
+    )
+
+
+def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:
+    if settings.draft.kind in ("none", "ngram"):
+        yield Need("the draft", SMALL_PROCESS_BYTES)
+        return
+    if settings.draft.device not in ("auto", "cpu"):
+        return
+    if settings.draft.kind == "substitute":
+        if target:
+            yield Need(
+                "the substitute",
+                substitute_loading_bytes(target, BITS.get(settings.draft.weights, 4)),
+            )
+        return
+    draft = with_draft(settings.draft)
+    if not (tensors := _tensors(draft.model)):
+        return
+    if draft.kind == "small" or any(tensor.is_table for tensor in tensors):
+        weights = (
+            draft.weights
+            if draft.weights != "auto"
+            else "half"
+            if tensors[0].kind in ("F16", "BF16")
+            else "fp32"
+        )
+        yield Need("the draft", loading_bytes(tensors, DRAFT_TYPES.get(weights, weights)))
+    else:
+        yield Need("the draft head", head_loading_bytes(tensors, target))
+
+
+def _by_library(settings: Settings, tensors: Sequence[Tensor]) -> bool:
+    return (
+        settings.target.backend == "library"
+        or settings.target.weights == "int8-per-tensor"
+        or rearranged(tensors)
+    )
+
+
+def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, str, Settings]]:
+    """Yield settings that take less, as a name, a value and all of them, the most exact first."""
+    tensors = _tensors(with_target(settings.target).model)
+    if "target" in roles or "unified" in roles:
+        for weights in types_below(
+            settings.target.weights, tensors, library=_by_library(settings, tensors)
+        ):
+            yield (
+                "target.weights",
+                weights,
+                settings.model_copy(
+                    update={"target": settings.target.model_copy(update={"weights": weights})}
+                ),
+            )
+    if "draft" in roles and settings.draft.kind not in ("none", "ngram", "substitute"):
+        for weights in ("fp16", "int8"):
+            yield (
+                "draft.weights",
+                weights,
+                settings.model_copy(
+                    update={"draft": settings.draft.model_copy(update={"weights": weights})}
+                ),
+            )
+
+
+def _tensors(model: str) -> list[Tensor]:
+    """Return the tensors of a model that is here, in a folder or in the hub's cache; of one that is
+    not, none."""
+    if not model or (folder := Path(model).expanduser()).is_dir():
+        return read_tensors(folder) if model else []
+    from dovetail.workers.models.checkpoints.hub import (
+        local_folder,  # huggingface_hub takes long to import
+    )
+
+    try:
+        cached = local_folder(model)
+    except CheckpointError:  # whoever loads it says what is wrong
+        cached = None
+    return [] if cached is None else read_tensors(cached)
+
+
+def _listed(needs: Sequence[Need]) -> str:
+    """Return the needs in words: "the target with fp32 weights takes 12 GB of memory", or several
+    and their sum."""
+    if len(needs) == 1:
+        return f"{needs[0].what} takes {_gb(needs[0].size)} of memory"
+    each = ", ".join(f"{need.what} {_gb(need.size)}" for need in needs)
+    return (
+        f"together these take {_gb(sum(need.size for need in needs))} of memory while they "
+        f"load ({each})"
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

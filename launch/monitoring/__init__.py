@@ -1,0 +1,1 @@
+"""Views of a running coordinator: the terminal dashboard, and a dashboard for Grafana."""

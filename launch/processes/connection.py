@@ -1,0 +1,272 @@
+"""Which coordinator a command speaks with: the one it is told, the only one of this user, or one of
+its own for as long as it runs."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.files.directory import announcements, only_announcement
+from dovetail.launch.processes.supervise import Stack, Supervisor, start_stack, wait_until_ready
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.errors import DovetailError, RequestError, UserError
+from dovetail.protocol.links import open_link
+from dovetail.protocol.messages import (
+    Failed,
+    Finished,
+    Recorded,
+    Reported,
+    RoundRecord,
+    WorkerState,
+)
+from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.runtime.client import Client
+
+MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
+"""The codes of `messages.Failed` that say that the user can do better."""
+LOSSY = "int8-per-tensor"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A registered client, what it speaks with, and the processes behind it if they are ours."""
+
+    client: Client
+    state: Reported
+    stack: Stack | None = None
+    address: str = ""
+    """Where it was reached; empty: where it says that it is."""
+
+    def models(self) -> str:
+        """In words, which models decode."""
+        return models_of(self.state)
+
+    def decode(
+        self,
+        turns: Sequence[str],
+        *,
+        sampling: Sampling,
+        tree: TreeSettings,
+        max_tokens: int,
+        seed: int | None = None,
+        speculate: bool = True,
+        ahead: bool | None = None,
+        record: Callable[[RoundRecord], None] | None = None,
+    ) -> Finished:
+        """Decode one request to its end; `record`, if there is one, hears of every round as it
+        ends. What went wrong is raised as `failure` says it; so is the loss of a process of ours,
+        even where the request survived it: what is measured or compared here needs all of them.
+        """
+        request = self.client.submit(
+            turns=turns,
+            sampling=sampling,
+            tree=tree,
+            max_tokens=max_tokens,
+            seed=seed,
+            speculate=speculate,
+            ahead=ahead,
+            record=record is not None,
+        )
+        while True:
+            reply = self.client.receive(None)
+            if isinstance(reply, Recorded) and reply.request == request and record is not None:
+                record(reply.record)
+            if isinstance(reply, Finished) and reply.request == request:
+                if losses := self.stack.losses() if self.stack is not None else []:
+                    raise losses[0]
+                return reply
+            if isinstance(reply, Failed):
+                raise self.failure(reply)
+
+    def peak_rss_mb(self) -> float:
+        """The most memory that the workers of our own stack ever held, summed, in 10^6 bytes."""
+        return (
+            sum(child.peak_rss_bytes() for child in self.stack.workers) / 1e6
+            if self.stack is not None
+            else 0.0
+        )
+
+    def failure(self, reply: Failed) -> DovetailError:
+        """Why a request failed; where a process of ours caused it, what that process has to say."""
+        losses = self.stack.losses() if self.stack is not None else []
+        if losses and reply.code in ("worker_lost", "no_target"):
+            return losses[0]
+        return (
+            RequestError(reply.code, reply.text)
+            if reply.code in MISTAKES
+            else DovetailError(reply.text)
+        )
+
+
+@contextmanager
+def connected(configuration: Configuration, address: str | None) -> Iterator[Connection]:
+    """A connection to the coordinator at `address`; without one, to the only one of this user; if
+    there is none, to one of our own."""
+    _check_no_url(address)
+    keys = configuration.settings.coordinator.keys
+    models_named = names_models(configuration)
+    if address is not None and models_named:
+        raise UserError(
+            f"{models_named} is a setting of the workers and has no effect with --connect: leave "
+            "one of the two out"
+        )
+    if address is None and not models_named and (found := only_announcement()) is not None:
+        address, keys = found.address, keys or found.keys
+        note(f"using the coordinator at {address} ({found.process})")
+    if address is not None:
+        with Client(open_link(address, keys=Path(keys) if keys else None, role="client")) as client:
+            state = client.status()
+            _tell_of_losses(state.workers)
+            yield Connection(client, state, address=address)
+        return
+    if models_named and announcements():
+        note(
+            f"starting separate processes: {models_named} cannot change the workers that "
+            "already run"
+        )
+    with ExitStack() as owned:
+        supervisor = owned.enter_context(Supervisor())
+        with spinner() as say:
+            say("starting")
+            stack = start_stack(supervisor, configuration)
+            state = wait_until_ready(supervisor, stack, say)
+        _tell_of_losses(state.workers)
+        client = owned.enter_context(stack.connect())
+        yield Connection(client, state, stack)
+
+
+def models_of(state: Reported) -> str:
+    """In words, which models a coordinator has: "target demo (fp32) · draft demo"."""
+    serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
+    workers = [
+        (role, next((worker for worker in serving if role in worker.roles), None))
+        for role in ("target", "draft")
+    ]
+    return " · ".join(describe(role, worker) for role, worker in workers if worker is not None)
+
+
+def ahead_of(draft: DraftSettings) -> bool | None:
+    """What `draft.ahead` asks for in a request; None leaves it to the coordinator."""
+    return None if draft.ahead == "auto" else draft.ahead
+
+
+def is_url(address: str) -> bool:
+    """Whether this is the address of a server over HTTP, and not that of a coordinator."""
+    return address.startswith(("http://", "https://"))
+
+
+def speaks_http(address: str | None) -> bool:
+    """Whether a command that knows both is to use a server over HTTP, and not a coordinator;
+    `UserError` for an address without what tells which."""
+    if address is None or is_url(address):
+        return address is not None
+    if address != "ipc" and not address.startswith(("ipc://", "tcp://")):
+        url = (
+            f"http://{address}"
+            if re.fullmatch(r"[\w.-]+:\d+|\[[\da-fA-F:.]+\]:\d+", address)
+            else "http://HOST:PORT"
+        )
+        raise UserError(
+            f"{address!r} is no address: write {url} for a server over HTTP; ipc://PATH or "
+            "tcp://HOST:PORT for a coordinator"
+        )
+    return False
+
+
+def _check_no_url(address: str | None) -> None:
+    if address is not None and is_url(address):
+        remedy = (
+            "on the server's machine leave --connect out, elsewhere name the "
+            "coordinator's address (tcp://HOST:PORT)"
+        )
+        raise UserError(
+            f"{address} is the URL of a server, and this command speaks with its coordinator: "
+            f"{remedy}"
+        )
+
+
+def is_lossy(worker: WorkerState) -> bool:
+    """Whether the tokens of a target depend on what is computed beside them."""
+    return weights_of(worker) == LOSSY
+
+
+def weights_of(worker: WorkerState) -> str:
+    """The type of a target's weights, from its fingerprint; empty for a draft."""
+    return worker.fingerprint.split("/")[1] if worker.fingerprint else ""
+
+
+def _tell_of_losses(workers: Iterable[WorkerState]) -> None:
+    """A worker that we started has said so where nobody reads it."""
+    if any(is_lossy(worker) for worker in workers):
+        note(
+            f"{LOSSY} is not lossless: one scale for all rows of a pass makes a token depend "
+            "on what is computed beside it"
+        )
+
+
+def find_coordinator(
+    configuration: Configuration,
+    address: str | None,
+    *,
+    role: Literal["client", "operator"] = "client",
+) -> Client:
+    """A client of the coordinator at `address`, or of the only one of this user; `UserError` if
+    there is none. `role`: of the key that it shows over tcp."""
+    _check_no_url(address)
+    keys = configuration.settings.coordinator.keys
+    if address is None:
+        found = only_announcement()
+        if found is None:
+            raise UserError(
+                "no coordinator of yours is running on this machine: start one with `dovetail "
+                "serve`, or name one with --connect ADDRESS"
+            )
+        address, keys = found.address, keys or found.keys
+    return Client(open_link(address, keys=Path(keys) if keys else None, role=role))
+
+
+def names_models(configuration: Configuration) -> str:
+    """The first flag that is about the workers; `--draft none` and `--draft.ahead` are not, they
+    are wishes that any coordinator can fulfil."""
+    flags = (
+        n
+        for n, origin in configuration.origins.items()
+        if n.split(".")[0] in ("target", "draft") and origin.startswith("--")
+    )
+    wishes = {
+        "draft.ahead",
+        *(("draft.kind",) if configuration.value("draft.kind") == "none" else ()),
+    }
+    return next((f"--{name}" for name in flags if name not in wishes), "")
+
+
+def describe(role: str, worker: WorkerState) -> str:
+    """In words, what a worker computes with in this role: "target demo (int8)"."""
+    details = ", ".join(
+        filter(
+            None,
+            (
+                weights_of(worker),
+                f"inflated to {worker.inflation}" if worker.inflation else "",
+                worker.placement,
+            ),
+        )
+    )
+    return f"{role} {shorten_model(worker.model)}" + (f" ({details})" if details else "")
+
+
+def shorten_model(model: str) -> str:
+    """How a model is called in a summary: "demo" for one of the embedded pair, "demo dovetail" for
+    an embedded head.
+
+    A substitute says of what it is one, and behind that which: "demo (int4 substitute)".
+    """
+    path = Path(model)
+    if not path.is_relative_to(DEMO_FOLDER):
+        return model
+    _, bracket, which = path.name.partition(" (")
+    return f"demo {path.name}" if path.parent.name == "heads" else f"demo{bracket}{which}"

@@ -1,0 +1,252 @@
+"""What can be refused before a process is started or torch is imported: a model that is not there,
+an inflation that this machine cannot hold.
+
+Cheap looks at files only, so that a slip of the pen costs no loading time; whether a model is whole
+and fits, its worker finds out. Knows nothing of what is in a file.
+"""
+
+import json
+import resource
+from pathlib import Path
+
+import psutil
+
+from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
+from dovetail.protocol.memory import read_room, total_bytes
+from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
+from dovetail.workers.models.backends import placement
+from dovetail.workers.models.backends.placement import Sizes, has_sizes, sizes_of, substitute_bytes
+from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
+
+MAX_CONFIG_BYTES = 16 << 20
+MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
+BYTES_A_WEIGHT = {"fp32": 4, "half": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
+
+
+def check_files(what: str, least: int) -> None:
+    """`UserError` if a process of ours may have fewer than `least` open files, which `what` needs;
+    the soft limit is raised to that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise UserError(
+            f"this process may have {hard} open files, and {what} needs at least {least}: "
+            f"{MORE_FILES}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < least:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+
+
+def check_target(settings: Settings) -> None:
+    """`UserError` if the target cannot be loaded on this machine, as far as a look at it tells."""
+    check_model("target", settings.target.model)
+    check_inflation(settings.target.inflate, memory_bytes())
+
+
+def check_draft(settings: Settings) -> None:
+    """`UserError` if the draft cannot be loaded, as far as a look at it tells."""
+    if settings.draft.kind == "ngram" and settings.draft.model:
+        raise SettingsError(
+            "draft.kind = 'ngram' has no model, and draft.model names "
+            f"{settings.draft.model!r}: leave one of the two out"
+        )
+    if settings.draft.kind == "substitute":
+        check_substitute(settings)
+        if settings.draft.share is True:
+            check_unified(settings)
+        return
+    if settings.draft.share is True:
+        raise SettingsError(
+            "draft.share = true is for a substitute of the target, and draft.kind is "
+            f"{settings.draft.kind!r}: leave one of the two out"
+        )
+    check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
+
+
+def check_substitute(settings: Settings) -> None:
+    """`SettingsError` for a substitute of another model than the target, or of weights that it
+    cannot have."""
+    draft = settings.draft
+    if draft.model:
+        raise SettingsError(
+            "draft.kind = 'substitute' is made of the target, and draft.model names "
+            f"{draft.model!r}: leave one of the two out"
+        )
+    if draft.weights not in SUBSTITUTE_WEIGHTS:
+        raise SettingsError(
+            f"draft.weights = {draft.weights!r} is no type of a substitute's weights: use "
+            "int8, int4, int3 or int2"
+        )
+
+
+def check_unified(settings: Settings) -> None:
+    """`SettingsError` unless target and draft can be one process, as far as the settings tell."""
+    target, draft = settings.target, settings.draft
+    if draft.kind != "substitute":
+        raise SettingsError(
+            "one process with both roles drafts with a substitute of its target: set "
+            f"draft.kind to 'substitute', not {draft.kind!r}"
+        )
+    check_substitute(settings)
+    if draft.device not in ("auto", target.device):
+        raise SettingsError(
+            "a target and a substitute that share are on one device, and draft.device is "
+            f"{draft.device!r}: leave it out, or set draft.share to false"
+        )
+    if target.split.device not in ("", "cpu"):
+        raise SettingsError(
+            "a target that is split shares nothing with a substitute: set target.device to the "
+            "GPU in place of target.split, or draft.share to false"
+        )
+
+
+def check_model(role: str, source: str, *, pickled: bool = False) -> None:
+    """Raise `CheckpointError` unless `source` is empty, a folder of a model (whose weights may
+    be `pickled`), or the id of one that the Hugging Face hub or its cache has."""
+    if not source:
+        return
+    path = Path(source).expanduser()
+    if not is_path(source) and not path.exists():
+        check_source(role, source, pickled=pickled)
+        return
+    if not path.is_dir():
+        why = (
+            why_no_folder(source)
+            if path.exists()
+            else "is not there: name an existing folder, or a hub id (OWNER/NAME)"
+        )
+        raise CheckpointError(f"the {role} model {source} {why}")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")
+    if not any(path.glob("*.safetensors")) and any(path.glob("*.gguf")):
+        raise CheckpointError(
+            f"the {role} model {source} has only GGUF weights, which llama.cpp reads; take the "
+            "model's folder of safetensors"
+        )
+    if not any(path.glob("*.safetensors")) and not (pickled and any(path.glob("*.bin"))):
+        allowed = (
+            ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
+        )
+        raise CheckpointError(
+            f"the {role} model {source} has no *.safetensors: {MODEL_FILES}; convert weights "
+            f"of another kind (*.bin) first{allowed}"
+        )
+
+
+def check_whole(source: str) -> None:
+    """Raise `CheckpointError` if a model that is here is damaged or cannot be decoded, as far as
+    its files tell without reading the weights."""
+    from dovetail.workers.models.checkpoints import (
+        checkpoint,  # torch, for seconds: for refusals alone
+        hub,  # torch, for seconds: for refusals alone
+    )
+
+    if (folder := hub.local_folder(source)) is not None:
+        checkpoint.stored_tensors(folder)
+        checkpoint.read_tokenizer(folder)
+
+
+def check_source(role: str, source: str, *, pickled: bool = False) -> None:
+    """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads
+    nothing."""
+    from dovetail.workers.models.checkpoints import (
+        hub,  # half a second, which only ids of the hub cost
+    )
+
+    files = (*hub.HUB_FILES, *hub.PICKLED_FILES) if pickled else hub.HUB_FILES
+    try:
+        hub.check_source(source, files=files)
+    except CheckpointError as error:
+        raise CheckpointError(f"the {role} model {error}") from None
+
+
+def is_path(source: str) -> bool:
+    """Return whether a model is named by a path and can be no id of a hub."""
+    return source.startswith(("/", ".", "~"))
+
+
+def check_inflation(size: str, memory: int) -> None:
+    """`SettingsError` if a target inflated to `size` does not fit into `memory` bytes. A target for
+    a GPU counts too: it grows in memory first."""
+    try:
+        wanted = byte_count(size) if size else 0
+    except ValueError as error:
+        raise SettingsError(f"target.inflate: {error}") from None
+    if wanted > memory:
+        raise SettingsError(
+            f"a target inflated to {size} (target.inflate) does not fit into the {_gib(memory)} "
+            "of memory of this machine: ask for less than that"
+        )
+
+
+def estimated_bytes(target: TargetSettings) -> int:
+    """The memory that a target's weights will need, from the sizes of its files; 0 where they are
+    not here yet, or hold what we cannot tell."""
+    folder = Path(target.model).expanduser() if target.model else None
+    try:
+        size = byte_count(target.inflate) if target.inflate else 0
+    except ValueError:  # `check_inflation` says so
+        return 0
+    if folder is None or not folder.is_dir():
+        return size
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return size + files * BYTES_A_WEIGHT.get(target.weights, 4) // _stored_bytes(folder)
+
+
+def draft_bytes(settings: Settings) -> int:
+    """What a draft takes of the GPU that it has in common with the target, as far as the sizes of
+    both tell: weights of 16 bits (a substitute's codes), the cache of a long conversation and its
+    trees, and a pass. 0 where it is elsewhere, or part of the target's process."""
+    target, draft = with_target(settings.target), with_draft(settings.draft)
+    device = target.split.device or target.device
+    if (
+        not device.startswith("cuda")
+        or draft.device not in ("auto", device)
+        or draft.kind in ("none", "ngram")
+        or draft.share is True
+    ):
+        return 0
+    own, whole = _sizes(draft.model), _sizes(target.model)
+    if draft.kind == "substitute" and whole is not None:
+        bits = int((draft.weights if draft.weights != "auto" else "int4").removeprefix("int"))
+        return substitute_bytes(whole, bits, device)
+    return 0 if own is None else placement.draft_bytes(own, device)
+
+
+def _sizes(model: str) -> Sizes | None:
+    """Of a model, or a head with what it has of its target, that is here and has its sizes in its
+    config.json."""
+    file = Path(model).expanduser() / "config.json"
+    if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return sizes_of(config, "half") if isinstance(config, dict) and has_sizes(config) else None
+    except (ValueError, RecursionError):  # whoever loads it says so
+        return None
+
+
+def memory_bytes() -> int:
+    """The memory of this machine, or what our control group may use of it, whichever is less."""
+    return total_bytes() or psutil.virtual_memory().total
+
+
+def free_memory_bytes() -> int:
+    """The memory that is free for a process of ours, by the machine and by our control group."""
+    room = read_room()
+    return room.size if room is not None else psutil.virtual_memory().available
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Bytes of a weight in a model's files, as its config.json says: 2 for float16 and bfloat16,
+    else 4."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            content = json.loads(file.read(MAX_CONFIG_BYTES))
+        return 2 if str(content.get("dtype") or content.get("torch_dtype")).endswith("16") else 4
+    except (OSError, ValueError, AttributeError, RecursionError):  # its worker will say so
+        return 4
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,461 @@
+"""The processes of `dovetail serve`: started, looked at, started again, replaced and drained as
+`watch.py` decides.
+
+A part is ready when it says so: the coordinator and the HTTP API with a line on stdout, a worker by
+being registered. The coordinator is asked all the time who is; one that is started again has the
+address of the one before, so that everybody comes back to it. What the processes say on stderr is
+passed on to the log once the service is ready; before, only the last words of the one that failed
+are of interest. Knows which commands there are, and nothing of tokens.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from dovetail.launch.console.terminal import Intervals, loading_text
+from dovetail.launch.files.directory import announced
+from dovetail.launch.machine.fit import check_memory, only_node
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.child import LET_GO
+from dovetail.launch.processes.inquiry import Inquiry
+from dovetail.launch.processes.supervise import (
+    GRACE_S,
+    POLL_S,
+    Child,
+    Supervisor,
+    coordinator_arguments,
+    layout_of,
+    processes_of,
+    with_room_for_draft,
+    worker_arguments,
+)
+from dovetail.launch.processes.watch import (
+    Action,
+    Ending,
+    GiveUp,
+    Leave,
+    Part,
+    Replace,
+    Start,
+    Stop,
+    Tell,
+    Watch,
+)
+from dovetail.launch.settings.configure import SETTINGS, Configuration
+from dovetail.protocol.errors import DovetailError, SettingsError, printable
+from dovetail.protocol.links import open_link
+from dovetail.protocol.memory import read_room
+from dovetail.protocol.messages import Fault, Reported, Role, Supervised, WorkerState
+
+log = logging.getLogger("dovetail.serve")
+
+COORDINATOR, HTTP = "coordinator", "http"
+DRAIN_S = 4.0
+"""Beyond the grace that a process gives to what it serves; the HTTP API takes two seconds of it to
+tell those who still wait."""
+ASK_EVERY_S = 1.0
+"""How often the coordinator is asked who is registered, once everybody is."""
+CONNECT_S = 0.5
+LAST_WORDS_S = 0.3
+"""A process that is stuck has so long to show where."""
+MAX_WHY = 500
+"""Characters of why a part is not there."""
+LOG_BYTES = 1 << 20
+"""The file of what a process says is emptied when so much of it has been read."""
+
+
+class Service:
+    """A coordinator, its workers and the HTTP API; use it within the block of its supervisor."""
+
+    def __init__(self, supervisor: Supervisor, configuration: Configuration) -> None:
+        self._supervisor, self._configuration = supervisor, configuration
+        self._settings = configuration.settings
+        self._layout = layout_of(configuration.settings)
+        self._workers = {f"{role} worker": role for role in processes_of(self._settings)}
+        before = (COORDINATOR, HTTP)
+        workers = (
+            Part(name, before, known=True, needed=role != "draft")
+            for name, role in self._workers.items()
+        )
+        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *workers)
+        self._watch = Watch(parts, time.monotonic(), stuck_s=self._settings.coordinator.stuck_s)
+        self._running: dict[str, Child] = {}
+        self._ears: dict[str, Ear] = {}
+        self._announcement = ExitStack()
+        self._inquiry: Inquiry | None = None
+        self._left = False
+        self._told: object = None
+        """What the coordinator was told last of the other parts, and which process of it that
+        was."""
+        self._begun: set[str] = set()
+        """The parts that have been started at one time."""
+        self.address = self.url = ""
+        self._intervals = Intervals(lambda words: log.info("%s", words))
+        self.state: Reported | None = None
+        """What the coordinator said last."""
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._inquiry is not None:
+            self._inquiry.close()
+        self._announcement.close()
+        for ear in self._ears.values():
+            ear.close()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The number of each process that runs, by its name."""
+        return {name: child.process.pid for name, child in self._running.items()}
+
+    def run_until_ready(self, say: Callable[[str], None]) -> None:
+        """Start everything; what the first process that ends has to say is raised. `say` hears what
+        is waited for."""
+        told = (
+            sys.stderr.isatty()
+        )  # then `say` shows it; a log gets a line once only models are waited for
+        while not self._watch.serving:
+            self._step()
+            say(
+                f"starting {' and '.join(self._watch.missing)}"
+                + (loading_text(self.state.loading) if self.state is not None else "")
+            )
+            if not told and (told := set(self._watch.missing) <= self._workers.keys()):
+                log.info(
+                    "listening at %s; loading models: %s",
+                    self.url,
+                    " and ".join(self._watch.missing),
+                )
+            time.sleep(POLL_S)
+
+    def run(self) -> None:
+        """Keep everything running; returns when the coordinator was told to stop, and raises what a
+        process says that cannot be kept running."""
+        while not self._left:
+            self._step()
+            self._pass_on()
+            time.sleep(POLL_S)
+
+    def faults(self, now_s: float) -> tuple[Fault, ...]:
+        """The parts that were lost and are not back yet."""
+        return tuple(
+            Fault(
+                part=outage.part,
+                why=outage.why[:MAX_WHY],
+                since_s=max(0.0, now_s - outage.since_s),
+                retry_s=None if outage.retry_s is None else max(0.0, outage.retry_s - now_s),
+            )
+            for outage in self._watch.outages
+        )
+
+    def drain(self) -> None:
+        """End who takes requests, then who has them, then who computes; a signal meanwhile ends all
+        of them at once."""
+        try:
+            log.info(
+                "ending: requests that run may finish for some seconds; a second signal does "
+                "not wait"
+            )
+            for name in (HTTP, COORDINATOR, *self._workers):
+                self._end([name], GRACE_S + DRAIN_S)
+        except (KeyboardInterrupt, SystemExit):
+            self._supervisor.kill()
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Take notice of what has happened, and do what follows."""
+        now_s = time.monotonic()
+        self._supervisor.mind()
+        # The coordinator is looked at last and heard first: a process that ended because of its
+        # loss is never taken for one that failed by itself.
+        ended = [
+            name
+            for name in sorted(self._running, key=lambda name: name == COORDINATOR)
+            if self._running[name].ended
+        ]
+        for name in reversed(ended):
+            child = self._running.pop(name)
+            self._perform(self._watch.ended(name, _ending(child), now_s), child)
+            self._supervisor.end([child])
+            self._hear_out(name)
+        for name in self._watch.waiting:
+            if name not in self._workers and self._says_ready(name, self._running[name]):
+                self._perform(self._watch.ready(name, now_s))
+        if self._inquiry is not None and COORDINATOR not in self._watch.missing:
+            self._ask(self._inquiry, now_s)
+        self._perform(self._watch.due(now_s))
+        self._tell_coordinator(now_s)
+
+    def _perform(self, actions: list[Action], ended: Child | None = None) -> None:
+        for action in actions:
+            match action:
+                case Tell(text):
+                    log.info("%s", text)
+                case Start(name):
+                    self._start(name)
+                case Replace(name):
+                    self._let_speak_and_kill(self._running[name])
+                case Stop(name):
+                    self._end([name], GRACE_S)
+                case Leave():
+                    self._left = True
+                case GiveUp(name, why):
+                    assert ended is not None
+                    if not self._watch.serving:
+                        raise ended.failure()
+                    self._give_up(f"the {name} {why}", ended)
+
+    def _give_up(self, why: str, ended: Child) -> NoReturn:
+        """Let the requests end that still can, then everything else; raises why."""
+        last = _ending(ended)
+        failure = f"{why}; at last it {': '.join(filter(None, (last.words, last.last_line)))}"
+        log.error(
+            "giving up: %s; requests that run may finish, a signal does not wait for them", failure
+        )
+        self._tell_coordinator(time.monotonic(), ending=why)
+        coordinator, end_s = (
+            self._running.get(COORDINATOR),
+            time.monotonic() + self._settings.http.deadline_s,
+        )
+        with suppress(KeyboardInterrupt, SystemExit):
+            while coordinator is not None and not coordinator.ended and time.monotonic() < end_s:
+                self._pass_on()
+                time.sleep(POLL_S)
+        self.drain()
+        raise DovetailError(failure)
+
+    def _tell_coordinator(self, now_s: float, *, ending: str = "") -> None:
+        """Have the coordinator know how the other parts are, if that has changed; `ending`: why the
+        service ends."""
+        child = self._running.get(COORDINATOR)
+        drained = tuple(self._played(name) for name in self._watch.drained)
+        told = (child, self._watch.outages, drained, ending)
+        if child is None or COORDINATOR in self._watch.missing or told == self._told:
+            return
+        assert child.process.stdin is not None
+        words = Supervised(
+            faults=self.faults(now_s), ending=ending[:MAX_WHY], drained=drained
+        ).model_dump_json()
+        with suppress(
+            BlockingIOError, BrokenPipeError
+        ):  # one that is stuck hears it later, one that has gone is noticed elsewhere
+            os.write(child.process.stdin.fileno(), f"{words}\n".encode())
+            self._told = told
+
+    def _start(self, name: str) -> None:
+        """Start a part; the coordinator and the HTTP API say on stdout where they listen. A worker
+        is started again only if it fits into memory."""
+        if name in self._begun and name in self._workers and (why := self._misfit(name)):
+            self._perform(self._watch.refused(name, why, time.monotonic()))
+            return
+        self._begun.add(name)
+        child = self._supervisor.start(
+            name, self._arguments(name), reads=name in (COORDINATOR, HTTP), asks=name == COORDINATOR
+        )
+        if child.process.stdin is not None:
+            os.set_blocking(child.process.stdin.fileno(), False)
+        self._running[name], self._ears[name] = child, Ear(child)
+        if self._watch.serving:
+            log.info("the %s starts, pid %d", name, child.process.pid)
+
+    def _misfit(self, name: str) -> str:
+        """Return why a worker does not fit into the memory that is there now, beside those that are
+        loading; empty if it does."""
+        loading = [
+            other
+            for other in self._watch.waiting
+            if other in self._workers and other in self._running
+        ]
+        room = read_room()
+        if room is not None:
+            room = replace(
+                room, size=room.size + sum(self._running[other].rss_bytes() for other in loading)
+            )
+        roles = [self._workers[part] for part in (name, *loading)]
+        try:
+            check_memory(self._settings, roles, node=only_node(self._layout.target), room=room)
+        except SettingsError as misfit:
+            return str(misfit)
+        return ""
+
+    def _arguments(self, name: str) -> list[str]:
+        configuration = self._configuration
+        keys = (
+            [f"--coordinator.keys={self._settings.coordinator.keys}"]
+            if self._settings.coordinator.keys
+            else []
+        )
+        if name == COORDINATOR:
+            return [
+                "coordinator",
+                "--supervised",
+                *self._listening(),
+                *coordinator_arguments(configuration),
+                f"--cores={format_numbers(self._layout.coordinator.cores)}",
+                *keys,
+            ]
+        if name == HTTP:
+            port = (
+                [f"--http.port={self.url.rpartition(':')[2]}"] if self.url else []
+            )  # that a free one was wanted holds for the first time
+            wishes = configuration.arguments("tree", "sampling", "draft", "http")
+            if (bounds := self._settings.tree.thresholds) and configuration.origins[
+                "tree.thresholds"
+            ] == "default":  # those of an embedded draft
+                wishes.append(f"--tree.thresholds={SETTINGS['tree.thresholds'].flag_text(bounds)}")
+            called = (
+                []
+                if self._settings.target.model or self._settings.http.model
+                else ["--http.model=demo"]
+            )
+            return ["http", f"--connect={self.address}", *wishes, *called, *port, *keys]
+        role = self._workers[name]
+        settings = with_room_for_draft(configuration) if role == "target" else configuration
+        return [*worker_arguments(settings, role, self.address, self._layout), *keys]
+
+    def _listening(self) -> list[str]:
+        """Where the coordinator listens: as the settings say, and once it is known where exactly,
+        there for good."""
+        listen = self._settings.coordinator.listen
+        return [
+            f"--coordinator.listen={self.address or listen}",
+            *(["--own-folder"] if listen == "ipc" and self.address else []),
+        ]
+
+    def _let_speak_and_kill(self, child: Child) -> None:
+        """Have a process that is stuck write down where it is, if it still can, and end it; that it
+        ended is noticed as with any other."""
+        child.process.send_signal(signal.SIGUSR1)
+        time.sleep(LAST_WORDS_S)
+        child.process.kill()
+        child.process.wait()
+
+    def _end(self, names: Iterable[str], grace_s: float) -> None:
+        children = [self._running[name] for name in names if name in self._running]
+        self._supervisor.end(children, grace_s)
+        for name in names:
+            self._running.pop(name, None)
+            self._hear_out(name)
+
+    # -- who is ready ------------------------------------------------------------------------------
+
+    def _says_ready(self, name: str, child: Child) -> bool:
+        place = child.heard()
+        if not place:
+            return False
+        if name == COORDINATOR:
+            if self._settings.coordinator.listen == "ipc" and not self.address:
+                self._supervisor.owns_folder(Path(place.removeprefix("ipc://")).parent)
+            self.address = place
+            keys = self._settings.coordinator.keys
+            self._inquiry = self._inquiry or Inquiry(
+                partial(
+                    open_link,
+                    place,
+                    keys=Path(keys) if keys else None,
+                    role="client",
+                    timeout_s=CONNECT_S,
+                )
+            )
+        else:
+            self.url = place
+            self._announcement.close()
+            self._announcement.enter_context(
+                announced(self.address, keys=self._settings.coordinator.keys, url=place)
+            )
+        return True
+
+    def _ask(self, inquiry: Inquiry, now_s: float) -> None:
+        """Hear from the coordinator which of the workers it knows."""
+        state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
+        if state is not None:
+            self.state = state
+            if self._watch.serving or not sys.stderr.isatty():
+                self._intervals.tell(state.loading)
+            workers = {name: pid for name, pid in self.pids.items() if name in self._workers}
+            host = socket.gethostname()
+            others = [
+                w
+                for w in state.workers
+                if not (w.standby or w.leaving or (w.host == host and w.pid in workers.values()))
+            ]
+            filled, given = (
+                {
+                    name
+                    for name in self._workers
+                    if any(self._played(name) in worker.roles for worker in there)
+                }
+                for there in (others, [worker for worker in others if worker.swapped_in])
+            )
+            drained = [name for name in self._workers if self._played(name) in state.drained]
+            known = registered(workers, state.workers, host)
+            self._perform(self._watch.answered(known, now_s, filled, given, drained))
+
+    def _played(self, name: str) -> Role:
+        """Return the role that a worker plays, the first one of one that plays both."""
+        return "draft" if self._workers[name] == "draft" else "target"
+
+    # -- what they say -----------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        """Pass on what the processes have said."""
+        for name, ear in self._ears.items():
+            for line in ear.listen():
+                log.info("%s: %s", name, line)
+
+    def _hear_out(self, name: str) -> None:
+        """Pass on the last words of a process that has ended."""
+        if (ear := self._ears.pop(name, None)) is not None:
+            for line in ear.listen():
+                log.info("%s: %s", name, line)
+            ear.close()
+
+
+def _ending(child: Child) -> Ending:
+    """How a process has ended. What it said last explains an exit code; a signal that ends a
+    process at once, it does not."""
+    code = child.process.returncode
+    last = [] if code == -signal.SIGKILL else child.last_words()[-1:]
+    last_line = printable(last[0].removeprefix("dovetail: ")) if last else ""
+    return Ending(code, child.how_it_ended(), child.was_mistaken, code == LET_GO, last_line)
+
+
+def registered(ours: Mapping[str, int], workers: Iterable[WorkerState], host: str) -> set[str]:
+    """Which of our processes, whose numbers these are, a coordinator knows as workers; a process on
+    another machine may have the same number."""
+    here = {worker.pid for worker in workers if worker.host == host}
+    return {name for name, pid in ours.items() if pid in here}
+
+
+class Ear:
+    """Reads what a process says on stderr, a line at a time, and what it has said after it has
+    ended too."""
+
+    def __init__(self, child: Child) -> None:
+        self._log = os.dup(child.log.fileno())
+        self._read, self._begun = 0, b""
+
+    def listen(self) -> list[str]:
+        """The lines that have ended since the last call; the file is emptied when it has become
+        long."""
+        said = os.pread(self._log, LOG_BYTES, self._read)
+        self._read += len(said)
+        if self._read > LOG_BYTES and self._read == os.fstat(self._log).st_size:
+            os.ftruncate(self._log, 0)
+            self._read = 0
+        *lines, self._begun = (self._begun + said).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def close(self) -> None:
+        os.close(self._log)

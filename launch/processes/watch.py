@@ -1,0 +1,424 @@
+"""When a process of a service is started, and when one that ended or is stuck is started again:
+decisions over events and times.
+
+The first part is the root. It must know some of the others, the workers, whose work comes from it;
+when it is lost they stay, and come back to it by themselves. A part starts when those that it comes
+after have been ready, the root since it was started last. Until everything was ready once, a user's
+mistake, or the loss of a part that serving needs, ends the service - whoever started it is there to
+read why. From then on a part that ends is started again after a pause, which doubles from loss to
+loss and begins anew after a minute of health. A part that serving needs ends the service if it ends
+too often; one that it can do without, such as a draft, or a target beside another one, is tried
+ever more rarely, and for ever. A root that says nothing for long, and a part that the root has
+known and does not know any more, are stuck: they are replaced. A part that was let go because
+somebody else took its place is started again when nobody is in that place any more; so is one that
+was lost, and whose place somebody was given before it came back. Knows no processes, clocks or
+signals: names, events and seconds are handed in, and actions are handed back.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from dovetail.launch.console.terminal import counted
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+LONGEST_SPARED_PAUSE_S = 300.0
+"""Of a part that serving does not need at present: loading it takes time and memory from those that
+serve."""
+HEALTHY_S = 60.0
+MOST_RESTARTS = 5
+"""Of one part within `WITHIN_S`."""
+WITHIN_S = 300.0
+MOST_DOUBLINGS = 32
+STANDSTILL_S = 2.0
+"""Between two looks; they are much closer together."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of the service by its name, and which parts must have been ready before it is
+    started."""
+
+    name: str
+    after: tuple[str, ...] = ()
+    known: bool = False
+    """Whether it is ready when the root knows it, and only as long as it does."""
+    needed: bool = True
+    """Whether requests cannot be served without it, or somebody else in its place."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended: its exit code, and the same in words."""
+
+    code: int
+    words: str
+    mistake: bool = False
+    """Whether it said that the user did something wrong, which no restart mends."""
+    let_go: bool = False
+    """Whether it ended because the root wants it no more."""
+    last_line: str = ""
+    """What it said last on stderr."""
+
+
+RESTARTED = "; it has been started again and is not ready yet"
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A part that was there, or was to be, and is not: why, since when, and when it is started
+    again."""
+
+    part: str
+    why: str
+    since_s: float
+    retry_s: float | None
+    """None: it has been started, and is not ready yet."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start this part now."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Replace:
+    """End this part, which is alive and stuck; what it can still say of itself should be heard."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End this part, which was on its way back: somebody was given its place."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """What somebody who reads the log should know."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the service with what this part has to say; `why` it is not started again, where that
+    needs words."""
+
+    name: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End the service: that was asked for."""
+
+
+Action = Start | Replace | Stop | Tell | GiveUp | Leave
+
+
+@dataclass
+class _State:
+    """A part: running or waiting to be started."""
+
+    part: Part
+    due_s: float
+    running: bool = False
+    been_ready: bool = False
+    """Of the root, since it was started last."""
+    ready_s: float | None = None
+    """Since when it has been ready."""
+    heard_s: float | None = None
+    """When it was last known to be there: of the root, when it last answered. None: not since it
+    was started, or it is being replaced."""
+    down_s: float | None = None
+    """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost
+    either."""
+    why: str = ""
+    """It was lost, or is about to be ended since it is stuck."""
+    stuck: bool = False
+    """Whether it is about to be ended for that."""
+    beside: bool = False
+    """Whether somebody who was put in place was beside it when it was lost, and so is not there
+    instead of it."""
+    losses: int = 0
+    """Since it was last healthy."""
+    drained: bool = False
+    """True from when an operator drains the part until its process ends."""
+    ends: deque[float] = field(default_factory=deque)
+    """When it ended, within the last `WITHIN_S`."""
+
+    def stop(self, due_s: float) -> None:
+        self.running, self.stuck, self.ready_s, self.heard_s, self.due_s = (
+            False,
+            False,
+            None,
+            None,
+            due_s,
+        )
+
+    def lost(self, why: str, now_s: float) -> None:
+        """Note why it is not there, and since when: it may have been lost before."""
+        self.why, self.down_s = why, now_s if self.down_s is None else self.down_s
+
+    def pause_s(self, now_s: float, longest_s: float) -> float:
+        """How long to wait after a loss now, at most `longest_s`; counts it."""
+        if self.ready_s is not None and now_s - self.ready_s >= HEALTHY_S:
+            self.losses = 0
+        self.losses += 1
+        return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(self.losses - 1, MOST_DOUBLINGS))
+
+    def ended_too_often(self, now_s: float) -> bool:
+        """Whether a restart now would be one too many; counts the end."""
+        self.ends.append(now_s)
+        while now_s - self.ends[0] > WITHIN_S:
+            self.ends.popleft()
+        return len(self.ends) > MOST_RESTARTS
+
+
+@dataclass
+class _Away:
+    """A part that the root let go."""
+
+    part: Part
+    seen_s: float | None = None
+    """When somebody was last in its place; None: nobody has been."""
+
+
+class Watch:
+    """The state of a service; each call takes one event and says what follows."""
+
+    def __init__(self, parts: Sequence[Part], now_s: float, *, stuck_s: float) -> None:
+        """`stuck_s`: a part that is alive and was not heard of for so long is replaced."""
+        self._root, self._stuck_s = parts[0].name, stuck_s
+        self._states = {part.name: _State(part, now_s) for part in parts}
+        self._away: dict[str, _Away] = {}
+        self._filled: Collection[str] = ()
+        """The parts in whose place somebody else serves, as far as the root has said."""
+        self._given: Collection[str] = ()
+        """Those in whose place somebody was put who had been on standby."""
+        self._looked_s = now_s
+        self.serving = False
+        """Whether everything has been ready at one time, but for what was lost and is not
+        needed."""
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The parts that run and are not ready yet."""
+        return tuple(
+            name for name, state in self._states.items() if state.running and state.ready_s is None
+        )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The parts that are not ready, whether they run or not."""
+        return tuple(name for name, state in self._states.items() if state.ready_s is None)
+
+    @property
+    def outages(self) -> tuple[Outage, ...]:
+        """The parts that were lost and are not back yet, in their order."""
+        return tuple(
+            Outage(name, state.why, state.down_s, None if state.running else state.due_s)
+            for name, state in self._states.items()
+            if state.down_s is not None
+        )
+
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """The parts that were let go and in whose place nobody has been since."""
+        return tuple(name for name, away in self._away.items() if away.seen_s is None)
+
+    def needs(self, name: str) -> bool:
+        """Whether requests cannot be served without this part."""
+        return self._states[name].part.needed and name not in self._filled
+
+    def due(self, now_s: float) -> list[Action]:
+        """Start what is to be started by now, and replace what is stuck. The time in which nobody
+        asked, since this process stood still, was no silence."""
+        actions: list[Action] = []
+        if (asleep_s := now_s - self._looked_s) > STANDSTILL_S:
+            for state in self._states.values():
+                state.heard_s = None if state.heard_s is None else state.heard_s + asleep_s
+            for away in self._away.values():
+                away.seen_s = None if away.seen_s is None else away.seen_s + asleep_s
+        self._looked_s = now_s
+        for name, state in self._states.items():
+            if (
+                not state.running
+                and state.due_s <= now_s
+                and all(self._states[before].been_ready for before in state.part.after)
+            ):
+                state.running = True
+                state.why += RESTARTED if state.down_s is not None else ""
+                actions.append(Start(name))
+            elif self.serving and self._is_stuck(state, now_s):
+                state.heard_s, state.stuck = None, True
+                self._lose(name, f"it did not respond for {self._stuck_s:g} s", now_s)
+                actions += [
+                    Tell(f"the {name} is alive, and it did not respond for {self._stuck_s:g} s"),
+                    Replace(name),
+                ]
+        return actions
+
+    def ready(self, name: str, now_s: float) -> list[Action]:
+        """A part that runs does its work from now on."""
+        state = self._states[name]
+        if not state.running or state.ready_s is not None:
+            return []
+        state.ready_s, state.been_ready, state.down_s = now_s, True, None
+        if name == self._root:
+            state.heard_s = now_s
+        if self.serving:
+            return [Tell(f"the {name} is ready again")]
+        self._begin_to_serve()
+        return []
+
+    def _begin_to_serve(self) -> None:
+        """Serve if everything is ready that is needed, or has not been lost."""
+        self.serving = not any(
+            state.ready_s is None and (state.down_s is None or self.needs(name))
+            for name, state in self._states.items()
+        )
+
+    def answered(
+        self,
+        known: Collection[str],
+        now_s: float,
+        filled: Collection[str] = (),
+        given: Collection[str] = (),
+        drained: Collection[str] = (),
+    ) -> list[Action]:
+        """The root has said which of the others it knows, and in which of their places somebody
+        else serves; in those `given`, who was put there on purpose. The places that an operator
+        `drained` stay empty."""
+        self._states[self._root].heard_s = now_s
+        for name in drained:
+            if name in self._away:
+                self._away[name].seen_s = None
+        for name, state in self._states.items():
+            state.drained = name in drained and name not in known
+        self._filled, self._given = filled, given
+        actions = self._yield_places(now_s)
+        for name, state in self._states.items():
+            if not state.part.known or not state.running:
+                continue
+            if name in known:
+                state.heard_s = now_s
+                actions += self.ready(name, now_s)
+            elif state.ready_s is not None and not state.drained:
+                state.ready_s = None
+                self._lose(name, f"the {self._root} has lost it", now_s)
+                actions.append(Tell(f"the {self._root} has lost the {name}"))
+        for name, state in self._states.items():
+            if not state.running and self.needs(name):  # it was not, perhaps, when its pause began
+                state.due_s = min(state.due_s, now_s + LONGEST_PAUSE_S)
+        return [*actions, *self._fill(filled, now_s)]
+
+    def _lose(self, name: str, why: str, now_s: float) -> None:
+        """Note that a part is not there, why, and who was put beside it before."""
+        state = self._states[name]
+        state.beside = name in self._given if state.down_s is None else state.beside
+        state.lost(why, now_s)
+
+    def _yield_places(self, now_s: float) -> list[Action]:
+        """Do without the parts that were lost and whose place was given to somebody since then, for
+        as long as anybody serves there."""
+        actions: list[Action] = []
+        for name, state in [*self._states.items()]:
+            state.beside &= name in self._given
+            if not self.serving or state.down_s is None or state.beside or name not in self._given:
+                continue
+            self._away[name] = _Away(self._states.pop(name).part, seen_s=now_s)
+            actions.append(
+                Tell(
+                    f"another worker has replaced the {name}, which is not started "
+                    "again while it serves"
+                )
+            )
+            actions += [Stop(name)] if state.running else []
+        return actions
+
+    def _fill(self, filled: Collection[str], now_s: float) -> list[Action]:
+        """Have those start again in whose place somebody was who has been gone for as long as a
+        part may be silent."""
+        root, actions = self._states[self._root], list[Action]()
+        for name, away in [*self._away.items()]:
+            if name in filled:
+                actions += (
+                    [Tell(f"another worker replaces the {name}")] if away.seen_s is None else []
+                )
+                away.seen_s = now_s
+            elif (
+                away.seen_s is not None
+                and root.ready_s is not None
+                and now_s - max(away.seen_s, root.ready_s) >= self._stuck_s
+            ):
+                del self._away[name]
+                self._states[name] = _State(away.part, now_s)
+                actions.append(Tell(f"no worker replaces the {name} any more; it is started again"))
+        return actions
+
+    def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
+        """A process has ended."""
+        state = self._states[name]
+        if name == self._root and ending.code == 0:
+            return [Tell(f"the {name} was told to stop"), Leave()]
+        if (ending.let_go or state.drained) and self.serving:
+            self._away[name] = _Away(self._states.pop(name).part)
+            return [Tell(f"the {name} was let go, and is not started again")]
+        needed = self.needs(name)
+        if not self.serving and (needed or ending.mistake):
+            return [GiveUp(name)]
+        if needed and state.ended_too_often(now_s):
+            return [
+                GiveUp(
+                    name,
+                    f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} "
+                    "minutes, and is not started again",
+                )
+            ]
+        pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if needed else LONGEST_SPARED_PAUSE_S)
+        said = f": {ending.last_line}" if ending.last_line else ""
+        self._lose(name, state.why if state.stuck else f"it {ending.words}{said}", now_s)
+        state.stop(now_s + pause_s)
+        if not self.serving:
+            self._begin_to_serve()
+        if name == self._root:
+            state.been_ready = False
+            self._expect_back()
+        return [Tell(f"the {name} {ending.words}; it is started again in {pause_s:g} s")]
+
+    def refused(self, name: str, why: str, now_s: float) -> list[Action]:
+        """A part that was to be started cannot be at present. That is no loss to be counted:
+        nothing was tried, and what is in the way may go."""
+        state = self._states[name]
+        pause_s = state.pause_s(
+            now_s, LONGEST_PAUSE_S if self.needs(name) else LONGEST_SPARED_PAUSE_S
+        )
+        self._lose(name, f"it was not started: {why}", now_s)
+        state.stop(now_s + pause_s)
+        return [Tell(f"the {name} was not started; the next attempt is in {pause_s:g} s: {why}")]
+
+    def _expect_back(self) -> None:
+        """The root is lost: those that it knew have to come back to the next one."""
+        for state in self._states.values():
+            if state.part.known:
+                state.ready_s = None
+
+    def _is_stuck(self, state: _State, now_s: float) -> bool:
+        """Whether the root, or a part that it once knew, has been silent for too long; of a part it
+        counts only what the root has said since."""
+        root = self._states[self._root]
+        if state.heard_s is None or root.heard_s is None or root.ready_s is None:
+            return False
+        silent_s = (
+            now_s - root.heard_s
+            if state is root
+            else root.heard_s - max(state.heard_s, root.ready_s)
+        )
+        return silent_s >= self._stuck_s

@@ -1,0 +1,40 @@
+"""The models that come with the program: which one an empty setting means. Knows where they are,
+not what is in them."""
+
+from pathlib import Path
+
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import HEAD_KINDS, MODELLESS_KINDS, DraftSettings, TargetSettings
+
+DEMO_FOLDER = Path(__file__).parent.parent / "demo"
+
+
+def with_target(settings: TargetSettings) -> TargetSettings:
+    """`settings` that name a model: the embedded target if they name none."""
+    return (
+        settings
+        if settings.model
+        else settings.model_copy(update={"model": str(DEMO_FOLDER / "target")})
+    )
+
+
+def with_draft(settings: DraftSettings) -> DraftSettings:
+    """`settings` that name a model, unless their draft has none: the embedded one of their kind if
+    they name none; `UserError` if there is no such head."""
+    if settings.model or settings.kind in MODELLESS_KINDS:
+        return settings
+    if settings.kind not in HEAD_KINDS:
+        return settings.model_copy(update={"model": str(DEMO_FOLDER / "draft")})
+    folder = head_folder(settings.kind)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"draft.kind = {settings.kind!r}: no head of this kind comes with the program; "
+            f"make one with `dovetail train {settings.kind} --data CHATS.jsonl --out FOLDER`, "
+            "and name it: --draft FOLDER"
+        )
+    return settings.model_copy(update={"model": str(folder)})
+
+
+def head_folder(kind: str) -> Path:
+    """Where the embedded head of a kind is, if there is one."""
+    return DEMO_FOLDER / "heads" / kind

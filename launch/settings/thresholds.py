@@ -1,0 +1,209 @@
+"""The file of thresholds that `heterospec` goes by: written by `dovetail stratify`, read where
+settings are merged, so that only numbers ever travel.
+
+    thresholds = [1.2, 3.4]         # nats, ascending
+
+    [holds_for] # what is compared with the settings in force, and refused where it differs
+    draft_sha256 = "..." # of the draft's config.json and weights; empty for a draft of a hub
+    depth = 8 ...
+
+    [fitted_on]                     # for people
+    [[bins]]
+
+The embedded drafts have such files beside them (`demo/thresholds-KIND.toml`). Knows neither how
+thresholds are found nor what a tree does with them.
+"""
+
+import hashlib
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft
+from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.files import decode, writing
+from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings
+
+MADE_FOR = ("depth", "width", "sharpening")
+"""The tree's settings that an entropy depends on."""
+MOST_NATS = 1e6
+"""Of a threshold, as of tree.thresholds."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a file holds."""
+
+    thresholds: tuple[float, ...]
+    holds_for: Mapping[str, Any]
+
+
+def thresholds_of(
+    named: str | tuple[float, ...], settings: Settings, *, local: bool
+) -> tuple[float, ...]:
+    """The thresholds in force under `heterospec`: those of the file that is `named`, or that comes
+    with an embedded draft; numbers are what they are.
+
+    `SettingsError` names what is missing or does not fit, and the command that makes it. `local`:
+    whether the draft of the settings is the one that will draft, so that the file can be held
+    against it.
+    """
+    if not isinstance(named, str):
+        return named
+    path = Path(named).expanduser() if named else _shipped(settings) if local else None
+    if path is None:
+        raise SettingsError(
+            "tree.policy 'heterospec' needs thresholds that were made for its draft: "
+            f"{_remedy(settings)}"
+        )
+    found = read_thresholds(path)
+    _check(path, found, settings, local)
+    return found.thresholds
+
+
+def read_thresholds(path: Path) -> Thresholds:
+    """The content of a file; `SettingsError` where there is none, or where it is no such file."""
+    try:
+        content = tomllib.loads(decode(path.read_bytes(), f"the file of thresholds {path}"))
+    except OSError as error:
+        raise SettingsError(
+            f"the thresholds in {path} cannot be read: {error.strerror}; `dovetail stratify` "
+            "makes them"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(
+            f"the thresholds in {path} are damaged ({error}): make them anew with `dovetail "
+            "stratify`"
+        ) from None
+    bounds, holds_for = _bounds(content.get("thresholds")), content.get("holds_for")
+    if not bounds or not isinstance(holds_for, dict):
+        raise SettingsError(
+            f"{path} is no file of thresholds, or a damaged one: make it anew with `dovetail "
+            "stratify`"
+        )
+    return Thresholds(bounds, holds_for)
+
+
+def write_thresholds(
+    path: Path,
+    thresholds: Sequence[float],
+    sections: Mapping[str, Mapping[str, Any]],
+    bins: Sequence[Mapping[str, Any]],
+) -> None:
+    """The file, `sections` with `holds_for` among them."""
+    lines = [
+        '# Bounds between the bins of entropy (nats) of tree.policy "heterospec", made by '
+        "`dovetail stratify`: name this file as tree.thresholds.",
+        f"thresholds = {json.dumps(list(thresholds))}",
+    ]
+    for name, section in sections.items():
+        lines += [
+            "",
+            f"[{name}]",
+            *(f"{key} = {json.dumps(value)}" for key, value in section.items()),
+        ]
+    for stratum in bins:
+        lines += [
+            "",
+            "[[bins]]",
+            *(f"{key} = {json.dumps(value)}" for key, value in stratum.items()),
+        ]
+    with writing(path, "the thresholds"):
+        path.write_text("\n".join((*lines, "")), encoding="utf-8")
+
+
+def draft_facts(draft: DraftSettings) -> dict[str, str]:
+    """What a draft is called and, where its files are here, the SHA-256 of its config.json and
+    weights."""
+    if draft.kind == "substitute":
+        return {"draft": f"substitute ({draft.weights})", "draft_sha256": ""}
+    source = with_draft(draft).model
+    folder = Path(source).expanduser()
+    name = (
+        f"embedded {folder.relative_to(DEMO_FOLDER)}"
+        if folder.is_relative_to(DEMO_FOLDER)
+        else source
+    )
+    return {"draft": name, "draft_sha256": _digest(folder) if folder.is_dir() else ""}
+
+
+def _check(path: Path, found: Thresholds, settings: Settings, local: bool) -> None:
+    made_for = found.holds_for
+    if local and not _is_same(draft_facts(settings.draft), made_for):
+        raise SettingsError(
+            f"the thresholds in {path} were made for another draft ({made_for.get('draft')}): "
+            f"{_remedy(settings)}"
+        )
+    for key in MADE_FOR:
+        if (there := made_for.get(key)) != (is_here := getattr(settings.tree, key)):
+            raise SettingsError(
+                f"the thresholds in {path} were made for tree.{key} = {there}, and it is "
+                f"{is_here}: {_remedy(settings)}"
+            )
+
+
+def _is_same(facts: Mapping[str, str], made_for: Mapping[str, Any]) -> bool:
+    """By the bytes of the draft; one of a hub by its name."""
+    digest = facts["draft_sha256"]
+    return made_for.get("draft_sha256") == digest and (
+        bool(digest) or made_for.get("draft") == facts["draft"]
+    )
+
+
+def _shipped(settings: Settings) -> Path | None:
+    """The file of an embedded draft."""
+    draft = settings.draft
+    if draft.kind == "substitute":
+        return None
+    file = DEMO_FOLDER / f"thresholds-{draft.kind if draft.kind in HEAD_KINDS else 'small'}.toml"
+    return file if not settings.target.model and not draft.model and file.is_file() else None
+
+
+def _remedy(settings: Settings) -> str:
+    """How to make thresholds for these settings."""
+    target, draft, tree = settings.target, settings.draft, settings.tree
+    models = [
+        *(("--target", target.model) if target.model else ()),
+        *(("--draft", draft.model or draft.kind) if draft.model or draft.kind != "auto" else ()),
+    ]
+    names = ("gamma", "depth", "width", *(("sharpening",) if tree.sharpening != "auto" else ()))
+    shape = [text for name in names for text in (f"--tree.{name}", str(getattr(tree, name)))]
+    command = shlex.join(
+        ["dovetail", "stratify", *models, *shape, "--prompts", "FILE", "--out", "thresholds.toml"]
+    )
+    return f"run `{command}`, and name what it writes: --tree.thresholds thresholds.toml"
+
+
+def _digest(folder: Path) -> str:
+    """SHA-256 over name, size and content of config.json and of the weight files."""
+    digest = hashlib.sha256()
+    for file in (
+        folder / "config.json",
+        *sorted(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)),
+    ):
+        try:
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"the draft's {file} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _bounds(numbers: Any) -> tuple[float, ...]:
+    """`numbers` where they are what tree.thresholds may be, else none."""
+    if not isinstance(numbers, list) or not all(
+        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
+    ):
+        return ()
+    sound = len(numbers) < MAX_BINS and all(0 <= number <= MOST_NATS for number in numbers)
+    return (
+        tuple(map(float, numbers))
+        if sound and all(before < after for before, after in pairwise(numbers))
+        else ()
+    )

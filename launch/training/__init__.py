@@ -1,0 +1,1 @@
+"""Training draft heads: the run, its progress, and the card of the result."""

@@ -1,0 +1,471 @@
+"""`dovetail train eagle|eagle3|dovetail|jakiro`: train a draft head for a target, and write its
+folder with a card and pictures.
+
+It knows options, not how training works. What needs torch is imported when a training begins.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.files.outputs import OUT_FOLDER
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.training.card import card, curves, log_of
+from dovetail.launch.training.progress import json_option, show_progress, tell
+from dovetail.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from dovetail.workers.training.data.features import Features
+    from dovetail.workers.training.folder import TargetParts
+    from dovetail.workers.training.heads import Head, HeadShape, Kind
+    from dovetail.workers.training.peers import Peers
+    from dovetail.workers.training.trainer import Plan, Trained
+    from dovetail.workers.training.workplace import Workplace
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+KINDS: "dict[Kind, str]" = {
+    "eagle": "an EAGLE-1/2 head: embedding and last hidden state through one decoder layer",
+    "eagle3": "an EAGLE-3 head: three residual streams, one layer, an output head of its own",
+    "dovetail": "a Dovetail head: gated fusion and one to six decoder layers",
+    "jakiro": "a Jakiro head: experts, and a contrast that predicts one token further",
+}
+TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
+"""Files of a head's folder besides those that a draft loads."""
+HELP = """Train {what}.
+
+\b
+dovetail features --data FILE --out FEATURES
+dovetail train {kind} --features FEATURES --out HEAD
+
+Without --features the target computes its states whenever a row is drawn, which costs no disk and, on one core, more time than the training itself.
+The target itself is left as it is. A run that was interrupted is resumed by the same command. Where no value is shown, the preset has it."""  # noqa: E501
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for; None: what the preset has."""
+
+    kind: "Kind"
+    out: Path
+    data: tuple[Path, ...] = ()
+    features: Path | None = None
+    target: str | None = None
+    regenerate: bool = False
+    minutes: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    preset: Literal["auto", "paper", "tiny"] = "auto"
+    rate: float | None = None
+    batch: int | None = None
+    length: int | None = None
+    ttt_steps: int | None = None
+    ce_weight: float | None = None
+    feature_weight: float | None = None
+    noise: float | None = None
+    warm_up: int | None = None
+    number: Literal["fp32", "bf16"] | None = None
+    intermediate: int | None = None
+    blocks: int = 1
+    dgf_silu: bool = True
+    dgf_embed_norm: bool = True
+    experts: int = 2
+    contrast: bool = True
+    contrast_weight: float | None = None
+    draft_vocabulary: int | None = None
+    begin: Literal["target", "random"] = "target"
+    threads: int | None = None
+    processes: int = 1
+
+
+COMMON: tuple[Callable[[Any], Any], ...] = (
+    click.option(
+        "--data",
+        multiple=True,
+        type=FILE,
+        help="Chats as JSON lines (ShareGPT, OpenAI), or a token file; may be given more than "
+        "once.",
+    ),
+    click.option(
+        "--features",
+        type=FOLDER,
+        help="The target's states as `dovetail features` has written them, instead of --data.",
+    ),
+    click.option(
+        "--target",
+        help="The model that the head is for: a folder or a hub id.  [default: that of the "
+        "features, or the embedded one]",
+    ),
+    click.option(
+        "--regenerate",
+        is_flag=True,
+        help="Let the target write the answers to --data itself first; they are kept in "
+        "OUT.answers.jsonl.",
+    ),
+    click.option(
+        "--out",
+        type=OUT_FOLDER,
+        required=True,
+        help="The folder to write; an unfinished run beside it is resumed.",
+    ),
+    click.option(
+        "--minutes",
+        type=click.FloatRange(min=0, min_open=True),
+        help="How long to train.  [default: 10]",
+    ),
+    click.option("--steps", type=click.IntRange(min=1), help="How many steps to train instead."),
+    click.option(
+        "--seed",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Of the weights and of the order of the data.",
+    ),
+    click.option(
+        "--preset",
+        type=click.Choice(["auto", "paper", "tiny"]),
+        default="auto",
+        show_default=True,
+        help="Losses, rate and batches as in the paper, or for minutes.",
+    ),
+    click.option(
+        "--rate",
+        type=click.FloatRange(min=0, min_open=True),
+        cls=Rare,
+        help="The peak learning rate.",
+    ),
+    click.option("--batch", type=click.IntRange(min=1), cls=Rare, help="Rows a step."),
+    click.option(
+        "--length",
+        type=click.IntRange(min=8),
+        cls=Rare,
+        help="Tokens a row; whole sequences share a row.",
+    ),
+    click.option(
+        "--ttt-steps",
+        type=click.IntRange(1, 16),
+        cls=Rare,
+        help="Steps of the training-time test: how often a row goes on from its own output.",
+    ),
+    click.option(
+        "--ce-weight",
+        type=click.FloatRange(min=0),
+        cls=Rare,
+        help="Weight of the soft cross entropy (EAGLE 0.1, EAGLE-3 1).",
+    ),
+    click.option(
+        "--feature-weight",
+        type=click.FloatRange(min=0),
+        cls=Rare,
+        help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0).",
+    ),
+    click.option(
+        "--noise",
+        type=click.FloatRange(min=0),
+        cls=Rare,
+        help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
+    ),
+    click.option(
+        "--warm-up", type=click.IntRange(min=1), cls=Rare, help="Steps over which the rate rises."
+    ),
+    click.option(
+        "--number",
+        type=click.Choice(["fp32", "bf16"]),
+        cls=Rare,
+        help="What matrix products are computed in.  [default: bf16 on a GPU, what is faster "
+        "on a CPU]",
+    ),
+    click.option(
+        "--intermediate",
+        type=click.IntRange(min=8),
+        cls=Rare,
+        help="Width of the MLP, of each expert with Jakiro.  [default: the target's; Jakiro: "
+        "its hidden width]",
+    ),
+    click.option(
+        "--begin",
+        type=click.Choice(["target", "random"]),
+        default="target",
+        show_default=True,
+        cls=Rare,
+        help="With the target's last layers where they fit, or random.",
+    ),
+    click.option(
+        "--threads", type=click.IntRange(min=1), cls=Rare, help="CPU threads.  [default: torch's]"
+    ),
+)
+OWN: "dict[Kind, tuple[Callable[[Any], Any], ...]]" = {
+    "eagle": (),
+    "eagle3": (
+        click.option(
+            "--draft-vocabulary",
+            type=click.IntRange(min=2),
+            help="How many of the most frequent tokens it can propose.  [default: all]",
+        ),
+    ),
+    "dovetail": (
+        click.option(
+            "--blocks",
+            type=click.IntRange(1, 6),
+            default=1,
+            show_default=True,
+            help="Decoder layers.",
+        ),
+        click.option(
+            "--dgf-silu/--no-dgf-silu",
+            default=True,
+            show_default=True,
+            cls=Rare,
+            help="SiLU on the embedding's side (in the code, not in the paper).",
+        ),
+        click.option(
+            "--dgf-embed-norm/--no-dgf-embed-norm",
+            default=True,
+            show_default=True,
+            cls=Rare,
+            help="RMSNorm of the embedding (in the code, not in the paper).",
+        ),
+    ),
+    "jakiro": (
+        click.option(
+            "--experts",
+            type=click.IntRange(2, 4),
+            default=2,
+            show_default=True,
+            help="Experts, of which two run.",
+        ),
+        click.option(
+            "--contrast/--no-contrast",
+            default=True,
+            show_default=True,
+            cls=Rare,
+            help="The second prediction, for the tree's last level.",
+        ),
+        click.option(
+            "--contrast-weight",
+            type=click.FloatRange(min=0),
+            cls=Rare,
+            help="Of its feature loss: 0.5 in Jakiro's code, 1.0 in its paper.  [default: 0.5]",
+        ),
+    ),
+}
+
+
+def head_commands() -> list[click.Command]:
+    """One command a kind of head."""
+    return [_command(kind, what) for kind, what in KINDS.items()]
+
+
+def _command(kind: "Kind", what: str) -> click.Command:
+    def run(*, as_json: bool, **options: Any) -> None:
+        trained = train_head(
+            Wish(kind=kind, processes=int(os.environ.get("WORLD_SIZE", "1")), **options)
+        )
+        if trained is not None:
+            last, outcome = trained.checks[-1], trained.outcome
+            simulated = {"tau": last.length, "accepted_at": last.at, "contrast": last.contrast}
+            line = (
+                f"{options['out']}: tau {last.length:.2f} in simulation, "
+                f"{outcome.parameters:,} parameters, {outcome.tokens:,} tokens"
+            )
+            tell(
+                {"out": str(options["out"]), "kind": kind, **asdict(outcome), **simulated},
+                line,
+                as_json=as_json,
+            )
+
+    decorated: Callable[..., Any] = run
+    for option in reversed((*COMMON, *OWN[kind], json_option)):
+        decorated = option(decorated)
+    return click.command(
+        cls=HelpCommand,
+        name=kind,
+        help=HELP.format(what=what, kind=kind),
+        short_help=f"Train {what.split(':')[0]}.",
+    )(decorated)
+
+
+def train_head(wish: Wish) -> "Trained | None":
+    """Train what is wished and write the folder; None in all processes of a run but the first."""
+    if (wish.features is None) == (not wish.data):
+        raise UserError(
+            "give --data FILE, or --features DIR with what `dovetail features` made of it; one "
+            "of them"
+        )
+    if wish.regenerate and not wish.data:
+        raise UserError(
+            "--regenerate answers the chats of --data; with --features it is `dovetail "
+            "features --regenerate` that lets the target write"
+        )
+    from dovetail.workers.training.folder import workplace
+    from dovetail.workers.training.peers import ALONE, Accelerated
+    from dovetail.workers.training.trainer import use_threads
+
+    if wish.threads is not None:
+        use_threads(wish.threads)
+    peers = Accelerated() if wish.processes > 1 else ALONE
+    place = workplace(wish.out, wish.kind, TEXTS)
+    with nullcontext() if peers.rank else place.hold():
+        return _train(wish, place, peers)
+
+
+def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
+    from dovetail.workers.training.folder import config_of, read_target, write_head
+    from dovetail.workers.training.run import silent
+    from dovetail.workers.training.start import begin_from_target
+    from dovetail.workers.training.trainer import train_head as train
+
+    features, name = _features(wish)
+    target = read_target(name)
+    _check_features(features, target, name)
+    shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
+    about = {
+        "target": target.digest,
+        "taps": features.origin.taps,
+        "data": features.digest,
+        "begin": wish.begin,
+    }
+
+    def prepare(head: "Head") -> None:
+        if wish.begin == "target":
+            begin_from_target(head, target)
+
+    with show_progress() as show:
+        told = silent if peers.rank else show
+        trained = train(
+            shape,
+            features,
+            target.frozen,
+            plan,
+            prepare=prepare,
+            checkpoint=place.checkpoint,
+            about=about,
+            peers=peers,
+            progress=told,
+        )
+    if peers.rank:
+        return None
+    log = log_of(wish.kind, features.origin, trained)
+    texts = {
+        "README.md": card(wish.kind, KINDS[wish.kind], features, trained),
+        "training.json": json.dumps(log, indent=2) + "\n",
+        **curves(trained),
+    }
+    with place.result() as folder:
+        write_head(
+            folder,
+            trained.head,
+            config_of(shape, trained_for=target.digest, taps=features.origin.taps),
+            texts,
+        )
+    return trained
+
+
+def _features(wish: Wish) -> "tuple[Features, str]":
+    """What there is to learn from, and the target's name."""
+    from dovetail.workers.training.data.corpus import open_reader, read_examples
+    from dovetail.workers.training.data.features import online_features, open_features
+    from dovetail.workers.training.data.states import open_states
+    from dovetail.workers.training.regenerate import Writing, regenerate_files
+
+    if wish.features is not None:
+        stored = open_features(wish.features)
+        return stored, wish.target or stored.origin.target
+    target = wish.target or str(DEMO_FOLDER / "target")
+    reader, files = open_reader(target), wish.data
+    if wish.regenerate:
+        files = (wish.out.with_name(wish.out.name + ".answers.jsonl"),)
+        with show_progress() as show:
+            regenerate_files(
+                wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show
+            )
+    examples = read_examples(files, reader)
+    return online_features(
+        examples, open_states(target, taps="auto" if wish.kind == "eagle3" else "none")
+    ), target
+
+
+def _check_features(features: "Features", target: "TargetParts", name: str) -> None:
+    if features.origin.digest != target.digest:
+        raise UserError(
+            f"the features are those of {features.origin.target} (checkpoint "
+            f"{features.origin.digest[:12]}), and {name} is another model ({target.digest[:12]})"
+        )
+
+
+def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShape":
+    from dovetail.workers.training.folder import shape_for
+
+    choices: dict[str, Any] = {}
+    if wish.kind == "dovetail":
+        choices = {
+            "blocks": wish.blocks,
+            "dgf_silu": wish.dgf_silu,
+            "dgf_embed_norm": wish.dgf_embed_norm,
+        }
+    if wish.kind == "jakiro":
+        choices = {"experts": wish.experts, "contrast": wish.contrast}
+    if wish.kind == "eagle3":
+        if len(features.origin.taps) != 3:
+            raise UserError(
+                "an EAGLE-3 head reads three residual streams of the target, and the features "
+                f"have {len(features.origin.taps)}: write them with --taps auto"
+            )
+        choices = {"draft_vocabulary": wish.draft_vocabulary or 0}
+    if (
+        wish.draft_vocabulary is not None
+        and wish.draft_vocabulary > features.origin.vocabulary_size
+    ):
+        raise UserError(
+            f"--draft-vocabulary {wish.draft_vocabulary} is more than the target's "
+            f"{features.origin.vocabulary_size} tokens"
+        )
+    return shape_for(
+        wish.kind,
+        target,
+        context=features.origin.context,
+        intermediate=wish.intermediate,
+        **choices,
+    )
+
+
+def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
+    """The preset with what the command line says instead."""
+    from dovetail.workers.training.recipes import plan_for
+    from dovetail.workers.training.trainer import faster_number
+
+    plan = plan_for(
+        wish.kind, target.frozen.embedding.shape[1], None if wish.preset == "auto" else wish.preset
+    )
+    pace = replace(
+        plan.pace,
+        seed=wish.seed,
+        steps=wish.steps,
+        **_given(device=peers.device, minutes=wish.minutes, rate=wish.rate, warm_up=wish.warm_up),
+    )
+    weights = {
+        "feature": wish.feature_weight,
+        "cross_entropy": wish.ce_weight,
+        "contrast_feature": wish.contrast_weight,
+        "steps": wish.ttt_steps,
+        "noise": wish.noise,
+    }
+    number = wish.number or faster_number(pace.device)
+    return replace(
+        plan,
+        pace=pace,
+        recipe=replace(plan.recipe, **_given(**weights)),
+        number=number,
+        **_given(batch=wish.batch, length=wish.length),
+    )
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
