@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from dovetail.launch import cli, migration
+from dovetail.launch import cli
+from dovetail.launch.console import migration
 from dovetail.launch.console.help import FEW
 from dovetail.protocol.settings import DRAFT_KINDS
 
@@ -18,8 +19,8 @@ OPTION = re.compile(r"^  (?:-\w, )?(--[\w.-]+)", re.MULTILINE)
 
 def commands() -> Iterator[tuple[str, click.Command]]:
     """Every command that can be typed, those of groups among them."""
-    for name, (module, _) in cli.COMMANDS.items():
-        command = importlib.import_module(module).command
+    for name in cli.COMMANDS:
+        command = importlib.import_module(f"dovetail.launch.commands.{name}").command
         yield from _leaves(name, command)
 
 
