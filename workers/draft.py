@@ -498,9 +498,10 @@ def open_draft_worker(
             "target's family or of a head for it, or choose draft.kind 'ngram'"
         )
     from dovetail.workers.heads.head import classify  # torch comes in here
+    from dovetail.workers.heads.registry import setting_of
 
     kind = classify(settings.model, allow_bin=settings.pickled)
-    if settings.kind not in ("auto", told := _KIND_NAMES.get(kind, kind)):
+    if settings.kind not in ("auto", told := "small" if kind is None else setting_of(kind)):
         raise SettingsError(
             f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: "
             "leave draft.kind out, or name another folder"
@@ -512,11 +513,7 @@ def open_draft_worker(
     )
 
 
-_KIND_NAMES = {None: "small", "jakiro*": "jakiro"}
-"""What `classify` calls otherwise than the settings."""
-
-
-def _in_words(kind: str | None) -> str:
+def _in_words(kind: str) -> str:
     return (
         "an ordinary language model (kind 'small')"
         if kind == "small"

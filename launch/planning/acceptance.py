@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dovetail.launch.simulation.recording import Library, Position, Recording
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.planner import Tree
+from dovetail.workers.heads.registry import KINDS, Figures
 
 STEPS = 40
 """Halvings of the interval in which p is."""
@@ -37,8 +38,6 @@ class Acceptance(Protocol):
 
 # -- assumed ---------------------------------------------------------------------------------------
 
-SERVER, GPU = Tree("dynamic", 15, 8, 10), Tree("dynamic", 59, 8, 10)
-
 
 @dataclass(frozen=True)
 class Published:
@@ -51,13 +50,7 @@ class Published:
     """Fitted to EAGLE-2's 3.95 with 15 and 4.49 with 59 nodes (Dovetail paper, Tables 3 and 6)."""
 
 
-BLOCKS = (4.06, 4.31, 4.53, 4.62, 4.73, 4.83)
-"""tau of Dovetail's head with 1 to 6 blocks (Dovetail paper, Table 6: Llama-2 7B on MT-bench, T =
-0)."""
 PUBLISHED = {
-    "eagle": Published(3.95, SERVER, "Dovetail paper, Table 6: EAGLE-2 with Llama-2 7B"),
-    "eagle3": Published(6.15, GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B"),
-    "jakiro": Published(4.96, GPU, "Jakiro paper, Table 1: Vicuna 7B"),
     "small": Published(
         4.85,
         Tree("budget", 15, 16, 10),
@@ -72,14 +65,23 @@ PUBLISHED = {
 
 
 def published(kind: str, blocks: int = 1) -> Published:
-    """What is known of drafts of a kind; `blocks`: of a Dovetail head."""
-    if kind != "dovetail":
+    """Return what is known of drafts of a kind; `blocks`: those of a head, where it has more than
+    one."""
+    if kind not in KINDS:
         return PUBLISHED[kind]
+    figures = figures_of(kind)
     return Published(
-        BLOCKS[min(blocks, len(BLOCKS)) - 1],
-        SERVER,
-        f"Dovetail paper, Table 6: {blocks} blocks with Llama-2 7B",
+        figures.tokens[min(blocks, len(figures.tokens)) - 1],
+        Tree(*figures.tree),
+        figures.source.format(blocks=blocks),
     )
+
+
+def figures_of(kind: str) -> Figures:
+    """Return the figures that a paper reports of a kind of head."""
+    figures = KINDS[kind].figures
+    assert figures is not None
+    return figures
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.planning.acceptance import BLOCKS, Acceptance, Assumed, Recorded, published
+from dovetail.launch.planning.acceptance import (
+    Acceptance,
+    Assumed,
+    Recorded,
+    figures_of,
+    published,
+)
 from dovetail.launch.planning.designs import (
     Design,
     DraftSize,
@@ -24,6 +30,7 @@ from dovetail.launch.settings.embedded import with_draft
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
 from dovetail.runtime.planner import Draft, Tree
+from dovetail.workers.heads.registry import kind_of_architecture, setting_of
 
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GAMMAS = (1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 31, 47, 63)
@@ -199,8 +206,9 @@ class Reader:
         )
 
     def _to_be_trained(self, kind: str) -> Iterator[Candidate]:
-        for blocks in range(1, len(BLOCKS) + 1 if kind == "dovetail" else 2):
-            told = f" --blocks {blocks}" if kind == "dovetail" else ""
+        most = len(figures_of(kind).tokens)
+        for blocks in range(1, most + 1):
+            told = f" --blocks {blocks}" if most > 1 else ""
             name = (
                 f"{kind} head of {blocks} block{'s' if blocks > 1 else ''}"
                 if told
@@ -270,8 +278,7 @@ def kind_of(folder: Path) -> str:
     if any(folder.glob("*.safetensors")):
         from dovetail.workers.heads.checkpoint import classify  # torch comes in here
 
-        return str(classify(str(folder)) or "small").rstrip("*")
-    named = str(read_config(folder, "draft").get("architectures")).lower()
-    return next(
-        (kind for kind in ("dovetail", "jakiro", "eagle3", "eagle") if kind in named), "small"
-    )
+        found = classify(str(folder))
+        return "small" if found is None else setting_of(found)
+    named = str(read_config(folder, "draft").get("architectures"))
+    return kind_of_architecture(named) or "small"

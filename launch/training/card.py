@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.files.chart import Curve, draw
+from dovetail.workers.heads.registry import trained_kind
 
 if TYPE_CHECKING:
     from dovetail.workers.training.data.features import Features
@@ -55,7 +56,7 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
         kind=kind,
         target=public_name(features.origin.target),
         digest=features.origin.digest,
-        and_head="" if kind == "eagle3" else " and output head",
+        and_head="" if trained.head.own_output else " and output head",
         parameters=trained.outcome.parameters,
         shape=_shape(trained),
         data_tokens=features.tokens,
@@ -97,24 +98,17 @@ def _shape(trained: "Trained") -> str:
         f"{shape.heads} heads, {shape.kv_heads} of keys and values",
         f"{shape.blocks} block(s)",
     ]
-    if shape.kind == "jakiro":
-        parts.append(f"{shape.experts} experts, {'with' if shape.contrast else 'without'} contrast")
-    if shape.kind == "eagle3":
-        parts.append(f"{shape.own_vocabulary:,} of {shape.vocabulary:,} tokens")
-    return "; ".join(parts)
+    return "; ".join([*parts, *trained_kind(shape.kind).shape_words(shape)])
 
 
 def _losses(trained: "Trained") -> str:
-    recipe = trained.plan.recipe
+    recipe, shape = trained.plan.recipe, trained.head.shape
     parts = [
         f"{recipe.feature:g} SmoothL1 of the features",
         f"{recipe.cross_entropy:g} soft cross entropy",
         f"noise {recipe.noise:g}",
     ]
-    if trained.head.shape.kind == "jakiro" and trained.head.shape.contrast:
-        parts.append(
-            f"contrast {recipe.contrast_feature:g} and {recipe.contrast_cross_entropy:g} of these"
-        )
+    parts += trained_kind(shape.kind).loss_words(shape, recipe)
     alone = trained.plan.alone if recipe.steps > 1 else 0.0
     first = (
         f" (one for the first {alone:.0%} of the run: hence the jump of the loss)" if alone else ""

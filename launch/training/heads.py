@@ -6,9 +6,9 @@ It knows options, not how training works. What needs torch is imported when a tr
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,23 +20,20 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.training.card import card, curves, log_of
 from dovetail.launch.training.progress import json_option, show_progress, tell
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.workers.heads.registry import KINDS, Entry, Option, trained_kind
 
 if TYPE_CHECKING:
+    from dovetail.workers.heads.trainable import HeadShape, TrainableHead
     from dovetail.workers.training.data.features import Features
-    from dovetail.workers.training.folder import TargetParts
-    from dovetail.workers.training.heads import Head, HeadShape, Kind
     from dovetail.workers.training.peers import Peers
-    from dovetail.workers.training.trainer import Plan, Trained
+    from dovetail.workers.training.plan import Plan
+    from dovetail.workers.training.target_parts import TargetParts
+    from dovetail.workers.training.trainer import Trained
     from dovetail.workers.training.workplace import Workplace
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-KINDS: "dict[Kind, str]" = {
-    "eagle": "an EAGLE-1/2 head: embedding and last hidden state through one decoder layer",
-    "eagle3": "an EAGLE-3 head: three residual streams, one layer, an output head of its own",
-    "dovetail": "a Dovetail head: gated fusion and one to six decoder layers",
-    "jakiro": "a Jakiro head: experts, and a contrast that predicts one token further",
-}
 TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
 """Files of a head's folder besides those that a draft loads."""
 HELP = """Train {what}.
@@ -53,8 +50,10 @@ The target itself is left as it is. A run that was interrupted is resumed by the
 class Wish:
     """What the command line asks for; None: what the preset has."""
 
-    kind: "Kind"
+    kind: str
     out: Path
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """The options that only this kind has, by their fields."""
     data: tuple[Path, ...] = ()
     features: Path | None = None
     target: str | None = None
@@ -73,16 +72,15 @@ class Wish:
     warm_up: int | None = None
     number: Literal["fp32", "bf16"] | None = None
     intermediate: int | None = None
-    blocks: int = 1
-    dgf_silu: bool = True
-    dgf_embed_norm: bool = True
-    experts: int = 2
-    contrast: bool = True
-    contrast_weight: float | None = None
-    draft_vocabulary: int | None = None
     begin: Literal["target", "random"] = "target"
     threads: int | None = None
     processes: int = 1
+
+    def chosen(self, *, recipe: bool) -> dict[str, Any]:
+        """Return the own options of the kind, by the fields that they set: of the losses' recipe,
+        or of the head's shape."""
+        options = [option for option in KINDS[self.kind].options if bool(option.recipe) == recipe]
+        return {o.recipe or o.field: self.own.get(o.field, o.default) for o in options}
 
 
 COMMON: tuple[Callable[[Any], Any], ...] = (
@@ -201,73 +199,40 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--threads", type=click.IntRange(min=1), cls=Rare, help="CPU threads.  [default: torch's]"
     ),
 )
-OWN: "dict[Kind, tuple[Callable[[Any], Any], ...]]" = {
-    "eagle": (),
-    "eagle3": (
-        click.option(
-            "--draft-vocabulary",
-            type=click.IntRange(min=2),
-            help="How many of the most frequent tokens it can propose.  [default: all]",
-        ),
-    ),
-    "dovetail": (
-        click.option(
-            "--blocks",
-            type=click.IntRange(1, 6),
-            default=1,
-            show_default=True,
-            help="Decoder layers.",
-        ),
-        click.option(
-            "--dgf-silu/--no-dgf-silu",
-            default=True,
-            show_default=True,
-            cls=Rare,
-            help="SiLU on the embedding's side (in the code, not in the paper).",
-        ),
-        click.option(
-            "--dgf-embed-norm/--no-dgf-embed-norm",
-            default=True,
-            show_default=True,
-            cls=Rare,
-            help="RMSNorm of the embedding (in the code, not in the paper).",
-        ),
-    ),
-    "jakiro": (
-        click.option(
-            "--experts",
-            type=click.IntRange(2, 4),
-            default=2,
-            show_default=True,
-            help="Experts, of which two run.",
-        ),
-        click.option(
-            "--contrast/--no-contrast",
-            default=True,
-            show_default=True,
-            cls=Rare,
-            help="The second prediction, for the tree's last level.",
-        ),
-        click.option(
-            "--contrast-weight",
-            type=click.FloatRange(min=0),
-            cls=Rare,
-            help="Of its feature loss: 0.5 in Jakiro's code, 1.0 in its paper.  [default: 0.5]",
-        ),
-    ),
-}
 
 
 def head_commands() -> list[click.Command]:
-    """One command a kind of head."""
-    return [_command(kind, what) for kind, what in KINDS.items()]
+    """Return one command a kind of head that can be trained."""
+    return [_command(KINDS[kind]) for kind in HEAD_KINDS]
 
 
-def _command(kind: "Kind", what: str) -> click.Command:
-    def run(*, as_json: bool, **options: Any) -> None:
-        trained = train_head(
-            Wish(kind=kind, processes=int(os.environ.get("WORLD_SIZE", "1")), **options)
+def _own(option: Option) -> Callable[[Any], Any]:
+    """Return an option that only one kind has."""
+    listed = Rare if option.rare else click.Option
+    if option.type == "flag":
+        name = f"{option.name}/--no-{option.name.removeprefix('--')}"
+        return click.option(
+            name, default=option.default, show_default=True, cls=listed, help=option.help
         )
+    return click.option(
+        option.name,
+        type=click.IntRange(option.least, option.most)
+        if option.type == "count"
+        else click.FloatRange(option.least, option.most),
+        default=option.default,
+        show_default=option.default is not None,
+        cls=listed,
+        help=option.help,
+    )
+
+
+def _command(entry: Entry) -> click.Command:
+    kind = entry.name
+
+    def run(*, as_json: bool, **options: Any) -> None:
+        own = {option.field: options.pop(option.field) for option in entry.options}
+        wish = Wish(kind=kind, own=own, processes=int(os.environ.get("WORLD_SIZE", "1")), **options)
+        trained = train_head(wish)
         if trained is not None:
             last, outcome = trained.checks[-1], trained.outcome
             simulated = {"tau": last.length, "accepted_at": last.at, "contrast": last.contrast}
@@ -282,13 +247,13 @@ def _command(kind: "Kind", what: str) -> click.Command:
             )
 
     decorated: Callable[..., Any] = run
-    for option in reversed((*COMMON, *OWN[kind], json_option)):
+    for option in reversed((*COMMON, *map(_own, entry.options), json_option)):
         decorated = option(decorated)
     return click.command(
         cls=HelpCommand,
         name=kind,
-        help=HELP.format(what=what, kind=kind),
-        short_help=f"Train {what.split(':')[0]}.",
+        help=HELP.format(what=entry.what, kind=kind),
+        short_help=f"Train {entry.what.split(':')[0]}.",
     )(decorated)
 
 
@@ -317,9 +282,9 @@ def train_head(wish: Wish) -> "Trained | None":
 
 
 def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
-    from dovetail.workers.training.folder import config_of, read_target, write_head
+    from dovetail.workers.training.folder import config_of, write_head
     from dovetail.workers.training.run import silent
-    from dovetail.workers.training.start import begin_from_target
+    from dovetail.workers.training.target_parts import read_target
     from dovetail.workers.training.trainer import train_head as train
 
     features, name = _features(wish)
@@ -333,9 +298,9 @@ def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
         "begin": wish.begin,
     }
 
-    def prepare(head: "Head") -> None:
+    def prepare(head: "TrainableHead") -> None:
         if wish.begin == "target":
-            begin_from_target(head, target)
+            head.begin_with(target)
 
     with show_progress() as show:
         told = silent if peers.rank else show
@@ -354,7 +319,7 @@ def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
         return None
     log = log_of(wish.kind, features.origin, trained)
     texts = {
-        "README.md": card(wish.kind, KINDS[wish.kind], features, trained),
+        "README.md": card(wish.kind, KINDS[wish.kind].what, features, trained),
         "training.json": json.dumps(log, indent=2) + "\n",
         **curves(trained),
     }
@@ -387,9 +352,8 @@ def _features(wish: Wish) -> "tuple[Features, str]":
                 wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show
             )
     examples = read_examples(files, reader)
-    return online_features(
-        examples, open_states(target, taps="auto" if wish.kind == "eagle3" else "none")
-    ), target
+    taps = "auto" if trained_kind(wish.kind).trainable.reads_taps else "none"
+    return online_features(examples, open_states(target, taps=taps)), target
 
 
 def _check_features(features: "Features", target: "TargetParts", name: str) -> None:
@@ -403,30 +367,10 @@ def _check_features(features: "Features", target: "TargetParts", name: str) -> N
 def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShape":
     from dovetail.workers.training.folder import shape_for
 
-    choices: dict[str, Any] = {}
-    if wish.kind == "dovetail":
-        choices = {
-            "blocks": wish.blocks,
-            "dgf_silu": wish.dgf_silu,
-            "dgf_embed_norm": wish.dgf_embed_norm,
-        }
-    if wish.kind == "jakiro":
-        choices = {"experts": wish.experts, "contrast": wish.contrast}
-    if wish.kind == "eagle3":
-        if len(features.origin.taps) != 3:
-            raise UserError(
-                "an EAGLE-3 head reads three residual streams of the target, and the features "
-                f"have {len(features.origin.taps)}: write them with --taps auto"
-            )
-        choices = {"draft_vocabulary": wish.draft_vocabulary or 0}
-    if (
-        wish.draft_vocabulary is not None
-        and wish.draft_vocabulary > features.origin.vocabulary_size
-    ):
-        raise UserError(
-            f"--draft-vocabulary {wish.draft_vocabulary} is more than the target's "
-            f"{features.origin.vocabulary_size} tokens"
-        )
+    own = wish.chosen(recipe=False)
+    choices = trained_kind(wish.kind).choices(
+        own, taps=features.origin.taps, vocabulary_size=features.origin.vocabulary_size
+    )
     return shape_for(
         wish.kind,
         target,
@@ -453,9 +397,9 @@ def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
     weights = {
         "feature": wish.feature_weight,
         "cross_entropy": wish.ce_weight,
-        "contrast_feature": wish.contrast_weight,
         "steps": wish.ttt_steps,
         "noise": wish.noise,
+        **wish.chosen(recipe=True),
     }
     number = wish.number or faster_number(pace.device)
     return replace(

@@ -15,8 +15,9 @@ from benchmarks.measure import estimate
 from benchmarks.options import Command, option, options, pin, report
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers.training.data.features import open_features
-from dovetail.workers.training.folder import read_target, shape_for
+from dovetail.workers.training.folder import shape_for
 from dovetail.workers.training.recipes import plan_for
+from dovetail.workers.training.target_parts import read_target
 from dovetail.workers.training.trainer import train_head
 
 KINDS: Mapping[str, Mapping[str, Any]] = {

@@ -19,21 +19,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dovetail.launch.commands.train import command
+from dovetail.launch.training import heads
 from dovetail.launch.training.heads import Wish, train_head
 from dovetail.protocol.errors import UserError
+from dovetail.workers.heads.dovetail import DovetailHead
+from dovetail.workers.heads.eagle3 import Eagle3Head
 from dovetail.workers.heads.head import classify, open_head
+from dovetail.workers.heads.trainable import HeadShape, Seen, mask_of
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.training.folder import read_target, shape_for
-from dovetail.workers.training.heads import (
-    DovetailHead,
-    Eagle3Head,
-    HeadShape,
-    Seen,
-    mask_of,
-    new_head,
-)
-from dovetail.workers.training.start import begin_from_target
+from dovetail.workers.training.folder import shape_for
+from dovetail.workers.training.target_parts import read_target
+from dovetail.workers.training.trainer import new_head
 
 TARGET = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
 KINDS: dict[str, dict[str, Any]] = {
@@ -97,6 +94,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> Wish:
+    fields = {option.field for option in heads.KINDS[kind].options}
+    own = {name: value for name, value in otherwise.items() if name in fields}
+    others = {name: value for name, value in otherwise.items() if name not in fields}
     return Wish(
         **{
             "kind": kind,
@@ -106,8 +106,8 @@ def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> Wish:
             "batch": 2,
             "length": 48,
             "number": "fp32",
-            **KINDS[kind],
-            **otherwise,
+            "own": KINDS[kind] | own,
+            **others,
         }
     )
 
@@ -230,7 +230,7 @@ def test_an_unfinished_run_is_resumed_by_the_same_command_only(
     for name, other in {
         "begin": {"begin": "random"},
         "rate": {"rate": 1e-3},
-        "kind": {"kind": "jakiro", "experts": 3},
+        "kind": {"kind": "jakiro", "own": {"experts": 3}},
         "recipe.noise": {"noise": 0.1},
     }.items():
         with pytest.raises(UserError, match=f"unfinished run of other {name} "):
@@ -261,7 +261,7 @@ def test_a_head_begins_with_the_targets_last_layers() -> None:
     head = new_head(shape_for("dovetail", target, context=512, blocks=2), seed=0)
     assert isinstance(head, DovetailHead)
     assert (
-        begin_from_target(head, target, stream=2.0) == 17
+        head.begin_with(target, stream=2.0) == 17
     )  # nine tensors of a layer, and the first has no norm before its attention
     g = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
     close(head.fuse(torch.zeros(3, 256), g), g)
@@ -276,7 +276,7 @@ def test_a_head_begins_with_the_targets_last_layers() -> None:
     )
     close(head.get_parameter("layers.0.mlp.down_proj.weight"), written)
     eagle = new_head(shape_for("eagle", target, context=512), seed=0)
-    assert begin_from_target(eagle, target) == 8
+    assert eagle.begin_with(target) == 8
     tokens, features = (
         eagle.get_parameter("fc.weight")[:, half] for half in (slice(0, 256), slice(256, 512))
     )

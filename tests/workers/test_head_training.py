@@ -11,18 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.workers.training import losses, run, trainer
-from dovetail.workers.training.data.features import Batch
-from dovetail.workers.training.heads import (
-    Eagle3Head,
-    Head,
+from dovetail.workers.heads.eagle3 import Eagle3Head
+from dovetail.workers.heads.trainable import (
     HeadShape,
     Seen,
+    TrainableHead,
     mask_of,
     most_frequent,
-    new_head,
 )
-from dovetail.workers.training.losses import Frozen, Recipe, head_loss, simulate
+from dovetail.workers.training import losses, run, trainer
+from dovetail.workers.training.data.features import Batch
+from dovetail.workers.training.losses import head_loss, simulate
+from dovetail.workers.training.plan import Recipe
+from dovetail.workers.training.target_parts import Frozen
+from dovetail.workers.training.trainer import new_head
 
 H, V, N = 16, 40, 14
 SHAPES = {
@@ -68,14 +70,14 @@ def some_batch(seed: int = 0) -> Batch:
     )
 
 
-def head_of(name: str) -> Head:
+def head_of(name: str) -> TrainableHead:
     head = new_head(SHAPES[name], seed=3).eval()
     if isinstance(head, Eagle3Head):
         head.learn_vocabulary(torch.arange(V)[torch.arange(V) % 4 != 1])
     return head
 
 
-def begun(head: Head, batch: Batch) -> Tensor:
+def begun(head: TrainableHead, batch: Batch) -> Tensor:
     return head.begin(losses.read_features(head, batch))
 
 
@@ -83,7 +85,13 @@ def begun(head: Head, batch: Batch) -> Tensor:
 
 
 def chain(
-    head: Head, batch: Batch, kept: Frozen, row: int, column: int, tokens: list[int], start: Tensor
+    head: TrainableHead,
+    batch: Batch,
+    kept: Frozen,
+    row: int,
+    column: int,
+    tokens: list[int],
+    start: Tensor,
 ) -> list[Any]:
     """A chain from one place, one step after the other: each step is a plain causal pass over the
     true rows of its sequence and the chain so far."""
@@ -136,7 +144,7 @@ def test_a_step_of_the_training_time_test_is_a_step_of_the_chain_from_its_row(na
 # The losses
 
 
-def slow_loss(head: Head, batch: Batch, kept: Frozen, recipe: Recipe) -> Tensor:
+def slow_loss(head: TrainableHead, batch: Batch, kept: Frozen, recipe: Recipe) -> Tensor:
     """One row after the other, by the formulas."""
     start, total = begun(head, batch), torch.zeros(())
     known = head.known if isinstance(head, Eagle3Head) else torch.arange(V)
@@ -306,13 +314,13 @@ def test_simulated_acceptance_is_that_of_chains_drafted_one_by_one(name: str) ->
     assert found.contrast == (further[0] / further[1] if name == "jakiro" and further[1] else None)
 
 
-def drafted(head: Head, kept: Frozen, state: Tensor) -> int:
+def drafted(head: TrainableHead, kept: Frozen, state: Tensor) -> int:
     best = int(head.logits(state, kept.head).argmax())
     known = head.known if isinstance(head, Eagle3Head) else None
     return best if known is None else int(known[best])
 
 
-def agreeing(head: Head, batch: Batch, kept: Frozen) -> Batch:
+def agreeing(head: TrainableHead, batch: Batch, kept: Frozen) -> Batch:
     """The batch with text and hidden states that agree with the chains from three places; in the
     last chain the text is not what the target would say."""
     batch = dataclasses.replace(batch, learn=torch.ones_like(batch.learn))

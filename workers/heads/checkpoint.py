@@ -8,7 +8,7 @@ running what is in them. Knows files; computes nothing.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,16 +18,17 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.heads.config import MisfitError, read_config
+from dovetail.workers.heads.kind import HeadKind
+from dovetail.workers.heads.parts import HeadCheckpoint
+from dovetail.workers.heads.registry import kind_of_head, kind_of_tensors, titles
 from dovetail.workers.heads.rope import frequencies
 from dovetail.workers.heads.spec import (
+    IGNORED,
     HeadSpec,
-    Kind,
     Shape,
     TargetShape,
-    kind_of,
     listed,
-    names_of,
-    read_spec,
+    plain_name,
     refuse_strange,
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
@@ -73,29 +74,7 @@ class HeadFiles:
     read: Callable[[str], Tensor]
 
 
-@dataclass(frozen=True)
-class HeadCheckpoint:
-    """A head that is whole and fits its target."""
-
-    source: str
-    digest: str
-    trained_for: str
-    """Digest of the target that it was trained for, empty where config.json does not say."""
-    spec: HeadSpec
-    frequencies: Tensor
-    """float32 [rotary_dim / 2], of the rotary positions."""
-    rope_scaling: float
-    tensors: Mapping[str, Tensor]
-    """By the names of `spec`, but for the next three."""
-    embedding: Tensor
-    """[V, H]."""
-    output: Tensor
-    """[Vd, H]; the same object as the embedding where the two are equal."""
-    tokens: Tensor | None
-    """int64 [Vd]: the target's ids of the draft vocabulary, ascending; None: row v is token v."""
-
-
-def classify(source: str, *, allow_bin: bool = False) -> Kind | None:
+def classify(source: str, *, allow_bin: bool = False) -> str | None:
     """The kind of head in `source` (folder, hub id, id@revision); None: an ordinary language model.
     Reads config.json and the weights' headers only."""
     folder = _find(source, allow_bin)
@@ -103,7 +82,7 @@ def classify(source: str, *, allow_bin: bool = False) -> Kind | None:
         shapes = _open_pickled(folder, read_json(folder / "config.json"), allow_bin).shapes
     else:
         shapes = {name: stored.shape for name, stored in stored_tensors(folder).items()}
-    return kind_of(shapes, shapes)
+    return kind_of_tensors(shapes)
 
 
 def open_head_checkpoint(
@@ -258,17 +237,20 @@ class _Target:
 
 
 def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadCheckpoint:
-    kind = kind_of(files.shapes, files.shapes)
-    if kind is None:
+    name = kind_of_tensors(files.shapes)
+    if name is None:
         raise MisfitError(
-            "is no draft head of a kind that is known (EAGLE-1/2, EAGLE-3, Dovetail, Jakiro): "
-            "its tensors are those of another model"
+            f"is no draft head of a kind that is known ({titles()}): its tensors are those of "
+            "another model"
         )
-    names = names_of(kind, files.shapes)
+    kind = kind_of_head(name)
+    names = _names(kind, files.shapes)
     shapes = {plain: files.shapes[name] for plain, name in names.items()}
-    config = read_config(files.config)
-    spec = read_spec(kind, config, shapes, target.shape, _feature_type(weights, files, target))
-    refuse_strange(spec, config, shapes)
+    config = read_config(files.config, kind.config)
+    dtype = _feature_type(weights, files, target)
+    spec = kind.read_spec(config, shapes, target.shape, dtype)
+    kind.check(spec, config, shapes, target.shape)
+    refuse_strange(spec, kind.groups(spec, config), shapes)
     _refuse_types({plain: files.types[name] for plain, name in names.items()})
     turns, scaling = frequencies(
         config, heads=spec.heads, head_dim=spec.head_dim, context=spec.context
@@ -294,6 +276,19 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
         output,
         tokens,
     )
+
+
+def _names(kind: HeadKind, names: Iterable[str]) -> dict[str, str]:
+    """Return for each tensor's name as its kind knows it the one in the checkpoint; two that mean
+    the same are refused."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain = kind.rename(plain_name(name))
+        if plain in found:
+            raise MisfitError(f"has both {found[plain]} and {name}, which mean the same tensor")
+        if not IGNORED.fullmatch(plain):
+            found[plain] = name
+    return found
 
 
 def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
@@ -338,7 +333,7 @@ def _shared(
     elif theirs is not None:
         if torch.equal(embedding.float(), theirs.float()):
             embedding = theirs
-        elif spec.kind != "eagle3":  # EAGLE-3 heads may have trained theirs
+        elif not kind_of_head(spec.kind).own_embedding:
             apart = float((embedding.float() - theirs.float()).abs().max())
             log.warning(
                 "%s: its embedding differs from that of %s by up to %.2g; was it trained for "

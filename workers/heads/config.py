@@ -1,4 +1,4 @@
-"""What a draft head's config.json says: every key that is read, with its type and its range.
+"""The config.json of a draft head: every key that all kinds share, with its type and its range.
 
 A value that is null or empty counts as one that is not there, which is how transformers writes it;
 keys that nothing reads may hold what they like. Knows one file, neither the tensors beside it nor
@@ -7,11 +7,11 @@ the target.
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dovetail.protocol.messages import MAX_LAYERS, MAX_TAPS, MAX_WIDTH, Label
+from dovetail.protocol.messages import MAX_LAYERS, MAX_WIDTH, Label
 
 REMEDY = "take the config.json that belongs to its weights"
 
@@ -22,13 +22,6 @@ Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
 """Of frequencies and angles, which stay numbers by it."""
 Base = Annotated[float, Field(ge=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
-Layers = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
-]
-Outputs = Annotated[
-    tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...],
-    Field(max_length=MAX_TAPS, strict=False),
-]
 
 
 class MisfitError(Exception):
@@ -71,15 +64,6 @@ class RotaryConfig(Read):
     truncate: bool | None = None
 
 
-class EagleConfig(Read):
-    """What SGLang, SpecForge and ModelOpt say of an EAGLE-3 head, in an object of its own; layers
-    are counted by their outputs: one less."""
-
-    use_aux_hidden_state: bool = True
-    eagle_aux_hidden_state_layer_ids: Outputs = ()
-    aux_hidden_state_layer_ids: Outputs = ()
-
-
 class OwnConfig(Read):
     """What this project says of the heads that it trains."""
 
@@ -88,8 +72,8 @@ class OwnConfig(Read):
 
 
 class HeadConfig(Read):
-    """A config.json; what has no default has to be there, and what is None by default follows from
-    something else."""
+    """The keys of a config.json that every kind of head has; a kind adds its own in a subclass.
+    What has no default has to be there, and what is None by default follows from something else."""
 
     hidden_size: Width
     num_attention_heads: Width
@@ -106,21 +90,15 @@ class HeadConfig(Read):
     partial_rotary_factor: Share | None = None
     bias: bool = False
     qkv_bias: bool = False
-    fc_norm: bool = False
-    dgf_silu: bool = True
-    dgf_embed_norm: bool = True
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    eagle_aux_hidden_state_layer_ids: Layers = ()
-    """vLLM's: the layers whose incoming stream is read; () also stands for the usual ones."""
-    aux_hidden_state_layer_ids: Layers = ()
-    eagle_config: EagleConfig = EagleConfig()
     dovetail: OwnConfig = OwnConfig()
 
 
-def read_config(values: Mapping[str, Any]) -> HeadConfig:
-    """The content of a config.json, checked; `MisfitError` names the first key that is wrong, its
-    value, and what it should be.
+ConfigT = TypeVar("ConfigT", bound=HeadConfig)
+
+
+def read_config(values: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
+    """Return the content of a config.json, checked; `MisfitError` names the first key that is
+    wrong, its value, and what it should be.
 
     The description of the decoder layer may stand in `transformer_layer_config` (the speculators
     library).
@@ -139,7 +117,7 @@ def read_config(values: Mapping[str, Any]) -> HeadConfig:
             f"an object; {REMEDY}"
         )
     try:
-        return HeadConfig.model_validate(dict(values))
+        return model.model_validate(dict(values))
     except ValidationError as error:
         raise MisfitError(_complaint(error)) from None
 

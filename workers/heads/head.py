@@ -7,17 +7,16 @@ itself made of its previous row. Logits are over the target's vocabulary. Knows 
 slots; nothing of trees, sampling, or which rows deserve to stay in a cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
-from dovetail.workers.heads import experts, fusion
 from dovetail.workers.heads.arithmetic import (
     KINDS,
     TYPES,
@@ -25,12 +24,11 @@ from dovetail.workers.heads.arithmetic import (
     FixedRows,
     Geometry,
     KernelArithmetic,
-    Layer,
-    LayerWeights,
-    Product,
     TorchArithmetic,
 )
-from dovetail.workers.heads.checkpoint import HeadCheckpoint, classify, open_head_checkpoint
+from dovetail.workers.heads.checkpoint import classify, open_head_checkpoint
+from dovetail.workers.heads.parts import HeadCheckpoint, Inputs
+from dovetail.workers.heads.registry import kind_of_head
 from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import fused
@@ -60,41 +58,6 @@ class Predicted:
     that a row predicts."""
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What the layers leave for the output head."""
-
-    states: Tensor
-    """[R, H]: recurrent."""
-    branches: tuple[Tensor, ...]
-    """[R, H] each: what the output head reads."""
-    share: Tensor | None = None
-    """[R, 1]: of the first of two branches in the mixture of both."""
-    contrast: Tensor | None = None
-    """[R, H]: what the output head reads for the token after the next."""
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """The rows of a pass on the head's device."""
-
-    embedded: Tensor
-    """[T, H]."""
-    features: Tensor
-    """[T, W], or recurrent [T, H]."""
-    seen: Any
-    rows: Tensor | None
-    contrast: bool
-    true: bool
-
-    def asked(self, states: Tensor) -> Tensor:
-        """Those of states [T, H] that are asked for [R, H]."""
-        return states if self.rows is None else states[self.rows]
-
-
-_Body = Callable[[_Inputs], _Outcome]
-
-
 class Head:
     """A head on one device; T rows of a pass, R rows asked for, V the target's vocabulary, H the
     head's width, W the width of a feature."""
@@ -106,7 +69,7 @@ class Head:
         self.weights, self.arithmetic = weights, arithmetic.name
         self.vocabulary_size = self.spec.vocabulary_size
         self._arithmetic = arithmetic
-        self._body = _BODIES[self.spec.kind](checkpoint, arithmetic)
+        self._body = kind_of_head(self.spec.kind).body(checkpoint, arithmetic)
         self._table = _table(checkpoint.embedding, arithmetic)
         shares = checkpoint.output is checkpoint.embedding and self._table.dtype == arithmetic.dtype
         self._output = arithmetic.linear(self._table if shares else checkpoint.output)
@@ -189,7 +152,7 @@ class Head:
         embedded = embedding(tokens.to(device), self._table).to(dtype)
         rows = None if rows is None else rows.to(device)
         out = self._body(
-            _Inputs(
+            Inputs(
                 embedded,
                 features.to(device, dtype).contiguous(),
                 seen,
@@ -240,233 +203,6 @@ def _table(weight: Tensor, arithmetic: Arithmetic) -> Tensor:
         if arithmetic.device.type == "cpu"
         else weight.to(arithmetic.device, arithmetic.dtype)
     )
-
-
-# ---- the bodies: fusion, layers, and what the output head reads of them ----
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Takes the parts of a head out of its checkpoint."""
-
-    checkpoint: HeadCheckpoint
-    arithmetic: Arithmetic
-
-    def linear(self, *names: str) -> Product:
-        """Matrices with the same inputs, below each other, with their biases if they have any."""
-        return self.arithmetic.linear(self.stacked(*names), self.bias(*names))
-
-    def stacked(self, *names: str) -> Tensor:
-        """The weights of linears, below each other."""
-        found = [self.checkpoint.tensors[f"{name}.weight"] for name in names]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def bias(self, *names: str) -> Tensor | None:
-        """The biases of linears, which have all or none."""
-        found = [
-            self.checkpoint.tensors[f"{name}.bias"]
-            for name in names
-            if f"{name}.bias" in self.checkpoint.tensors
-        ]
-        return torch.cat(found) if found else None
-
-    def transposed(self, name: str) -> Product:
-        """A matrix that is stored as [in, out]."""
-        return self.arithmetic.linear(self.checkpoint.tensors[name].t().contiguous())
-
-    def norm(self, name: str) -> Product:
-        """A norm."""
-        return self.arithmetic.norm(
-            self.checkpoint.tensors[f"{name}.weight"], self.checkpoint.spec.epsilon
-        )
-
-    def tensor(self, name: str) -> Tensor | None:
-        """A tensor that need not be there."""
-        return self.checkpoint.tensors.get(name)
-
-    def exact(self, name: str) -> Product:
-        """A small matrix that is never quantised: what it decides would change with the neighbours'
-        rounding."""
-        weight = self.checkpoint.tensors[f"{name}.weight"].to(
-            self.arithmetic.device, self.arithmetic.dtype
-        )
-        return lambda x: linear(x, weight)
-
-    def layer_weights(self, layer: str, index: int, *, mlp: bool) -> LayerWeights:
-        """The numbers of a decoder layer whose names begin with `layer`."""
-        at = f"{layer}.self_attn."
-        qkv = [f"{at}{name}_proj" for name in "qkv"]
-        return LayerWeights(
-            index=index,
-            qkv=self.stacked(*qkv),
-            qkv_bias=self.bias(*qkv),
-            output=self.stacked(f"{at}o_proj"),
-            output_bias=self.bias(f"{at}o_proj"),
-            query_norm=self.tensor(f"{at}q_norm.weight"),
-            key_norm=self.tensor(f"{at}k_norm.weight"),
-            attention_norm=self.tensor(f"{layer}.input_layernorm.weight"),
-            mlp_norm=self.checkpoint.tensors[f"{layer}.post_attention_layernorm.weight"],
-            gate_up=self.stacked(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj") if mlp else None,
-            down=self.stacked(f"{layer}.mlp.down_proj") if mlp else None,
-        )
-
-    def concatenation(self) -> fusion.Fusion:
-        """EAGLE's fusion."""
-        return fusion.concatenated(self.linear("fc"))
-
-    def gating(self) -> fusion.Fusion:
-        """Dovetail's."""
-        spec = self.checkpoint.spec
-        return fusion.gated(
-            norm=self.norm("input_layernorm") if spec.dgf_embed_norm else None,
-            feature=self.transposed("W_1"),
-            embedding=self.transposed("W_2"),
-            gate=self.transposed("W_z"),
-            activated=spec.dgf_silu,
-        )
-
-
-def _layered(fuse: fusion.Fusion, layers: Sequence[Layer]) -> _Body:
-    """EAGLE-1/2 and Dovetail: a fusion and decoder layers."""
-
-    def body(inputs: _Inputs) -> _Outcome:
-        states = fuse(inputs.embedded, inputs.features)
-        for layer in layers:
-            states = layer(states, inputs.seen)
-        states = inputs.asked(states)
-        return _Outcome(states, (states,))
-
-    return body
-
-
-def _eagle(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
-    parts = _Parts(checkpoint, arithmetic)
-    return _layered(
-        parts.concatenation(), [arithmetic.layer(parts.layer_weights("layers.0", 0, mlp=True))]
-    )
-
-
-def _dovetail(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
-    parts = _Parts(checkpoint, arithmetic)
-    return _layered(
-        parts.gating(),
-        [
-            arithmetic.layer(parts.layer_weights(f"layers.{i}", i, mlp=True))
-            for i in range(checkpoint.spec.blocks)
-        ],
-    )
-
-
-def _attention_half(
-    parts: _Parts, layer: str
-) -> tuple[Callable[[Tensor, Tensor, Any], Tensor], Product]:
-    """(inputs of the attention, states, rows) -> states behind the attention, and the norm in front
-    of what stands in the MLP's place."""
-    weights, arithmetic = parts.layer_weights(layer, 0, mlp=False), parts.arithmetic
-    qkv, output, mix = (
-        arithmetic.linear(weights.qkv, weights.qkv_bias),
-        arithmetic.linear(weights.output, weights.output_bias),
-        arithmetic.mix(weights),
-    )
-    return lambda inputs, states, seen: states + output(mix(qkv(inputs), seen)), parts.norm(
-        f"{layer}.post_attention_layernorm"
-    )
-
-
-def _jakiro(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
-    parts, count, at = _Parts(checkpoint, arithmetic), checkpoint.spec.experts, "layers.0.mlp_moe"
-    fuse = parts.concatenation()
-    attend, norm = _attention_half(parts, "layers.0")
-    wide = [f"{at}.experts.{i}.{name}_proj" for name in ("gate", "up") for i in range(count)]
-    down = torch.cat([parts.stacked(f"{at}.experts.{i}.down_proj") for i in range(count)], dim=1)
-    mixture = experts.Gated(
-        count,
-        checkpoint.spec.contrast,
-        parts.exact(f"{at}.gate"),
-        parts.linear(*wide),
-        arithmetic.gated,
-        arithmetic.linear(down),
-    )
-
-    def body(inputs: _Inputs) -> _Outcome:
-        states = fuse(inputs.embedded, inputs.features)
-        states = inputs.asked(attend(states, states, inputs.seen))
-        mixed, contrast = (
-            mixture(norm(states), contrast=inputs.contrast)
-            if len(states)
-            else (states, states if inputs.contrast else None)
-        )
-        return _Outcome(
-            states + mixed,
-            (states + mixed,),
-            contrast=None if contrast is None else states + contrast,
-        )
-
-    return body
-
-
-def _jakiro_star(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
-    parts, count, at = _Parts(checkpoint, arithmetic), checkpoint.spec.experts, "layers.0.mlp_moe"
-    fuse = parts.concatenation()
-    attend, norm = _attention_half(parts, "layers.0")
-    up = parts.linear(*(f"{at}.experts.{i}.fc" for i in range(count)))
-    down = arithmetic.linear(
-        torch.cat([parts.stacked(f"{at}.experts.{i}.proj") for i in range(count)], dim=1)
-    )
-    branches = experts.Branched(count, parts.exact(f"{at}.gate"), up, down)
-
-    def body(inputs: _Inputs) -> _Outcome:
-        states = fuse(inputs.embedded, inputs.features)
-        states = inputs.asked(attend(states, states, inputs.seen))
-        if not len(states):
-            return _Outcome(states, (states, states))
-        first, second, share = branches(norm(states))
-        mixed = states + share.to(first.dtype) * first + (1.0 - share).to(first.dtype) * second
-        return _Outcome(mixed, (states + first, states + second), share)
-
-    return body
-
-
-def _eagle3(checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> _Body:
-    parts, spec = _Parts(checkpoint, arithmetic), checkpoint.spec
-    norms = (
-        [parts.norm(f"fc_norm.{i}") for i in range(max(1, len(spec.taps)))] if spec.fc_norm else []
-    )
-    fuse = fusion.tapped(
-        parts.linear("fc") if parts.tensor("fc.weight") is not None else None, norms
-    )
-    attend, norm = _attention_half(parts, "midlayer")
-    hidden_norm, embedding_norm, final_norm = (
-        parts.norm(name) for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
-    )
-    gate_up, down = (
-        parts.linear("midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"),
-        parts.linear("midlayer.mlp.down_proj"),
-    )
-
-    def body(inputs: _Inputs) -> _Outcome:
-        states = fuse(inputs.features) if inputs.true else inputs.features
-        normed = hidden_norm(states)
-        both = torch.cat([embedding_norm(inputs.embedded), normed], dim=-1)
-        states = inputs.asked(
-            attend(both, normed if spec.norm_before_residual else states, inputs.seen)
-        )
-        if not len(states):
-            return _Outcome(states, (states,))
-        states = states + down(arithmetic.gated(gate_up(norm(states))))
-        final = final_norm(states)
-        return _Outcome(final if spec.norm_output else states, (final,))
-
-    return body
-
-
-_BODIES: dict[str, Callable[[HeadCheckpoint, Arithmetic], _Body]] = {
-    "eagle": _eagle,
-    "eagle3": _eagle3,
-    "dovetail": _dovetail,
-    "jakiro": _jakiro,
-    "jakiro*": _jakiro_star,
-}
 
 
 def open_head(

@@ -7,7 +7,6 @@ Embedding and output head of the target are left out: who loads a head takes the
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,84 +15,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.models.checkpoints.checkpoint import Stored, open_weights, read_json
-from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.training.heads import Head, HeadShape, Kind
-from dovetail.workers.training.losses import Frozen
+from dovetail.workers.heads.registry import trained_kind
+from dovetail.workers.heads.trainable import HeadShape, TrainableHead
+from dovetail.workers.training.target_parts import TargetParts
 from dovetail.workers.training.workplace import Workplace
 
-ARCHITECTURES: dict[Kind, str] = {
-    "eagle": "LlamaForCausalLMEagle",
-    "eagle3": "LlamaForCausalLMEagle3",
-    "dovetail": "LlamaForCausalLMDovetail",
-    "jakiro": "LlamaForCausalLMJakiro",
-}
-"""The first two are SGLang's names; the others are nobody's yet."""
 FILES = frozenset(("config.json", "model.safetensors"))
 
 
-def workplace(out: Path, kind: Kind, texts: Iterable[str]) -> Workplace:
+def workplace(out: Path, kind: str, texts: Iterable[str]) -> Workplace:
     """Where a head of that kind is trained; `texts` are the names of the further files that it will
     have."""
     return Workplace(
-        out.resolve(), f"{kind} head", FILES.union(texts), {"architectures": [ARCHITECTURES[kind]]}
+        out.resolve(),
+        f"{kind} head",
+        FILES.union(texts),
+        {"architectures": [trained_kind(kind).architecture]},
     )
-
-
-@dataclass(frozen=True)
-class TargetParts:
-    """What a head takes from its target."""
-
-    source: str
-    digest: str
-    config: Mapping[str, Any]
-    frozen: Frozen
-    tensors: Mapping[str, Stored]
-
-    def read(self, ending: str) -> Tensor:
-        """The tensor whose name is `ending` behind a prefix such as `model.`; `UserError` unless
-        there is exactly one."""
-        return _one(self.tensors, ending, self.source)
-
-    def parts(self, beginning: str) -> list[str]:
-        """How the names go on that have `beginning` behind a prefix such as `model.`."""
-        return [
-            name.split(beginning, 1)[1]
-            for name in self.tensors
-            if name.startswith(beginning) or f".{beginning}" in name
-        ]
-
-
-def read_target(source: str) -> TargetParts:
-    """Embedding, output head and shapes of a target (a folder or a hub id)."""
-    folder = find_folder(source)
-    weights, config = open_weights(folder), read_json(folder / "config.json")
-    config = {**config, **config.get("text_config", {})}
-    embedding = _one(weights.tensors, "embed_tokens.weight", source)
-    head = (
-        embedding
-        if config.get("tie_word_embeddings") and not _named(weights.tensors, "lm_head.weight")
-        else _one(weights.tensors, "lm_head.weight", source)
-    )
-    return TargetParts(source, weights.digest, config, Frozen(embedding, head), weights.tensors)
-
-
-def _named(tensors: Mapping[str, Stored], ending: str) -> list[str]:
-    return [name for name in tensors if name == ending or name.endswith("." + ending)]
-
-
-def _one(tensors: Mapping[str, Stored], ending: str, source: str) -> Tensor:
-    names = _named(tensors, ending)
-    if len(names) != 1:
-        raise UserError(
-            f"{source} has {len(names)} tensors called {ending}, and a head is trained for a "
-            "target that has one"
-        )
-    return tensors[names[0]].read(names[0])
 
 
 def shape_for(
-    kind: Kind,
+    kind: str,
     target: TargetParts,
     *,
     context: int,
@@ -112,7 +54,7 @@ def shape_for(
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
         intermediate=intermediate
-        or (hidden if kind == "jakiro" else int(config["intermediate_size"])),
+        or trained_kind(kind).intermediate(hidden, int(config["intermediate_size"])),
         vocabulary=vocabulary,
         rope_theta=float(
             config.get("rope_theta")
@@ -127,8 +69,9 @@ def shape_for(
 
 def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> dict[str, Any]:
     """The config.json of a head: the public fields of its kind, and ours under "dovetail"."""
+    kind = trained_kind(shape.kind)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[shape.kind]],
+        "architectures": [kind.architecture],
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
@@ -146,22 +89,11 @@ def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> d
         "vocab_size": shape.vocabulary,
         "dovetail": {"trained_for": trained_for},
     }
-    if shape.kind in ("eagle", "jakiro"):
-        config |= {"bias": shape.bias, "qkv_bias": False}
-    if shape.kind == "jakiro":
-        config |= {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
-    if shape.kind == "dovetail":
-        config |= {"dgf_silu": shape.dgf_silu, "dgf_embed_norm": shape.dgf_embed_norm}
-    if shape.kind == "eagle3":
-        config |= {
-            "draft_vocab_size": shape.own_vocabulary,
-            "eagle_aux_hidden_state_layer_ids": list(taps),
-        }
-    return config
+    return config | kind.fields(shape, taps)
 
 
 def write_head(
-    folder: Path, head: Head, config: Mapping[str, Any], texts: Mapping[str, str]
+    folder: Path, head: TrainableHead, config: Mapping[str, Any], texts: Mapping[str, str]
 ) -> None:
     """Fill in a folder: weights in fp16, the config, and further text files by name."""
     tensors = {name: _stored_as(value) for name, value in head.state_dict().items()}

@@ -16,8 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dovetail.protocol.errors import UserError
+from dovetail.workers.heads.registry import KINDS
+from dovetail.workers.heads.trainable import Said, Seen, TrainableHead, mask_of
 from dovetail.workers.training.data.features import Batch
-from dovetail.workers.training.heads import Head, Said, Seen, mask_of, own_ids
+from dovetail.workers.training.plan import Recipe
+from dovetail.workers.training.target_parts import Frozen
 
 NOISE_COLUMNS = 512
 """For rows of so many columns `Recipe.noise` is meant."""
@@ -27,46 +30,14 @@ products."""
 GPU_LOGITS = 1 << 26
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """What a head takes from its target as it is."""
-
-    embedding: Tensor
-    """[V, H]"""
-    head: Tensor
-    """[V, H]"""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How the losses are weighed; `recipes.PAPERS` has the papers' own."""
-
-    feature: float = 1.0
-    """SmoothL1 between state and feature (EAGLE 1.0, EAGLE-3 none)."""
-    cross_entropy: float = 0.1
-    """Soft cross entropy against the target's distribution (EAGLE 0.1, EAGLE-3 1.0)."""
-    contrast_feature: float = 0.5
-    """Jakiro: what the contrast's feature loss counts against the mixture's. Its code has 0.5, its
-    equation 14 has 1.0."""
-    contrast_cross_entropy: float = 0.5
-    """Jakiro: the same for the cross entropy."""
-    steps: int = 1
-    """Steps of the training-time test."""
-    decay: float = 0.8
-    """What a step counts against the one before it (EAGLE-3)."""
-    noise: float = 0.2
-    """Uniform noise on the features, this wide for rows of 512 tokens and narrower for longer ones
-    (EAGLE)."""
-
-
-def read_features(head: Head, batch: Batch) -> Tensor:
-    """What this kind of head reads [B, n, W]: the last hidden states, or the residual streams."""
-    if not head.shape.reads_taps:
+def read_features(head: TrainableHead, batch: Batch) -> Tensor:
+    """Return what a head reads [B, n, W]: the last hidden states, or residual streams."""
+    if not head.reads_taps:
         return batch.g.float()
     if batch.taps is None:
         raise UserError(
-            "an EAGLE-3 head reads residual streams of the target, and these features hold "
-            "none: write them with --taps auto"
+            f"{KINDS[head.shape.kind].what.split(':')[0]} reads residual streams of the target, "
+            "and these features hold none: write them with --taps auto"
         )
     return batch.taps.float()
 
@@ -134,11 +105,11 @@ def feature_loss(state: Tensor, wanted: Tensor) -> Tensor:
     return functional.smooth_l1_loss(state, wanted, reduction="none").mean(-1)
 
 
-def wanted_distributions(head: Head, frozen: Frozen, g: Tensor) -> tuple[Tensor, Tensor]:
+def wanted_distributions(head: TrainableHead, frozen: Frozen, g: Tensor) -> tuple[Tensor, Tensor]:
     """What the target says after g [N, H]: its distribution over the head's vocabulary [N, Vd]
     (renormalised), and whether its most likely token is in it."""
     with torch.no_grad():
-        known, vocabulary = own_ids(head), len(frozen.head)
+        known, vocabulary = head.known, len(frozen.head)
         known = torch.arange(vocabulary, device=g.device) if known is None else known
         wanted, inside = (
             torch.empty(len(g), len(known), device=g.device),
@@ -170,7 +141,7 @@ class Lesson:
     """One batch as the losses see it: every learned token's distribution is computed once and
     looked up by all steps."""
 
-    def __init__(self, head: Head, frozen: Frozen, batch: Batch) -> None:
+    def __init__(self, head: TrainableHead, frozen: Frozen, batch: Batch) -> None:
         self.head, self.frozen, self.batch = head, frozen, batch
         self.seen = Seen(mask_of(batch.sequence))
         first = predicted(batch, 1)  # token t is predicted from position t - 1 by the target
@@ -212,7 +183,11 @@ class Lesson:
 
 
 def head_loss(
-    head: Head, frozen: Frozen, batch: Batch, recipe: Recipe, random: torch.Generator | None = None
+    head: TrainableHead,
+    frozen: Frozen,
+    batch: Batch,
+    recipe: Recipe,
+    random: torch.Generator | None = None,
 ) -> Tensor:
     """The loss of a batch over all steps of the training-time test; `random` gives the noise on
     what the head reads, without it there is none."""
@@ -267,7 +242,9 @@ class _Chains:
 
 
 @torch.no_grad()
-def simulate(head: Head, frozen: Frozen, batches: Sequence[Batch], depth: int) -> Acceptance:
+def simulate(
+    head: TrainableHead, frozen: Frozen, batches: Sequence[Batch], depth: int
+) -> Acceptance:
     """Draft a chain of `depth` tokens from every row at once, on the head's own states and tokens,
     and count what the target would have taken."""
     chains = _Chains(depth)
@@ -276,8 +253,8 @@ def simulate(head: Head, frozen: Frozen, batches: Sequence[Batch], depth: int) -
     return chains.acceptance()
 
 
-def _follow(head: Head, frozen: Frozen, batch: Batch, chains: _Chains) -> None:
-    shape, seen, known = batch.tokens.shape, Seen(mask_of(batch.sequence)), own_ids(head)
+def _follow(head: TrainableHead, frozen: Frozen, batch: Batch, chains: _Chains) -> None:
+    shape, seen, known = batch.tokens.shape, Seen(mask_of(batch.sequence)), head.known
     best = functional.linear(batch.g.flatten(0, 1).float(), frozen.head).argmax(-1).view(shape)
     state, tokens, contrast = (
         head.begin(read_features(head, batch)),
@@ -308,7 +285,7 @@ def _follow(head: Head, frozen: Frozen, batch: Batch, chains: _Chains) -> None:
 
 
 def _most_likely(
-    head: Head, frozen: Frozen, state: Tensor, rows: Tensor, known: Tensor | None
+    head: TrainableHead, frozen: Frozen, state: Tensor, rows: Tensor, known: Tensor | None
 ) -> Tensor:
     """The most likely token of the rows [B, n] that are asked for, 0 for the others."""
     chosen = head.logits(state[rows], frozen.head).argmax(-1)

@@ -17,41 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.workers.heads.registry import trained_kind
+from dovetail.workers.heads.trainable import HeadShape, TrainableHead
 from dovetail.workers.training.data.features import Batch, Features
-from dovetail.workers.training.heads import Eagle3Head, Head, HeadShape, most_frequent, new_head
-from dovetail.workers.training.losses import Acceptance, Frozen, Recipe, head_loss, simulate
+from dovetail.workers.training.losses import Acceptance, head_loss, simulate
 from dovetail.workers.training.peers import ALONE, Peers
-from dovetail.workers.training.run import Callback, Outcome, Pace, Run, Step, carry_out, silent
+from dovetail.workers.training.plan import Plan
+from dovetail.workers.training.run import Callback, Outcome, Run, Step, carry_out, silent
+from dovetail.workers.training.target_parts import Frozen
 
 WORTH_BF16 = 1.5
 """How many times as fast products in bf16 must be on a CPU: what stands between them is slower for
 the conversions."""
 HELD_SEED = 1
 """The held-out rows are the same in every run."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a head is trained: the pace of the run, the losses, and what a step looks at."""
-
-    pace: Pace
-    recipe: Recipe
-    batch: int = 8
-    """Rows a step."""
-    length: int = 256
-    """Columns a row."""
-    alone: float = 0.0
-    """Share of the run in which the first step is trained alone: a head that is new learns more
-    from twice the text than from its own mistakes."""
-    number: Literal["fp32", "bf16"] = "fp32"
-    """What the matrix products of a step are computed in."""
-    held: float = 0.03
-    """Share of the sequences that is held out."""
-    checks: int = 20
-    """How often the run is measured on them."""
-    check_rows: int = 24
-    depth: int = 6
-    """Of the simulated chains."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +50,7 @@ class Check:
 class Trained:
     """A finished head and what became of it."""
 
-    head: Head
+    head: TrainableHead
     outcome: Outcome
     checks: tuple[Check, ...]
     plan: Plan
@@ -86,7 +65,7 @@ def train_head(
     frozen: Frozen,
     plan: Plan,
     *,
-    prepare: Callable[[Head], object] = id,
+    prepare: Callable[[TrainableHead], object] = id,
     checkpoint: Path | None = None,
     about: Mapping[str, Any] | None = None,
     peers: Peers = ALONE,
@@ -99,9 +78,7 @@ def train_head(
     frozen = Frozen(frozen.embedding.float().to(device), frozen.head.float().to(device))
     head = new_head(shape, seed=plan.pace.seed)
     prepare(head)
-    coverage = (
-        _begin_output(head, frozen, learning.counts()) if isinstance(head, Eagle3Head) else None
-    )
+    coverage = head.begin_output(frozen, learning.counts())
     run = Run(head, plan.pace, checkpoint, {**(about or {}), **_about(shape, plan)}, peers)
     watch = _Watch(
         run,
@@ -120,6 +97,12 @@ def train_head(
     return Trained(head, outcome, tuple(watch.checks), plan, held.tokens, coverage)
 
 
+def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
+    """Return a head of that shape with random weights."""
+    torch.manual_seed(seed)
+    return trained_kind(shape.kind).trainable(shape)
+
+
 def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
     """What a run shares with those that may resume it, beside its pace. Not `number`: which is
     faster may be found otherwise tomorrow."""
@@ -135,7 +118,9 @@ def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _step(head: Head, frozen: Frozen, features: Features, plan: Plan, peers: Peers) -> Step:
+def _step(
+    head: TrainableHead, frozen: Frozen, features: Features, plan: Plan, peers: Peers
+) -> Step:
     def loss_of(batch: Batch, steps: int, random: torch.Generator) -> Tensor:
         return head_loss(head, frozen, batch, replace(plan.recipe, steps=steps), random)
 
@@ -188,21 +173,12 @@ def in_numbers(number: str, device: str) -> Iterator[None]:
         yield
 
 
-def _begin_output(head: Eagle3Head, frozen: Frozen, counts: Tensor) -> float:
-    """Choose the draft vocabulary by frequency and begin with the target's rows of it; the share of
-    the learned tokens that it holds."""
-    known = most_frequent(counts, head.shape.own_vocabulary)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(frozen.head[known])
-    if head.known is not None:
-        head.learn_vocabulary(known)
-    return float(counts[known].sum() / counts.sum().clamp(min=1))
-
-
 class _Watch:
     """Measures the head at even distances of a run; what it found is kept with the checkpoint."""
 
-    def __init__(self, run: Run, head: Head, frozen: Frozen, held: list[Batch], plan: Plan) -> None:
+    def __init__(
+        self, run: Run, head: TrainableHead, frozen: Frozen, held: list[Batch], plan: Plan
+    ) -> None:
         self.run, self.head, self.frozen, self.held, self.plan = run, head, frozen, held, plan
         self.checks = [Check(**{**row, "at": tuple(row["at"])}) for row in run.notes]
 

@@ -5,22 +5,27 @@ Row j of a pass takes what the target says at position j and token x_{j+1}, stan
 and predicts x_{j+2}. A pass can be made again on its own output (training-time test, the EAGLE-3
 paper): at step i row j takes its own state of step i - 1 and token x_{j+1+i}, stands at position j
 + i, and sees the rows <= j of step 0 and itself at the steps 1..i; so does a chain that is drafted
-from row j. These modules are the slow oracle of `workers.models.heads`. They know neither losses
+from row j. These modules are the slow oracle of `head.py`. They know neither losses
 nor data, and the target's embedding and output head are not theirs.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Kind = Literal["eagle", "eagle3", "dovetail", "jakiro"]
-KINDS: tuple[Kind, ...] = ("eagle", "eagle3", "dovetail", "jakiro")
+from dovetail.workers.training.target_parts import Frozen, TargetParts
+
+READS = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+STREAM = 8.0
+"""Root mean square of a residual stream near its end where nothing better is known; training mends
+what is wrong with it."""
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines [B, 1, n, head_dim]."""
 
@@ -29,7 +34,7 @@ Turn = tuple[Tensor, Tensor]
 class HeadShape:
     """What there is to know of a head before it is built; all widths are numbers of one row."""
 
-    kind: Kind
+    kind: str
     hidden: int
     heads: int
     kv_heads: int
@@ -57,11 +62,6 @@ class HeadShape:
     def own_vocabulary(self) -> int:
         """The rows of the logits that this head gives, Vd."""
         return self.draft_vocabulary or self.vocabulary
-
-    @property
-    def reads_taps(self) -> bool:
-        """Whether the features are residual streams instead of the last hidden state."""
-        return self.kind == "eagle3"
 
 
 @dataclass
@@ -195,47 +195,8 @@ class Mlp(nn.Module):
         return cast(Tensor, self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class Experts(nn.Module):
-    """Jakiro's mixture: the two best experts weighted by the router, and their difference weighted
-    by two more rows of the gate (the contrast).
-
-    With two experts both run, and the contrast rows belong to expert 0 and 1. With more, the
-    router's two first choices run, its softmax is taken over these two, and the contrast rows
-    belong to its first and its second choice.
-    """
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.count, self.contrast = shape.experts, shape.contrast
-        self.gate = nn.Linear(
-            shape.hidden, shape.experts + (2 if shape.contrast else 0), bias=False
-        )
-        self.experts = nn.ModuleList(
-            Mlp(shape.hidden, shape.intermediate) for _ in range(shape.experts)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [B, n, H] -> the mixture and the contrast, each [B, n, H] without the residual."""
-        gate = self.gate(x).float()
-        outputs = torch.stack([expert(x) for expert in self.experts], -2)
-        router = gate[..., : self.count]
-        if self.count > 2:
-            chosen = torch.argsort(router, dim=-1, descending=True, stable=True)[..., :2]
-            outputs = outputs.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
-            router = router.gather(-1, chosen)
-        mixed = (torch.softmax(router, -1)[..., None] * outputs).sum(-2)
-        if not self.contrast:
-            return mixed, None
-        weights = torch.softmax(gate[..., self.count :], -1)
-        sign = torch.where(weights[..., :1] >= weights[..., 1:], 1.0, -1.0) * torch.tensor(
-            [1.0, -1.0], device=x.device
-        )
-        return mixed, ((weights * sign)[..., None] * outputs).sum(-2)
-
-
 class Block(nn.Module):
-    """A Llama decoder layer; the first of a head has no norm before its attention, and Jakiro's has
-    experts."""
+    """A Llama decoder layer; the first of a head has no norm before its attention."""
 
     def __init__(self, shape: HeadShape, index: int) -> None:
         super().__init__()
@@ -245,24 +206,36 @@ class Block(nn.Module):
         )
         self.self_attn = Attention(shape, shape.hidden)
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
-        if shape.kind == "jakiro":
-            self.mlp_moe = Experts(shape)
-        else:
-            self.mlp = Mlp(shape.hidden, shape.intermediate)
+        self.add_mlp(shape)
+
+    def add_mlp(self, shape: HeadShape) -> None:
+        """Make the MLP, or what stands in its place."""
+        self.mlp = Mlp(shape.hidden, shape.intermediate)
 
     def forward(self, x: Tensor, by: Turn, seen: Seen) -> Said:
-        """x [B, n, H] -> the residual stream behind this layer."""
+        """Return the residual stream behind this layer for x [B, n, H]."""
+        x = self.attend(x, by, seen)
+        return Said(x + self.mlp(self.post_attention_layernorm(x)))
+
+    def attend(self, x: Tensor, by: Turn, seen: Seen) -> Tensor:
+        """Return the residual stream [B, n, H] behind the attention."""
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self.self_attn(normed, by, seen, self.index)
-        normed = self.post_attention_layernorm(x)
-        if hasattr(self, "mlp"):
-            return Said(x + self.mlp(normed))
-        mixed, contrast = self.mlp_moe(normed)
-        return Said(x + mixed, None if contrast is None else x + contrast)
+        return x + cast(Tensor, self.self_attn(normed, by, seen, self.index))
 
 
-class Head(nn.Module, ABC):
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """Return the `size` ids that occur most often (of equal ones the lower first), ascending, by
+    counts [V]."""
+    return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
+
+
+class TrainableHead(nn.Module, ABC):
     """A head of any kind: `begin` takes the target's features, every `forward` is one step."""
+
+    reads_taps: ClassVar[bool] = False
+    """Whether its features are residual streams instead of the last hidden state."""
+    own_output: ClassVar[bool] = False
+    """Whether it has an output head of its own."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -290,137 +263,55 @@ class Head(nn.Module, ABC):
         """The rotation of these positions in this head."""
         return turn(positions, self.shape.head_dim, self.shape.rope_theta)
 
-
-class EagleHead(Head):
-    """EAGLE-1/2, and with experts in its layer Jakiro: embedding and feature side by side through
-    `fc`, then one decoder layer."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__(shape)
-        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
-        self.layers = nn.ModuleList([Block(shape, 0)])
-
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        return cast(
-            Said,
-            self.layers[0](self.fc(torch.cat([embedded, state], -1)), self.turn(positions), seen),
-        )
-
-
-class JakiroHead(EagleHead):
-    """Jakiro: EAGLE's head whose layer has experts (`HeadShape.kind` decides)."""
-
-
-class DovetailHead(Head):
-    """Dovetail: the gated fusion (DGF) of embedding and feature, then one to six decoder layers.
-    Its matrices are stored [in, out]."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__(shape)
-        self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
-        self.W_1 = nn.Parameter(torch.empty(shape.hidden, shape.hidden))
-        self.W_2 = nn.Parameter(torch.empty(shape.hidden, shape.hidden))
-        self.W_z = nn.Parameter(torch.empty(2 * shape.hidden, shape.hidden))
-        for matrix in (self.W_1, self.W_2, self.W_z):
-            nn.init.xavier_uniform_(matrix)
-        self.layers = nn.ModuleList(Block(shape, index) for index in range(shape.blocks))
-
-    def fuse(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """z h1 + (1 - z) h2, h1 from the feature and h2 from the embedding (Dovetail, section
-        3.2)."""
-        embedded = self.input_layernorm(embedded) if self.shape.dgf_embed_norm else embedded
-        first, second = state @ self.W_1, embedded @ self.W_2
-        second = functional.silu(second) if self.shape.dgf_silu else second
-        gate = torch.sigmoid(torch.cat([first, second], -1) @ self.W_z)
-        return gate * first + (1 - gate) * second
-
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        by, said = self.turn(positions), Said(self.fuse(embedded, state))
-        for layer in self.layers:
-            said = layer(said.state, by, seen)
-        return said
-
-
-class MiddleLayer(nn.Module):
-    """EAGLE-3's layer: attention over [normed embedding, normed state], the state as the
-    residual."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.hidden_norm = Norm(shape.hidden, shape.norm_eps)
-        self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
-        self.self_attn = Attention(shape, 2 * shape.hidden)
-        self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
-        self.mlp = Mlp(shape.hidden, shape.intermediate)
-
-    def forward(self, embedded: Tensor, state: Tensor, by: Turn, seen: Seen) -> Tensor:
-        """embedded, state [B, n, H] -> [B, n, H]."""
-        x = state + self.self_attn(
-            torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], -1), by, seen, 0
-        )
-        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
-
-
-class Eagle3Head(Head):
-    """EAGLE-3: three residual streams of the target through `fc`, one layer, an output head of its
-    own over a draft vocabulary."""
-
-    d2t: Tensor
-    t2d: Tensor
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__(shape)
-        self.fc = nn.Linear(shape.taps * shape.hidden, shape.hidden, bias=False)
-        self.midlayer = MiddleLayer(shape)
-        self.norm = Norm(shape.hidden, shape.norm_eps)
-        self.lm_head = nn.Linear(shape.hidden, shape.own_vocabulary, bias=False)
-        if shape.own_vocabulary < shape.vocabulary:
-            self.register_buffer("d2t", torch.zeros(shape.own_vocabulary, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(shape.vocabulary) < shape.own_vocabulary)
-
-    def begin(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.fc(features))
-
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        return Said(self.midlayer(embedded, state, self.turn(positions), seen))
-
-    def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(state), self.lm_head.weight
-
     @property
     def known(self) -> Tensor | None:
-        """The target's ids of the draft vocabulary, ascending [Vd]; None: all of them."""
-        if self.shape.own_vocabulary == self.shape.vocabulary:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        """The target's ids of the draft vocabulary, ascending [Vd], which the columns of its logits
+        stand for; None: all of them."""
+        return None
+
+    def begin_output(self, frozen: Frozen, counts: Tensor) -> float | None:
+        """Give a new head an output head; return the share of the learned tokens, of which `counts`
+        [V] tells how often each occurs, that it holds. None: the target's own is used."""
+        return None
 
     @torch.no_grad()
-    def learn_vocabulary(self, known: Tensor) -> None:
-        """Set the draft vocabulary to these ids of the target, ascending [Vd]."""
-        self.d2t.copy_(known - torch.arange(len(known)))
-        self.t2d.zero_()
-        self.t2d[known] = True
+    def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
+        """Set what the target can say of a new head, and leave the rest random; return how many
+        tensors of the target's layers were taken over.
+
+        A head's state is a feature: what the final norm has made of the residual stream. So what
+        the target's layers write is scaled as that norm scales it, and what they read is scaled
+        back; the head's first pass is then about what the target's last layers would make of the
+        feature.
+        """
+        final = target.read("norm.weight").float()
+        typical = final.square().mean().sqrt()
+        self.weigh_fusion(target, typical)
+        parameters, taken = dict(self.named_parameters()), 0
+        for name, value in _last_layers(self.shape, target, final, float(typical), stream):
+            if name in parameters and parameters[name].shape == value.shape:
+                parameters[name].copy_(value)
+                taken += 1
+        return taken
+
+    def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
+        """Set a new fusion so that feature and embedding weigh alike; `typical`: the size of a
+        feature's numbers."""
 
 
-def own_ids(head: Head) -> Tensor | None:
-    """The target's ids that the columns of a head's logits stand for [Vd]; None: column v is token
-    v."""
-    return head.known if isinstance(head, Eagle3Head) else None
-
-
-def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """The `size` ids that occur most often (of equal ones the lower first), ascending; counts
-    [V]."""
-    return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
-
-
-def new_head(shape: HeadShape, *, seed: int) -> Head:
-    """A head of that shape with random weights."""
-    torch.manual_seed(seed)
-    classes: dict[Kind, type[Head]] = {
-        "eagle": EagleHead,
-        "eagle3": Eagle3Head,
-        "dovetail": DovetailHead,
-        "jakiro": JakiroHead,
-    }
-    return classes[shape.kind](shape)
+def _last_layers(
+    shape: HeadShape, target: TargetParts, final: Tensor, typical: float, stream: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the target's last layers by the names that they have in the head."""
+    depth, blocks = int(target.config["num_hidden_layers"]), shape.blocks
+    for block in range(blocks):
+        source, goal = f"layers.{depth - blocks + block}.", f"layers.{block}."
+        for part in target.parts(source):
+            value = target.read(source + part).float()
+            if part in WRITES:
+                value = value * (final / stream)[:, None]
+            elif part in READS and block == 0:  # whose input no norm prepares
+                value = value * (target.read(source + "input_layernorm.weight").float() / final)
+            elif part.endswith("layernorm.weight"):
+                value = value * typical / final
+            yield goal + part, value

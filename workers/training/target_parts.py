@@ -1,0 +1,74 @@
+"""The parts of a target that a draft head takes over: embedding, output head and last layers. Knows
+checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dovetail.protocol.errors import UserError
+from dovetail.workers.models.checkpoints.checkpoint import Stored, open_weights, read_json
+from dovetail.workers.models.checkpoints.hub import find_folder
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What a head takes from its target as it is."""
+
+    embedding: Tensor
+    """[V, H]"""
+    head: Tensor
+    """[V, H]"""
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a head takes from its target."""
+
+    source: str
+    digest: str
+    config: Mapping[str, Any]
+    frozen: Frozen
+    tensors: Mapping[str, Stored]
+
+    def read(self, ending: str) -> Tensor:
+        """The tensor whose name is `ending` behind a prefix such as `model.`; `UserError` unless
+        there is exactly one."""
+        return _one(self.tensors, ending, self.source)
+
+    def parts(self, beginning: str) -> list[str]:
+        """How the names go on that have `beginning` behind a prefix such as `model.`."""
+        return [
+            name.split(beginning, 1)[1]
+            for name in self.tensors
+            if name.startswith(beginning) or f".{beginning}" in name
+        ]
+
+
+def read_target(source: str) -> TargetParts:
+    """Embedding, output head and shapes of a target (a folder or a hub id)."""
+    folder = find_folder(source)
+    weights, config = open_weights(folder), read_json(folder / "config.json")
+    config = {**config, **config.get("text_config", {})}
+    embedding = _one(weights.tensors, "embed_tokens.weight", source)
+    head = (
+        embedding
+        if config.get("tie_word_embeddings") and not _named(weights.tensors, "lm_head.weight")
+        else _one(weights.tensors, "lm_head.weight", source)
+    )
+    return TargetParts(source, weights.digest, config, Frozen(embedding, head), weights.tensors)
+
+
+def _named(tensors: Mapping[str, Stored], ending: str) -> list[str]:
+    return [name for name in tensors if name == ending or name.endswith("." + ending)]
+
+
+def _one(tensors: Mapping[str, Stored], ending: str, source: str) -> Tensor:
+    names = _named(tensors, ending)
+    if len(names) != 1:
+        raise UserError(
+            f"{source} has {len(names)} tensors called {ending}, and a head is trained for a "
+            "target that has one"
+        )
+    return tensors[names[0]].read(names[0])
