@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from dovetail.launch.processes.supervise import Stack
+    from dovetail.launch.processes.stack import Stack
     from dovetail.runtime.client import Client
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dovetail.launch.processes.supervise import Child, Stack
+from dovetail.launch.processes.stack import Stack
+from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.processes.supervise import Stack, Supervisor
+from dovetail.launch.processes.stack import Stack
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -28,8 +28,9 @@ from dovetail.launch.machine.cores import CoreLayout, parse_cores
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.processes.supervise import Child, Supervisor
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result

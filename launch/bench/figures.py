@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.launch.bench.methods import NONE, Contender
+from dovetail.launch.bench.contenders import Contender
+from dovetail.launch.bench.methods import NONE
 from dovetail.launch.bench.turns import Cell
 from dovetail.launch.console.failed import first_failure
 from dovetail.protocol.messages import Result

@@ -21,7 +21,8 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
-from dovetail.launch.bench.methods import Contender, Method, PromptSet, Run, Task, Theirs
+from dovetail.launch.bench.contenders import Contender, Run, Task, Theirs
+from dovetail.launch.bench.methods import Method, PromptSet
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.terminal import counted, note
 from dovetail.launch.files.prompts import Prompt

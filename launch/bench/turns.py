@@ -14,17 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dovetail.launch.bench.contenders import Contender, Ours, Run, Task, sampling_of
 from dovetail.launch.bench.journal import Journal, Where
-from dovetail.launch.bench.methods import (
-    NONE,
-    Contender,
-    Method,
-    Ours,
-    PromptSet,
-    Run,
-    Task,
-    sampling_of,
-)
+from dovetail.launch.bench.methods import NONE, Method, PromptSet
 from dovetail.launch.bench.remaining import Remaining
 from dovetail.launch.console.terminal import counted, note, progress_bar
 from dovetail.launch.files.prompts import Prompt

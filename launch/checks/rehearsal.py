@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from dovetail.launch.processes.supervise import Supervisor, layout_of, worker_arguments
+from dovetail.launch.processes.stack import layout_of, worker_arguments
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.arrays import Array, stack
 from dovetail.protocol.codec import COMMAND, EVENT, INBOUND, encode

@@ -21,18 +21,11 @@ from typing import Any
 import click
 
 from dovetail.launch.bench import figures
+from dovetail.launch.bench.contenders import Contender, contenders
 from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
 from dovetail.launch.bench.csv import csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
-from dovetail.launch.bench.methods import (
-    NONE,
-    Contender,
-    Method,
-    PromptSet,
-    contenders,
-    read_methods,
-    read_prompt_set,
-)
+from dovetail.launch.bench.methods import NONE, Method, PromptSet, read_methods, read_prompt_set
 from dovetail.launch.bench.plot import draw_speedups
 from dovetail.launch.bench.sweep import (
     VALUES,
@@ -50,13 +43,9 @@ from dovetail.launch.console.help import Rare
 from dovetail.launch.console.terminal import explained, spinner
 from dovetail.launch.files.chart import check_chart
 from dovetail.launch.files.outputs import check_output
-from dovetail.launch.settings.configure import (
-    DECODING_SECTIONS,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 

@@ -40,8 +40,9 @@ from dovetail.launch.processes.preflight import (
     memory_bytes,
 )
 from dovetail.launch.processes.supervise import Supervisor
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError, UserError
 from dovetail.protocol.files import writing
 from dovetail.protocol.profile import (

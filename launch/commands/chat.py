@@ -26,12 +26,8 @@ from dovetail.launch.files.directory import history_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import is_unicode
 from dovetail.launch.processes.connection import ahead_of, connected, speaks_http
-from dovetail.launch.settings.configure import (
-    Configuration,
-    SettingsCommand,
-    parse_setting,
-    settings_flags,
-)
+from dovetail.launch.settings.configure import Configuration, parse_setting
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.files import decode, writing
 from dovetail.protocol.messages import Result

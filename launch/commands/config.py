@@ -7,12 +7,9 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.settings.configure import (
-    ALL_SECTIONS,
-    SETTINGS,
-    Configuration,
-    settings_flags,
-)
+from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import settings_flags
 
 EXPORTS = {"grafana": Path(__file__).parent.parent / "monitoring" / "grafana.json"}
 """The files that `config export` prints."""

@@ -15,7 +15,8 @@ from dovetail.launch.files.directory import announced
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.links import open_hub
 from dovetail.runtime.loop import coordinate
 from dovetail.runtime.recording import Recorder

@@ -9,7 +9,8 @@ import click
 
 from dovetail.launch.console.terminal import counted, note
 from dovetail.launch.processes.connection import find_coordinator
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.messages import Dismissed, Swapped, WorkerState
 from dovetail.runtime.client import Client

@@ -30,12 +30,9 @@ from dovetail.launch.processes.connection import (
     is_url,
     speaks_http,
 )
-from dovetail.launch.settings.configure import (
-    ALL_SECTIONS,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.settings.catalog import ALL_SECTIONS
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError, printable
 from dovetail.protocol.files import decode
 from dovetail.protocol.messages import (

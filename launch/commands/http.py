@@ -24,12 +24,8 @@ from dovetail.launch.processes.child import (
 )
 from dovetail.launch.processes.connection import ahead_of
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
-from dovetail.launch.settings.configure import (
-    LISTENING,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import LISTENING, SettingsCommand, settings_flags
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.links import open_link

@@ -8,7 +8,7 @@ searching is done by `runtime/planner.py`.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,27 @@ from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import (
     KINDS,
     Alternative,
-    Offered,
-    alternatives,
-    names_of,
 )
-from dovetail.launch.planning.candidates import UNTRAINED, Candidate, Reader
+from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.designs import Design, config_of, read_config
-from dovetail.launch.planning.here import Here, look_here
-from dovetail.launch.planning.prices import Hardware, Prices, described, level, price
+from dovetail.launch.planning.prices import described
+from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
 from dovetail.launch.planning.telling import (
     figure,
     flags,
     placement,
-    settings,
-    told,
     toml,
-    verdict,
     why,
 )
-from dovetail.launch.processes.preflight import is_path
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.launch.simulation.machines import SIZES, read_machine
 from dovetail.launch.simulation.recording import read_library
-from dovetail.protocol.errors import CheckpointError, UserError
-from dovetail.protocol.settings import Settings, TreeSettings
-from dovetail.runtime.planner import Option, Planner
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.models.backends.placement import WEIGHT_BYTES
 
-GPU = "cuda:0"
-"""Of a described machine."""
 WIDTH = TreeSettings.model_fields["width"].default
 """Of trees, where the settings of the embedded pair are of no concern."""
 COLUMNS = {
@@ -163,183 +154,6 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
             raise UserError(f"{name} = {value}: that is what a plan finds out; leave it out")
 
 
-class Subject:
-    """A target on a machine, with all that the planner asks."""
-
-    def __init__(
-        self,
-        configuration: Configuration,
-        design: Design,
-        hardware: Hardware,
-        device: str | None,
-        draft_device: str,
-        weights: str,
-    ) -> None:
-        self.configuration, self.design, self.hardware = configuration, design, hardware
-        self.device, self.draft_device, self.weights = device, draft_device, weights
-        self.target = design.target(weights, device or GPU)
-        self.embedded = self.unnamed = False
-        self.left_out: list[str] = []
-        """Kinds of placements for which there is too little memory."""
-        self.prices: Prices = price(hardware, self.target, weights)
-        self.here: Here | None = None
-        self.levels: dict[str, str] = {}
-        """Where t_D of each draft is from."""
-
-    @property
-    def needs(self) -> str:
-        return f"{(self.target.host_bytes(0, 0)) / 1e9:.3g} GB on the CPU"
-
-    @property
-    def planner(self) -> Planner:
-        return Planner(self.target, self.prices.machine)
-
-    def search(
-        self, candidates: Sequence[Candidate], step: Callable[[str], None]
-    ) -> list[Alternative]:
-        """All alternatives, the fastest first."""
-        offered = [one for candidate in candidates for one in self.offered(candidate)]
-        found = alternatives(self.planner, offered, ahead=self.ahead, step=step)
-        self.left_out = [
-            name
-            for name in names_of(self.planner, offered)
-            if not any(one.name == name for one in found)
-        ]
-        return found
-
-    def offered(self, candidate: Candidate) -> list[Offered]:
-        """A candidate as drafts: one of its own, and where it can one that shares with the
-        target."""
-        measured = self.here.level(candidate) if self.here is not None else None
-        self.levels[candidate.name] = (
-            "measured" if measured is not None else str(self.hardware.draft)
-        )
-        on_device = self.device is not None and self.draft_device == self.device
-        beside_s = self.hardware.proposal_s
-        found = [
-            candidate.draft(
-                level(self.hardware, candidate.size, measured), beside_s, on_device=on_device
-            )
-        ]
-        if candidate.kind == "substitute" and on_device and self.prices.machine.device is not None:
-            found.append(
-                candidate.shared(
-                    level(
-                        self.hardware, candidate.size, measured, self.prices.machine.device.layer_s
-                    ),
-                    beside_s,
-                )
-            )
-        return [Offered(candidate, draft) for draft in found]
-
-    def ahead(self, option: Option) -> bool:
-        """Whether target and draft have cores or devices of their own: a stand-in's draft has a
-        core; a GPU's shares it with what is there of the target."""
-        assert option.draft is not None
-        return not option.draft.shares and (
-            self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
-        )
-
-    def _origins(self, every: Sequence[Alternative]) -> dict[str, str]:
-        """Where the numbers are from, those of the drafts that stand in the table among them."""
-        there = {one.candidate.name: one.candidate for one in every if one.candidate is not None}
-        levels = {f"a level of the {name}": self.levels[name] for name in there}
-        return {
-            **self.prices.origins,
-            **levels,
-            **{f"what the {name} brings": one.acceptance.origin for name, one in there.items()},
-        }
-
-    def _measurable(self) -> str:
-        """The flags of the calibrations that would put measurements in the place of estimates;
-        nothing for another machine."""
-        if self.here is None or not any(
-            "estimated" in origin
-            for origin in (*self.prices.origins.values(), *self.levels.values())
-        ):
-            return ""
-        target = [
-            flag
-            for flag in self.configuration.arguments("target")
-            if not flag.startswith("--target.split")
-        ]
-        return " ".join(
-            [
-                *target,
-                *([f"--target.split.device={self.device}"] if self.device else []),
-                "--draft DRAFT",
-            ]
-        )
-
-    def result(self, every: Sequence[Alternative]) -> dict[str, Any]:
-        """As `--json` has it."""
-        alone = next((one for one in every if one.candidate is None), None)
-        rows = [told(one, self.device or "cpu", self._settings(one), alone) for one in every]
-        choice = rows[0]
-        ready = next((row for row in rows if not row["lacks"]), None)
-        link = self.prices.machine.link
-        return {
-            "machine": self.hardware.title,
-            "device": self.device,
-            "device_says": "" if self.device else self._without_device(),
-            "left_out": list(self.left_out),
-            "weights": self.weights,
-            "layers": self.target.layers,
-            "limits": {
-                "vram_gb": _giga(self.hardware.device_bytes),
-                "ram_gb": _giga(self.hardware.host_bytes),
-            },
-            "origins": self._origins(every),
-            "measurable": self._measurable(),
-            "alternatives": rows,
-            "choice": choice,
-            "at_once": ready,
-            "verdict": verdict(
-                every,
-                self.weights,
-                self.target.layers * self.target.layer + self.target.head,
-                link,
-                self.target.layer,
-            ),
-        }
-
-    def _without_device(self) -> str:
-        said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
-        if self.configuration.settings.memory.vram == "auto":
-            return said
-        return (
-            f"{said}; memory.vram limits nothing: --target.split.device=cpu has the CPU "
-            "stand for a GPU, --machine plans for another machine"
-        )
-
-    def _settings(self, one: Alternative) -> dict[str, Any]:
-        return settings(
-            one,
-            self.device or "cpu",
-            self.draft_device,
-            self.configuration.over("plan", {"target.weights": self.weights}),
-        )
-
-
-def _giga(size: int | None) -> float | None:
-    return None if size is None else size / 1e9
-
-
-def subject_here(configuration: Configuration, say: Callable[[str], None]) -> Subject:
-    """The target of the settings on this machine."""
-    _check_folder(configuration.settings)
-    here = look_here(configuration, say)
-    target = configuration.settings.target
-    subject = Subject(
-        configuration, here.design, here.hardware, here.device, here.draft_device, target.weights
-    )
-    subject.embedded, subject.here = not target.model, here
-    subject.prices = price(
-        here.hardware, subject.target, target.weights, here.calibration, here.parts
-    )
-    return subject
-
-
 def _elsewhere(configuration: Configuration, machine: str, target_size: str | None) -> Subject:
     """A machine that is described."""
     current = configuration.settings
@@ -363,26 +177,6 @@ def _elsewhere(configuration: Configuration, machine: str, target_size: str | No
         target_size is not None,
     )
     return subject
-
-
-def _check_folder(settings: Settings) -> None:
-    """Raise `CheckpointError` before anything is measured for a target whose config.json cannot be
-    read."""
-    if settings.target.model:
-        read_config(folder_of(settings.target.model), "target model")
-
-
-def folder_of(source: str) -> Path:
-    """Of a model: the folder that is named, or of a hub id one with its config.json."""
-    folder = Path(source).expanduser()
-    if not folder.is_dir() and (folder.exists() or is_path(source)):
-        raise CheckpointError(
-            f"{source} is no folder: name one that has a config.json, or the id of a hub "
-            "(OWNER/NAME)"
-        )
-    from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder  # half a second
-
-    return find_folder(source, files=CONFIG_ALONE)
 
 
 # -- what is shown ---------------------------------------------------------------------------------

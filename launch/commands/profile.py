@@ -24,13 +24,9 @@ from dovetail.launch.profiling import report
 from dovetail.launch.profiling.findings import Findings, find
 from dovetail.launch.profiling.stages import attached, own_run
 from dovetail.launch.profiling.watching import Watch
-from dovetail.launch.settings.configure import (
-    DECODING_SECTIONS,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal, writing
 from dovetail.runtime.trace import write_trace

@@ -9,7 +9,8 @@ import click
 
 from dovetail.launch.checks.rehearsal import Outcome, Role, parts_of, rehearse
 from dovetail.launch.console.terminal import counted, spinner
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.runtime.playback import Difference, Playback
 from dovetail.runtime.tape import Recording, read_recording
 

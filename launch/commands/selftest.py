@@ -20,13 +20,9 @@ from dovetail.launch.console.help import Rare
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
-from dovetail.launch.settings.configure import (
-    DECODING_SECTIONS,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
 from dovetail.protocol.errors import DovetailError, UserError, printable
 from dovetail.protocol.messages import DraftFailure, Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -22,13 +22,10 @@ from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes.connection import models_of
 from dovetail.launch.processes.holders import check_coordinator, check_port
 from dovetail.launch.processes.service import Service
-from dovetail.launch.processes.supervise import Supervisor, check_stack
-from dovetail.launch.settings.configure import (
-    LISTENING,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.processes.stack import check_stack
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import LISTENING, SettingsCommand, settings_flags
 from dovetail.runtime.http.server import listen
 
 log = logging.getLogger("dovetail.serve")

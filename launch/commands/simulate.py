@@ -31,13 +31,9 @@ from dovetail.launch.files.chart import Curve, check_chart, draw
 from dovetail.launch.files.outputs import OUT_FOLDER, check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.processes.preflight import check_draft, check_target
-from dovetail.launch.settings.configure import (
-    DECODING_SECTIONS,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
+from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
 from dovetail.launch.simulation.costs import Costs
 from dovetail.launch.simulation.figures import Figures, figures
 from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine, read_size

@@ -9,7 +9,8 @@ import click
 from dovetail.launch.console.terminal import counted, format_cell, in_print, print_table
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes.connection import find_coordinator, shorten_model
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.messages import PairState, Reported, WorkerState
 from dovetail.protocol.profile import RowsSeconds
 

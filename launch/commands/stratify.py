@@ -23,13 +23,10 @@ from dovetail.launch.files.chart import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import Connection
-from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
-from dovetail.launch.settings.configure import (
-    DECODING_SECTIONS,
-    Configuration,
-    SettingsCommand,
-    settings_flags,
-)
+from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
 from dovetail.launch.settings.thresholds import MADE_FOR, draft_facts, write_thresholds
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.files import writing

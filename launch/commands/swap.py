@@ -34,16 +34,10 @@ from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.processes.connection import describe, find_coordinator, shorten_model
 from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.processes.replaced import settings_of
-from dovetail.launch.processes.supervise import (
-    GRACE_S,
-    POLL_S,
-    SECTIONS,
-    Child,
-    Played,
-    layout_of,
-    worker_arguments,
-)
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.processes.stack import POLL_S, SECTIONS, Played, layout_of, worker_arguments
+from dovetail.launch.processes.supervise import GRACE_S, Child
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
 from dovetail.runtime.client import Client

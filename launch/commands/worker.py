@@ -43,8 +43,9 @@ from dovetail.launch.processes.preflight import (
     check_unified,
     estimated_bytes,
 )
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import CheckpointError, RequestError, UserError
 from dovetail.protocol.links import CONNECT_TIMEOUT_S, open_link
 from dovetail.protocol.settings import TargetSettings

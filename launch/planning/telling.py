@@ -6,7 +6,8 @@ from typing import Any
 
 from dovetail.launch.planning.alternatives import Alternative
 from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
-from dovetail.launch.settings.configure import SETTINGS, Configuration
+from dovetail.launch.settings.catalog import SETTINGS
+from dovetail.launch.settings.configure import Configuration
 from dovetail.runtime.planner import Link, Option
 
 MS = 1e3

@@ -10,7 +10,8 @@ from typing import Literal
 
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.directory import announcements, only_announcement
-from dovetail.launch.processes.supervise import Stack, Supervisor, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import Stack, start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, RequestError, UserError

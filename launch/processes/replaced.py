@@ -15,7 +15,9 @@ import click
 import psutil
 
 from dovetail.launch.commands import worker as started
-from dovetail.launch.settings.configure import SETTINGS, configure, take_settings
+from dovetail.launch.settings.catalog import SETTINGS
+from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.flags import take_settings
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import WorkerState
 

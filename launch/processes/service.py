@@ -27,30 +27,19 @@ from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.inquiry import Inquiry
-from dovetail.launch.processes.supervise import (
-    GRACE_S,
+from dovetail.launch.processes.parts import Ending, GiveUp, Leave, Part, Replace, Start, Stop, Tell
+from dovetail.launch.processes.stack import (
     POLL_S,
-    Child,
-    Supervisor,
     coordinator_arguments,
     layout_of,
     processes_of,
     with_room_for_draft,
     worker_arguments,
 )
-from dovetail.launch.processes.watch import (
-    Action,
-    Ending,
-    GiveUp,
-    Leave,
-    Part,
-    Replace,
-    Start,
-    Stop,
-    Tell,
-    Watch,
-)
-from dovetail.launch.settings.configure import SETTINGS, Configuration
+from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
+from dovetail.launch.processes.watch import Action, Watch
+from dovetail.launch.settings.catalog import SETTINGS
+from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, SettingsError, printable
 from dovetail.protocol.links import open_link
 from dovetail.protocol.memory import read_room

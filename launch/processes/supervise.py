@@ -17,51 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Literal, NoReturn
+from typing import IO, NoReturn
 
-from dovetail.launch.console.terminal import QUANTISED, Intervals, loading_text
-from dovetail.launch.machine.cores import CoreLayout, lay_out_here
-from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import warden
-from dovetail.launch.processes.preflight import (
-    check_draft,
-    check_files,
-    check_target,
-    check_whole,
-    draft_bytes,
-    estimated_bytes,
-)
-from dovetail.launch.settings.configure import Configuration
-from dovetail.protocol.errors import DovetailError, SettingsError, UserError
-from dovetail.protocol.links import open_link
+from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.memory import Kills, count_kills, why_killed
-from dovetail.protocol.messages import Reported, Role
-from dovetail.protocol.settings import MODELLESS_KINDS, Settings
-from dovetail.runtime.client import Client
 
 GRACE_S = 5.0
 ORPHANED_S = 8.0
 """Children of a supervisor that was killed have so long to end: a coordinator lets running requests
 end for five seconds, and an HTTP server tells those who still wait for two more."""
-POLL_S = 0.05
-LEAST_FILES = 64
-"""Open files that a worker or the HTTP API needs, with room to spare."""
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
-Played = Literal["target", "draft", "unified"]
-ROLES: tuple[Played, ...] = ("target", "draft")
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "target": ("target", "memory"),
-    "draft": ("draft",),
-    "unified": ("target", "memory", "draft"),
-}
-"""Of the settings that a worker has."""
 SMALLER = (
     "take smaller weights (target.weights, draft.weights), a smaller model or a shorter "
     "context, or give it more memory"
@@ -360,203 +333,6 @@ class Supervisor:
         for child, path in self._sockets:
             if child in children:
                 shutil.rmtree(path.parent, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A coordinator and the workers of one set of settings, as processes of ours."""
-
-    address: str
-    configuration: Configuration
-    coordinator: Child
-    workers: tuple[Child, ...]
-
-    def connect(self) -> Client:
-        return Client(open_link(self.address, role="client"))
-
-    def losses(self) -> list[DovetailError]:
-        """What the processes that have ended meanwhile have to say."""
-        return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
-
-
-def start_stack(
-    supervisor: Supervisor,
-    configuration: Configuration,
-    *,
-    layout: CoreLayout | None = None,
-    prefix: str = "",
-    anew: bool = False,
-) -> Stack:
-    """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply
-    goes on from what another one left.
-
-    Nobody starts one of these workers again: unless the settings say so, a session whose target is
-    lost does not wait for another.
-    """
-    check_stack(configuration)
-    layout = layout or layout_of(configuration.settings)
-    began = len(supervisor.children)
-    waits = [] if configuration.given("coordinator.recovery_s") else ["--coordinator.recovery_s=0"]
-    flags = [
-        *coordinator_arguments(configuration),
-        *waits,
-        *(["--coordinator.reuse=false"] if anew else []),
-    ]
-    address = supervisor.start_coordinator(
-        layout.coordinator.cores, f"{prefix}coordinator", flags=flags
-    )
-    for role in processes_of(configuration.settings):
-        settings = with_room_for_draft(configuration) if role == "target" else configuration
-        supervisor.start(
-            f"{prefix}{role} worker", worker_arguments(settings, role, address, layout)
-        )
-    coordinator, *workers = supervisor.children[began:]
-    return Stack(address, configuration, coordinator, tuple(workers))
-
-
-def check_stack(configuration: Configuration) -> None:
-    """`UserError` for what these settings ask for and cannot be started, as far as a look at the
-    models tells."""
-    check_files("dovetail", LEAST_FILES)
-    check_target(configuration.settings)
-    _check_pair(configuration)
-    if configuration.settings.draft.kind != "none":
-        check_draft(configuration.settings)
-    check_memory(
-        configuration.settings,
-        ("coordinator", *processes_of(configuration.settings)),
-        node=only_node(layout_of(configuration.settings).target),
-    )
-
-
-def layout_of(settings: Settings) -> CoreLayout:
-    """The places of the processes that these settings ask for, on this machine."""
-    target = settings.target
-    return lay_out_here(
-        numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)
-    )
-
-
-def wait_until_ready(
-    supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None
-) -> Reported:
-    """Wait until all workers of a stack are registered; what a process that ends before has to say
-    is raised. `note` hears what is waited for."""
-    wanted = ["target", *(["draft"] if stack.configuration.settings.draft.kind != "none" else [])]
-    intervals = Intervals()
-    with stack.connect() as client:
-        while True:
-            state = client.status()
-            missing = [
-                role for role in wanted if not any(role in worker.roles for worker in state.workers)
-            ]
-            if not missing:
-                return state
-            words = [
-                line
-                for child in stack.workers
-                for line in child.last_words()[-1:]
-                if line.endswith(QUANTISED)
-            ]
-            note(
-                f"loading {' and '.join(missing)}"
-                + "".join(f" ({line})" for line in words)
-                + loading_text(state.loading)
-            )
-            if not sys.stderr.isatty():
-                intervals.tell(state.loading)
-            supervisor.check()
-            time.sleep(POLL_S)
-
-
-def coordinator_arguments(configuration: Configuration) -> list[str]:
-    """Its settings as flags, but for where it listens."""
-    return [
-        flag
-        for flag in configuration.arguments("coordinator")
-        if not flag.startswith(("--coordinator.listen=", "--coordinator.keys="))
-    ]
-
-
-def processes_of(settings: Settings) -> tuple[Played, ...]:
-    """What the workers' processes are that these settings ask for."""
-    if settings.draft.kind == "none":
-        return ("target",)
-    return ("unified",) if settings.draft.share is True else ROLES
-
-
-def worker_arguments(
-    configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout
-) -> list[str]:
-    """The command of a worker with these settings in its place; a draft that is a head reads the
-    target's embedding, a substitute all of it."""
-    place = layout.draft if role == "draft" else layout.target
-    cores = (
-        sorted({*layout.target.cores, *layout.draft.cores}) if role == "unified" else place.cores
-    )
-    where = [f"--cores={format_numbers(cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
-    target = configuration.settings.target.model
-    reads = [f"--target.model={target}"] if role == "draft" and target else []
-    if role == "draft" and configuration.settings.draft.kind == "substitute":
-        reads += [
-            flag
-            for flag in configuration.arguments("target")
-            if flag.startswith("--target.inflate=")
-        ]
-    own = configuration.arguments(*SECTIONS[role])
-    stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
-    return [
-        "worker",
-        f"--role={role}",
-        f"--connect={address}",
-        f"--name={role}",
-        *where,
-        *own,
-        *reads,
-        stuck,
-    ]
-
-
-def with_room_for_draft(configuration: Configuration) -> Configuration:
-    """The settings of a target that is started with its draft: of a GPU that both have, the draft
-    gets its memory first. `SettingsError` if nothing is left."""
-    memory, taken = configuration.settings.memory, draft_bytes(configuration.settings)
-    if memory.vram_bytes is None or not taken:
-        return configuration
-    if taken >= memory.vram_bytes:
-        text = (
-            f"memory.vram = {memory.vram!r}, and the draft alone takes {taken / 1e9:.3g} GB of it"
-        )
-        raise SettingsError(f"{text}: choose a smaller draft, or raise memory.vram")
-    return configuration.over(
-        "memory.vram, without what the draft takes",
-        {"memory.vram": f"{memory.vram_bytes - taken}B"},
-    )
-
-
-def _check_pair(configuration: Configuration) -> None:
-    """The embedded draft shares the vocabulary of the embedded target only: for another target, a
-    draft has to be named."""
-    settings = configuration.settings
-    if (
-        settings.target.model
-        and not settings.draft.model
-        and settings.draft.kind not in MODELLESS_KINDS
-    ):
-        remedy = (
-            "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram or "
-            "substitute, which need none, or --draft none for the target alone"
-        )
-        there = Path(settings.target.model).expanduser().is_dir()
-        looked = (
-            ""
-            if there
-            else ", which is no folder here and would be looked for at the Hugging Face hub"
-        )
-        check_whole(settings.target.model)
-        raise UserError(
-            f"no draft is named for the target {settings.target.model!r}{looked}: {remedy}"
-        )
 
 
 def _unwind(number: signal.Signals) -> NoReturn:

@@ -20,6 +20,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.launch.console.terminal import counted
+from dovetail.launch.processes.parts import (
+    Ending,
+    GiveUp,
+    Leave,
+    Outage,
+    Part,
+    Replace,
+    Start,
+    Stop,
+    Tell,
+)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -35,88 +46,7 @@ STANDSTILL_S = 2.0
 """Between two looks; they are much closer together."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A process of the service by its name, and which parts must have been ready before it is
-    started."""
-
-    name: str
-    after: tuple[str, ...] = ()
-    known: bool = False
-    """Whether it is ready when the root knows it, and only as long as it does."""
-    needed: bool = True
-    """Whether requests cannot be served without it, or somebody else in its place."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a process ended: its exit code, and the same in words."""
-
-    code: int
-    words: str
-    mistake: bool = False
-    """Whether it said that the user did something wrong, which no restart mends."""
-    let_go: bool = False
-    """Whether it ended because the root wants it no more."""
-    last_line: str = ""
-    """What it said last on stderr."""
-
-
 RESTARTED = "; it has been started again and is not ready yet"
-
-
-@dataclass(frozen=True)
-class Outage:
-    """A part that was there, or was to be, and is not: why, since when, and when it is started
-    again."""
-
-    part: str
-    why: str
-    since_s: float
-    retry_s: float | None
-    """None: it has been started, and is not ready yet."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start this part now."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Replace:
-    """End this part, which is alive and stuck; what it can still say of itself should be heard."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End this part, which was on its way back: somebody was given its place."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Tell:
-    """What somebody who reads the log should know."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """End the service with what this part has to say; `why` it is not started again, where that
-    needs words."""
-
-    name: str
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """End the service: that was asked for."""
 
 
 Action = Start | Replace | Stop | Tell | GiveUp | Leave

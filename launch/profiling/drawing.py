@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dovetail.launch.files.chart import escape
-from dovetail.launch.profiling.timeline import BESIDE, Bar, Waterfall
+from dovetail.launch.profiling.rounds import Bar, Waterfall
+from dovetail.launch.profiling.timeline import BESIDE
 
 WIDTH = 400
 EDGE = 10

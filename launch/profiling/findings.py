@@ -13,12 +13,28 @@ from typing import Any
 
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.machine.topology import Topology, format_numbers
-from dovetail.launch.profiling import advice as advising
 from dovetail.launch.profiling import timeline
-from dovetail.launch.profiling.advice import Advice, Forecast, Situation, Tree
+from dovetail.launch.profiling.advice import Advice, advise
 from dovetail.launch.profiling.bounds import Bounds, Model, Offloading, Pass, Roofline, achieved
+from dovetail.launch.profiling.forecast import (
+    Forecast,
+    Tree,
+    at_positions,
+    curve_of,
+    offers_of,
+    prices_of,
+)
+from dovetail.launch.profiling.rounds import (
+    Split,
+    Waterfall,
+    bubbles,
+    every_round,
+    split_of,
+    telling,
+)
 from dovetail.launch.profiling.samplers import Sample, busy_cores, busy_process, energy_j
-from dovetail.launch.profiling.timeline import NS, Actor, Slice, Split, Use, Waterfall
+from dovetail.launch.profiling.situation import Situation
+from dovetail.launch.profiling.timeline import NS, Actor, Slice, Use
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
 from dovetail.runtime.costs import RowCosts
@@ -102,14 +118,14 @@ def find(evidence: Evidence) -> Findings:
     ]
     uses = timeline.uses(evidence.slices, actors, evidence.start_ns, evidence.end_ns)
     split, every = (
-        timeline.split(evidence.rounds),
-        timeline.every_round(evidence.rounds, evidence.slices),
+        split_of(evidence.rounds),
+        every_round(evidence.rounds, evidence.slices),
     )
     alone = timeline.one_by_one(evidence.rounds)
     costs = costs_of(evidence, alone=alone)
     forecast = forecast_of(evidence, costs, split)
     bounds = bounds_of(evidence, forecast, split)
-    advice = advising.advise(forecast, evidence.situation)
+    advice = advise(forecast, evidence.situation)
     of_rounds = timeline.tokens_of(evidence.records)
     tokens = of_rounds + timeline.firsts_of(evidence.rounds)
     ahead_ms = timeline.ahead_on_the_way_ms(_inside(evidence), len(evidence.rounds))
@@ -124,7 +140,7 @@ def find(evidence: Evidence) -> Findings:
         "tokens": tokens,
         "tau": of_rounds / len(evidence.rounds) if evidence.rounds else None,
         "tokens_per_s": bounds.tau / bounds.round_s if bounds is not None else None,
-        "accepted_per_position": advising.at_positions(evidence.records),
+        "accepted_per_position": at_positions(evidence.records),
         "hit_rate": _share_of([record.hit for record in evidence.records if record.verified]),
         "plain_share": _share_of([not record.verified for record in evidence.records]),
         "devices": {actor.name: _device(actor, uses[actor.name], evidence) for actor in actors},
@@ -142,7 +158,7 @@ def find(evidence: Evidence) -> Findings:
         "ahead_on_the_way_ms": ahead_ms,
         "bubbles": [
             {"after": b.after, "before": b.before, "ms": b.seconds * 1e3}
-            for b in timeline.bubbles(every, [w.name for w in evidence.workers])
+            for b in bubbles(every, [w.name for w in evidence.workers])
         ],
         "bounds": bounds_told(evidence, bounds, forecast, judged=not disturbed(others)),
         "curves": curves_of(evidence, forecast, costs, bounds),
@@ -154,7 +170,7 @@ def find(evidence: Evidence) -> Findings:
     }
     return Findings(
         told,
-        timeline.telling(every, alone=alone),
+        telling(every, alone=alone),
         _busy(evidence, actors),
         _sampled(evidence),
         advice,
@@ -409,10 +425,10 @@ def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> For
         [seen.record for seen in those]
         for _, those in groupby(ordered, key=lambda seen: seen.session)
     ]
-    offers = advising.offers_of(evidence.soundings.wide or own)
+    offers = offers_of(evidence.soundings.wide or own)
     drafted = [record for record in records if record.verified]
     plain = [*evidence.soundings.plain, *(record for record in records if not record.verified)]
-    prices = advising.prices_of(drafted, plain, costs, timeline.sessions_a_pass(_inside(evidence)))
+    prices = prices_of(drafted, plain, costs, timeline.sessions_a_pass(_inside(evidence)))
     exposed_s = fmean(record.draft_ns for record in drafted) / NS if drafted else None
     situation = evidence.situation
     return Forecast(
@@ -512,7 +528,7 @@ def curves_of(
     is replayed for the settings of the run, which stands where it was measured."""
     rows = [count for count in CURVE_ROWS if count <= 64]
     context = fmean(record.prefix for record in evidence.records)
-    roofline, gammas = evidence.roofline, advising.curve_of(forecast)
+    roofline, gammas = evidence.roofline, curve_of(forecast)
     per_rate = (forecast.rate / forecast.now.rate if forecast.rate else 1.0) / forecast.alone.rate
     per_token = (
         (bounds.tau - 1.0) / (forecast.now.tokens - 1.0)

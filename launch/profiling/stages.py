@@ -28,18 +28,15 @@ from dovetail.launch.processes.connection import (
     speaks_http,
     weights_of,
 )
-from dovetail.launch.processes.supervise import (
-    Supervisor,
-    check_stack,
-    layout_of,
-    start_stack,
-    wait_until_ready,
-)
-from dovetail.launch.profiling.advice import UNKNOWN, Card, Elsewhere, Situation, Tree, levels_of
+from dovetail.launch.processes.stack import check_stack, layout_of, start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.profiling.advice import UNKNOWN
 from dovetail.launch.profiling.bounds import Model, Roofline, count_layers, has_16_bits, read_model
 from dovetail.launch.profiling.findings import Evidence
+from dovetail.launch.profiling.forecast import Tree, levels_of
 from dovetail.launch.profiling.probing import probe
 from dovetail.launch.profiling.samplers import Samplers
+from dovetail.launch.profiling.situation import Card, Elsewhere, Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings, Workload, watch_others

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from dovetail.launch.console.terminal import progress_bar, spinner
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes.supervise import Supervisor, layout_of, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import layout_of, start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library, Recording

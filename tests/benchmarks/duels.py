@@ -13,16 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Estimate, ratio
-from dovetail.launch.bench.methods import (
-    NONE,
-    Contender,
-    Method,
-    Ours,
-    PromptSet,
-    Run,
-    Task,
-    contenders,
-)
+from dovetail.launch.bench.contenders import Contender, Ours, Run, Task, contenders
+from dovetail.launch.bench.methods import NONE, Method, PromptSet
 from dovetail.launch.bench.turns import prepare, rotated
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import Configuration, configure

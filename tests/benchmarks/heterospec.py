@@ -21,12 +21,12 @@ import click
 from benchmarks.coupling import PROMPTS, list_keys
 from benchmarks.duet import Duet, open_draft, open_target
 from benchmarks.options import Command, Numbers, option, options, report
+from dovetail.launch.bench.contenders import contenders
 from dovetail.launch.bench.figures import baseline, row
 from dovetail.launch.bench.methods import (
     NONE,
     Method,
     PromptSet,
-    contenders,
     read_method,
     read_prompt_set,
     tree_of,

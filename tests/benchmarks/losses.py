@@ -20,14 +20,13 @@ import click
 
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.console.terminal import print_table, progress_bar
-from dovetail.launch.processes.supervise import (
-    Child,
-    Supervisor,
+from dovetail.launch.processes.stack import (
     layout_of,
     start_stack,
     wait_until_ready,
     worker_arguments,
 )
+from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Role

@@ -26,7 +26,8 @@ from benchmarks.measure import Estimate, estimate
 from benchmarks.options import Command, Numbers, option, options, report
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
-from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.messages import Drafted, SeenRound, SeenSpan
 from dovetail.protocol.settings import Sampling, TreeSettings

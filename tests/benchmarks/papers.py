@@ -18,17 +18,9 @@ import click
 from benchmarks.coupling import PROMPTS
 from benchmarks.measure import estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
+from dovetail.launch.bench.contenders import Contender, Ours, contenders
 from dovetail.launch.bench.figures import baseline, row
-from dovetail.launch.bench.methods import (
-    NONE,
-    Contender,
-    Method,
-    Ours,
-    PromptSet,
-    contenders,
-    read_method,
-    tree_of,
-)
+from dovetail.launch.bench.methods import NONE, Method, PromptSet, read_method, tree_of
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.chart import Curve, draw

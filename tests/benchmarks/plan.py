@@ -22,13 +22,14 @@ import click
 
 from benchmarks.duels import settings_of
 from benchmarks.options import Command, option, options, report
-from dovetail.launch.commands.plan import Subject, folder_of, subject_here
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import Alternative, expected
 from dovetail.launch.planning.candidates import Reader
+from dovetail.launch.planning.subject import Subject, folder_of, subject_here
 from dovetail.launch.planning.telling import placement, settings
-from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.simulation.beside import decode

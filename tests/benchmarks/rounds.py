@@ -19,7 +19,8 @@ from benchmarks.duels import draft_of, ring, settings_of
 from benchmarks.figures import ACCOUNTED, ADDS_UP
 from benchmarks.measure import Estimate, estimate
 from benchmarks.options import Command, Numbers, option, options, report
-from dovetail.launch.bench.methods import NONE, Ours, Task, read_prompt_set, tree_of
+from dovetail.launch.bench.contenders import Ours, Task
+from dovetail.launch.bench.methods import NONE, read_prompt_set, tree_of
 from dovetail.launch.bench.turns import prepare
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.protocol.messages import RoundRecord

@@ -20,7 +20,8 @@ from benchmarks.measure import estimate
 from benchmarks.models import SHAPES, TYPES, VOCABULARY, model_folder, write_model
 from benchmarks.options import Command, holds, option, options, report, verdict
 from dovetail.launch.console.terminal import print_table, progress_bar
-from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import TreeSettings

@@ -24,7 +24,7 @@ from benchmarks.measure import Estimate, estimate
 from dashboard.talking import talking
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.monitoring.screen import Standing, page
-from dovetail.launch.processes.supervise import Stack
+from dovetail.launch.processes.stack import Stack
 from dovetail.runtime.http.dashboard import EVERY_S, STATE_PATH
 from support.browser import PATIENCE_S, Browser, chromium, find_chromium
 from support.stacks import PROMPTS, complete_all, started

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from dashboard.talking import talking
-from dovetail.launch.processes.supervise import Stack
+from dovetail.launch.processes.stack import Stack
 from support.browser import Browser, Page, chromium, find_chromium
 from support.web import Api, api
 

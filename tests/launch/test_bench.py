@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.bench.contenders import Run, Task, check_methods, founder
 from dovetail.launch.bench.figures import against_peers, best_of_peers, medians, row, speedup
-from dovetail.launch.bench.methods import (
-    Method,
-    PromptSet,
-    Run,
-    Task,
-    check_methods,
-    founder,
-    read_method,
-)
+from dovetail.launch.bench.methods import Method, PromptSet, read_method
 from dovetail.launch.bench.table import interval, show_notes
 from dovetail.launch.bench.transport import measure_overhead
 from dovetail.launch.bench.turns import Cell, loop_begins

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.bench.contenders import Contender, Ours, Theirs
 from dovetail.launch.bench.csv import COLUMNS, csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
-from dovetail.launch.bench.methods import Contender, Method, Ours, PromptSet, Theirs, read_method
+from dovetail.launch.bench.methods import Method, PromptSet, read_method
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import configure

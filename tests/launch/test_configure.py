@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dovetail.launch.cli import run
 from dovetail.launch.commands.config import show
-from dovetail.launch.settings.configure import SETTINGS, configure, read_file
+from dovetail.launch.settings.catalog import SETTINGS
+from dovetail.launch.settings.configure import configure, read_file
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import Settings
 

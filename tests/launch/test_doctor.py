@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.commands.doctor import Check, Facts, Gpu, examine, read_gpus
+from dovetail.launch.machine.examination import Check, examine
+from dovetail.launch.machine.facts import Facts, Gpu, read_gpus
 from dovetail.launch.machine.topology import Node, Topology, read_topology
 from support.sysfs import GIB, TWO_SOCKETS, write_machine
 

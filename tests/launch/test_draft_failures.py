@@ -10,7 +10,7 @@ from subprocess import CompletedProcess, Popen
 
 import pytest
 
-from dovetail.launch.processes.supervise import POLL_S, Stack
+from dovetail.launch.processes.stack import POLL_S, Stack
 from dovetail.protocol.messages import Finished, Reported
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client

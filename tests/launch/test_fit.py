@@ -12,7 +12,8 @@ import torch
 
 from dovetail.launch.machine import fit
 from dovetail.launch.machine.fit import check_memory
-from dovetail.launch.processes.supervise import Supervisor, start_stack
+from dovetail.launch.processes.stack import start_stack
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import CheckpointError, SettingsError

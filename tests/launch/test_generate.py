@@ -28,7 +28,8 @@ from dovetail.launch.files.directory import announced
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.files.records import read_records
 from dovetail.launch.processes.connection import Connection
-from dovetail.launch.processes.supervise import Stack, Supervisor
+from dovetail.launch.processes.stack import Stack
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import MAX_TEXT, Limits, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from dovetail.launch.processes.supervise import Stack
+from dovetail.launch.processes.stack import Stack
 
 DOVETAIL = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 BROKEN = (

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.bench.contenders import check_methods
 from dovetail.launch.bench.figures import differences_told
 from dovetail.launch.bench.llama.kinds import type_of, uncut, unfit
 from dovetail.launch.bench.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
 from dovetail.launch.bench.llama.start import find_python
-from dovetail.launch.bench.methods import PromptSet, check_methods, read_method
+from dovetail.launch.bench.methods import PromptSet, read_method
 from dovetail.launch.bench.turns import Cell
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout, lay_out_here

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes.supervise import Stack, layout_of
+from dovetail.launch.processes.stack import Stack, layout_of
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
 

@@ -21,7 +21,8 @@ from dovetail.launch.processes.preflight import (
     free_memory_bytes,
     memory_bytes,
 )
-from dovetail.launch.processes.supervise import Supervisor, start_stack, with_room_for_draft
+from dovetail.launch.processes.stack import start_stack, with_room_for_draft
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings import embedded
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError

@@ -17,19 +17,8 @@ from safetensors.numpy import save_file
 
 from dovetail.launch.machine.cores import lay_out
 from dovetail.launch.machine.topology import read_topology
-from dovetail.launch.profiling import report, timeline
-from dovetail.launch.profiling.advice import (
-    Card,
-    Elsewhere,
-    Forecast,
-    Offer,
-    Prices,
-    Situation,
-    Tree,
-    advise,
-    offers_of,
-    prices_of,
-)
+from dovetail.launch.profiling import report, rounds, timeline
+from dovetail.launch.profiling.advice import advise
 from dovetail.launch.profiling.bounds import (
     Bounds,
     Model,
@@ -41,6 +30,8 @@ from dovetail.launch.profiling.bounds import (
 )
 from dovetail.launch.profiling.drawing import gantt, stacked
 from dovetail.launch.profiling.findings import find
+from dovetail.launch.profiling.forecast import Forecast, Offer, Prices, Tree, offers_of, prices_of
+from dovetail.launch.profiling.rounds import Waterfall
 from dovetail.launch.profiling.samplers import (
     Absent,
     Amd,
@@ -53,8 +44,9 @@ from dovetail.launch.profiling.samplers import (
     energy_j,
     node_memory,
 )
+from dovetail.launch.profiling.situation import Card, Elsewhere, Situation
 from dovetail.launch.profiling.stages import other_nodes
-from dovetail.launch.profiling.timeline import Actor, Slice, Waterfall
+from dovetail.launch.profiling.timeline import Actor, Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
@@ -185,13 +177,13 @@ def seen(number: int, at_ms: float, session: int = 1, **fields: object) -> SeenR
 
 def test_the_parts_of_a_round_are_means_and_what_is_left_over_is_told() -> None:
     parts = {"draft_ns": 3 * MS, "verify_ns": 5 * MS, "transport_ns": MS, "coordinator_ns": MS // 2}
-    split = timeline.split(
+    split = rounds.split_of(
         [seen(1, 0, **parts), seen(2, 10, **parts), seen(3, 20, **parts), seen(7, 100, **parts)]
     )
     assert split is not None
     assert (split.rounds, split.wall_s) == (2, pytest.approx(10e-3))
     assert split.unaccounted_share == pytest.approx(0.05)
-    assert timeline.split([seen(1, 0)]) is None
+    assert rounds.split_of([seen(1, 0)]) is None
 
 
 def test_the_mean_round_has_the_mean_bars() -> None:
@@ -206,12 +198,12 @@ def test_the_mean_round_has_the_mean_bars() -> None:
         )
         for p in ROUND
     ]
-    every = timeline.every_round([seen(1, 0), seen(2, 10), seen(3, 21)], [*ROUND, *later])
+    every = rounds.every_round([seen(1, 0), seen(2, 10), seen(3, 21)], [*ROUND, *later])
     assert [fall.length_s for fall in every] == pytest.approx([10e-3, 11e-3])
-    mean = timeline.mean_of(every)
+    mean = rounds.mean_of(every)
     verify = next(bar for bar in mean.bars if bar.name == "verify")
     assert (verify.start_s, verify.length_s) == pytest.approx((4e-3, 5.5e-3))
-    assert timeline.telling(every, alone=True)[0].title == "the mean of 2 rounds"
+    assert rounds.telling(every, alone=True)[0].title == "the mean of 2 rounds"
 
 
 def test_sessions_that_ran_side_by_side_are_told_from_those_that_took_turns() -> None:
@@ -224,10 +216,10 @@ def test_sessions_that_ran_side_by_side_are_told_from_those_that_took_turns() ->
 
 
 def test_a_bubble_lies_where_neither_draft_nor_target_works() -> None:
-    every = timeline.every_round([seen(1, 0), seen(2, 10)], ROUND)
+    every = rounds.every_round([seen(1, 0), seen(2, 10)], ROUND)
     assert [
         (b.after, b.before, round(b.seconds * 1e3, 6))
-        for b in timeline.bubbles(every, ["draft", "target"])
+        for b in rounds.bubbles(every, ["draft", "target"])
     ] == [
         ("draft", "verify", 1.0),
         ("verify", "verdict", 1.0),
@@ -756,7 +748,7 @@ def test_memory_in_use_is_told_node_by_node(tmp_path: Path) -> None:
 
 
 def test_pictures_are_svg_that_says_what_every_bar_is() -> None:
-    (fall,) = timeline.every_round([seen(1, 0), seen(2, 10)], ROUND)
+    (fall,) = rounds.every_round([seen(1, 0), seen(2, 10)], ROUND)
     for svg in (
         gantt(fall, ["coordinator", "draft", "target"]),
         stacked("devices", {"target": [("busy", "target", 0.5), ("waits: draft", "idle", 0.5)]}),
@@ -955,7 +947,7 @@ def test_a_round_under_a_long_span_is_found_as_quickly_as_any() -> None:
     run = made_up_run()
     waiting = Slice("coordinator", "queue", run.start_ns, run.end_ns, 99, 1)
     plain, beside = (
-        timeline.every_round(run.rounds, pieces) for pieces in (run.slices, [waiting, *run.slices])
+        rounds.every_round(run.rounds, pieces) for pieces in (run.slices, [waiting, *run.slices])
     )
     assert [len(fall.bars) + 1 for fall in plain] == [len(fall.bars) for fall in beside]
     assert [fall.bars for fall in plain] == [

@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.launch.checks.agreement import EXACT, REPLY
 from dovetail.launch.commands.selftest import drafting_tree, refuse_lossy
-from dovetail.launch.processes.supervise import Stack
+from dovetail.launch.processes.stack import Stack
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, Result

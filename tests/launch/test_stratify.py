@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.commands.stratify import chart, rounds_of
-from dovetail.launch.processes.supervise import Stack
+from dovetail.launch.processes.stack import Stack
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.thresholds import draft_facts, read_thresholds, write_thresholds

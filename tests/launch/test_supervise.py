@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from dovetail.launch.processes import supervise
-from dovetail.launch.processes.supervise import Supervisor, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
 from support.models import tiny_llama

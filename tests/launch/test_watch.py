@@ -7,6 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.launch.processes.parts import (
+    Ending,
+    GiveUp,
+    Leave,
+    Outage,
+    Part,
+    Replace,
+    Start,
+    Stop,
+    Tell,
+)
 from dovetail.launch.processes.watch import (
     FIRST_PAUSE_S,
     HEALTHY_S,
@@ -17,15 +28,6 @@ from dovetail.launch.processes.watch import (
     STANDSTILL_S,
     WITHIN_S,
     Action,
-    Ending,
-    GiveUp,
-    Leave,
-    Outage,
-    Part,
-    Replace,
-    Start,
-    Stop,
-    Tell,
     Watch,
 )
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from random import Random
 
 from dovetail.launch.machine.topology import Node, Topology
-from dovetail.launch.profiling.advice import Situation, Tree
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.profiling.findings import Evidence
+from dovetail.launch.profiling.forecast import Tree
 from dovetail.launch.profiling.samplers import Gpu, Process, Sample
+from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import RoundRecord, SeenRound, SeenWorker, WorkerState

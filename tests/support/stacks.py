@@ -5,17 +5,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dovetail.launch.processes.supervise import (
+from dovetail.launch.processes.stack import (
     POLL_S,
-    Child,
     Played,
     Stack,
-    Supervisor,
     layout_of,
     start_stack,
     wait_until_ready,
     worker_arguments,
 )
+from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError

@@ -12,8 +12,9 @@ import click
 
 from dovetail.launch.cli import run
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
-from dovetail.launch.settings.configure import Configuration, SettingsCommand, settings_flags
+from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
+from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.settings import byte_count
 
 

@@ -1,0 +1,289 @@
+"""The processes that decode for the methods of a benchmark, started when they are needed."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from dovetail.launch.bench.assisted import Peer
+from dovetail.launch.bench.assisted import check as check_peer
+from dovetail.launch.bench.llama.peer import (
+    LlamaPeer,
+    Preparation,
+    python_for,
+)
+from dovetail.launch.bench.llama.peer import check as check_llama
+from dovetail.launch.bench.methods import Method
+from dovetail.launch.commands.worker import thread_count
+from dovetail.launch.console.terminal import spinner
+from dovetail.launch.files.prompts import Prompt
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.processes.connection import Connection, ahead_of
+from dovetail.launch.processes.stack import check_stack, layout_of, start_stack, wait_until_ready
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.embedded import with_draft
+from dovetail.protocol.messages import Finished, RoundRecord
+from dovetail.protocol.settings import Sampling
+
+MODEL_SUFFIXES = (".json", ".safetensors", ".bin")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt as it is measured: cut to fit the context, and the reply cut where it begins to
+    loop."""
+
+    prompt: Prompt
+    turn: str
+    max_tokens: int
+    reference: Finished
+
+    @property
+    def shortened(self) -> bool:
+        return self.turn != self.prompt.turns[0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed reply; the time to the first token is that to the first `together` tokens."""
+
+    task: Task
+    finished: Finished
+    together: int = 1
+
+    @property
+    def decode_s(self) -> float:
+        return self.finished.result.wall_s - self.finished.result.time_to_first_token_s
+
+    @property
+    def decoded_tokens(self) -> int:
+        return self.finished.result.completion_tokens - self.together
+
+
+class Contender(Protocol):
+    """What decodes for a method."""
+
+    @property
+    def method(self) -> Method:
+        """Whose replies these are."""
+
+    def decode(self, task: Task, temperature: float, seed: int) -> Run:
+        """One timed reply."""
+
+    def peak_rss_mb(self) -> float:
+        """The most memory that its processes ever held, summed, in 10^6 bytes."""
+
+    def identity(self) -> str:
+        """Return an identity of the models and the engine, which differs for others of the same
+        name."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A stack of our processes."""
+
+    method: Method
+    connection: Connection
+
+    def decode(
+        self,
+        task: Task,
+        temperature: float,
+        seed: int,
+        record: Callable[[RoundRecord], None] | None = None,
+    ) -> Run:
+        settings = self.method.configuration.settings
+        finished = self.connection.decode(
+            [task.turn],
+            sampling=sampling_of(self.method, temperature, task.max_tokens),
+            tree=settings.tree,
+            max_tokens=task.max_tokens,
+            seed=seed,
+            speculate=self.method.drafts,
+            ahead=ahead_of(settings.draft),
+            record=record,
+        )
+        return Run(task, finished)
+
+    def peak_rss_mb(self) -> float:
+        return self.connection.peak_rss_mb()
+
+    def identity(self) -> str:
+        drafted = (
+            [digest_of(with_draft(self.method.configuration.settings.draft).model)]
+            if self.method.drafts
+            else []
+        )
+        targets = (
+            worker.fingerprint
+            for worker in self.connection.state.workers
+            if "target" in worker.roles
+        )
+        return " + ".join(filter(None, (*targets, *drafted)))
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A peer with so many threads."""
+
+    method: Method
+    peer: Peer | LlamaPeer
+
+    def decode(self, task: Task, temperature: float, seed: int) -> Run:
+        threads = self.method.threads
+        assert threads is not None
+        sampling = sampling_of(self.method, temperature, task.max_tokens)
+        reply = self.peer.decode(
+            [task.turn], sampling=sampling, max_tokens=task.max_tokens, seed=seed, threads=threads
+        )
+        return Run(
+            task, Finished(epoch=0, request=0, result=reply.result, margins=()), reply.together
+        )
+
+    def peak_rss_mb(self) -> float:
+        return self.peer.peak_rss_mb()
+
+    def identity(self) -> str:
+        return self.peer.identity
+
+
+@cache
+def digest_of(model: str) -> str:
+    """Return a digest of a model's folder, or the name of a model that is no folder."""
+    folder = Path(model).expanduser()
+    if not model or not folder.is_dir():
+        return model
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES):
+        with path.open("rb") as file:
+            digest.update(
+                f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode()
+            )
+    return digest.hexdigest()[:16]
+
+
+def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling:
+    """How a method samples a reply of at most so many tokens."""
+    sampling = method.configuration.settings.sampling
+    return sampling.model_copy(
+        update={"temperature": temperature, "min_tokens": min(sampling.min_tokens, max_tokens)}
+    )
+
+
+def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
+    """`UserError` for the first method that cannot be started, as far as its settings and a look at
+    its models tell."""
+    for method in methods:
+        settings = method.configuration.settings
+        if method.llama is not None:
+            check_llama(settings, method.llama, sorted({*layout.target.cores, *layout.draft.cores}))
+        if not method.ours:
+            check_peer(settings, method.name.partition(",")[0])
+            continue
+        check_stack(method.configuration)
+        thread_count("target", settings.target, layout.target)
+
+
+@contextmanager
+def contenders(
+    methods: Sequence[Method], *, llama_python: Path | None = None
+) -> Iterator[dict[str, Contender]]:
+    """Start the processes of each method on the same cores, and yield them by the methods' labels
+    once all are ready; the first method is `none`.
+
+    All methods are looked at before a process is started. `llama_python`: the interpreter that has
+    llama.cpp, where it is not ours.
+    """
+    layout = layout_of(methods[0].configuration.settings)
+    check_methods(methods, layout)
+    python = (
+        python_for(llama_python) if any(method.llama is not None for method in methods) else None
+    )
+    with ExitStack() as owned:
+        supervisor = owned.enter_context(Supervisor())
+        preparation = Preparation(supervisor, python) if python is not None else None
+        found: dict[str, Contender] = {}
+        shared: dict[str, Connection] = {}
+        with spinner() as say:
+            for method in methods:
+                say(f"starting {method.name}")
+                if not method.ours:
+                    peer = owned.enter_context(
+                        closing(_peer(supervisor, preparation, method, layout))
+                    )
+                    variants = [replace(method, threads=threads) for threads in peer.thread_counts]
+                    found.update({variant.label: Theirs(variant, peer) for variant in variants})
+                    continue
+                connection = shared.get(method.shares) or _start(
+                    owned, supervisor, founder(methods, method), layout, say
+                )
+                if method.shares:
+                    shared[method.shares] = connection
+                found[method.label] = Ours(method, connection)
+        yield found
+
+
+def _peer(
+    supervisor: Supervisor, preparation: Preparation | None, method: Method, layout: CoreLayout
+) -> Peer | LlamaPeer:
+    if method.llama is None:
+        return Peer(supervisor, method.configuration, layout)
+    assert preparation is not None
+    return LlamaPeer(preparation, method.configuration, layout, method.llama)
+
+
+def founder(methods: Sequence[Method], of: Method) -> Method:
+    """The method whose settings the processes of `of` are started with: where several share them,
+    the first of these that drafts, with room for drafting ahead where one of them wants it.
+    `ValueError` where they would need different processes.
+    """
+    sharing = (
+        [method for method in methods if method.shares == of.shares and method.drafts]
+        if of.shares
+        else []
+    )
+    if not sharing:
+        return of
+    first = sharing[0]
+    if any(_processes(method) != _processes(first) for method in sharing):
+        raise ValueError(
+            f"{', '.join(method.name for method in sharing)} cannot share processes: their "
+            "models differ, or what they are loaded as"
+        )
+    waits = all(method.configuration.settings.draft.ahead is False for method in sharing)
+    return (
+        first
+        if waits
+        else replace(
+            first,
+            configuration=first.configuration.over("shared processes", {"draft.ahead": "auto"}),
+        )
+    )
+
+
+def _processes(method: Method) -> tuple[object, ...]:
+    """What the processes are started with, but for what a request can say as well."""
+    settings = method.configuration.settings
+    return (
+        settings.target,
+        settings.draft.model_copy(update={"ahead": "auto"}),
+        settings.coordinator,
+    )
+
+
+def _start(
+    owned: ExitStack,
+    supervisor: Supervisor,
+    method: Method,
+    layout: CoreLayout,
+    say: Callable[[str], None],
+) -> Connection:
+    """A stack of processes that is ready."""
+    stack = start_stack(
+        supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ", anew=True
+    )
+    state = wait_until_ready(supervisor, stack, lambda text: say(f"{method.name}: {text}"))
+    return Connection(owned.enter_context(stack.connect()), state, stack)

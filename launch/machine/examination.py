@@ -1,0 +1,361 @@
+"""Checks of this machine: each says what was found, and the remedy."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dovetail.launch.console.terminal import counted
+from dovetail.launch.machine.cores import lay_out
+from dovetail.launch.machine.facts import (
+    HUGE_PAGES,
+    LEAST_FILES,
+    LEAST_MEMORY,
+    LEAST_SHARED,
+    SHARED_MEMORY,
+    Facts,
+    Gpu,
+)
+from dovetail.launch.machine.topology import cpus_for, format_numbers
+from dovetail.launch.machine.wheels import (
+    build_for,
+    driver_for,
+    has_code_for,
+    install_command,
+)
+
+INSTRUCTIONS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "asimd",
+    "asimddp",
+    "i8mm",
+    "bf16",
+)
+"""Flags of /proc/cpuinfo that matter here, on x86-64 and aarch64."""
+PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Bind the main thread to one core when torch is imported, and every thread that is started later
+inherits that."""
+CAPS = (
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "FBGEMM_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+)
+SPINNING = {"OMP_WAIT_POLICY": "active", "KMP_BLOCKTIME": "infinite"}
+LOST = (
+    "int8 weights, half weights of BF16 checkpoints, a third of the speed, and that a token "
+    "has the same bytes in every pass and on every processor"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; `advice` is what to do, empty where nothing is."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+def examine(facts: Facts) -> Iterator[Check]:
+    """Every check, in the order in which one would mend things."""
+    for check in CHECKS:
+        yield from check(facts)
+
+
+# -- the checks ------------------------------------------------------------------------------------
+
+
+def _processor(facts: Facts) -> Iterator[Check]:
+    found = " ".join(name for name in INSTRUCTIONS if name in facts.flags) or "none that matter"
+    fast = {"avx2", "fma", "f16c"} <= facts.flags or "asimd" in facts.flags
+    advice = (
+        ""
+        if fast
+        else "without AVX2, FMA and F16C everything works, slowly; in a virtual machine pass "
+        "the host's processor through (-cpu host)"
+    )
+    yield Check("processor", fast, f"{facts.machine}: {found}", advice)
+
+
+def _kernels(facts: Facts) -> Iterator[Check]:
+    if "broken" in facts.inventory:
+        return
+    missing, failures = facts.inventory["kernels_missing"], facts.inventory["kernels_failures"]
+    if missing:
+        install = "" if facts.compiler else "install a C++ compiler (apt-get install g++), then "
+        remedy = (
+            f"{install}build them: {sys.executable} -m dovetail.workers.kernels.build, or "
+            "install dovetail again"
+        )
+        yield Check("kernels", False, f"{missing.partition(';')[0]}; lost: {LOST}", remedy)
+        return
+    yield Check("kernels", True, f"built for {', '.join(facts.inventory['isas'])}")
+    advice = (
+        f"set target.backend = library, which loses {LOST}; build the kernels anew "
+        f"({sys.executable} -m dovetail.workers.kernels.build) with another compiler"
+    )
+    found = (
+        "; ".join(failures)
+        or "every kind of weights, on every instruction set, has the right product and the "
+        "same bytes"
+    )
+    yield Check("kernels' self-test", not failures, found, advice if failures else "")
+
+
+def _torch(facts: Facts) -> Iterator[Check]:
+    if "broken" in facts.inventory:
+        yield Check(
+            "torch",
+            False,
+            f"cannot be imported: {facts.inventory['broken']}",
+            "install it again: pip install --force-reinstall 'torch>=2.8,<2.14'",
+        )
+        return
+    build = f"for CUDA {facts.inventory['cuda']}" if facts.inventory["cuda"] else "for CPUs"
+    yield Check(
+        "torch",
+        True,
+        f"{facts.inventory['torch']}, {build}, computes on this CPU with "
+        f"{facts.inventory['cpu_capability']}",
+    )
+
+
+def _gpus(facts: Facts) -> Iterator[Check]:
+    if facts.driver_problem:
+        yield Check(
+            "GPU driver",
+            False,
+            facts.driver_problem,
+            "install the NVIDIA driver anew, or restart after an update of it; in a container "
+            "pass the GPU on (--gpus all)",
+        )
+    for index, gpu in enumerate(facts.gpus):
+        yield from _gpu(facts, index, gpu)
+    if not facts.gpus and not facts.driver_problem:
+        yield Check("GPU", True, "none: target and draft share the CPU")
+
+
+def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:
+    """Whether torch has code for a card, and the driver is new enough for torch."""
+    release, cuda = str(facts.inventory.get("torch", "")), str(facts.inventory.get("cuda", ""))
+    name, found = (
+        f"GPU {index}",
+        f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
+        f"{gpu.memory_mib} MiB, driver {gpu.driver or 'unknown'}",
+    )
+    build = (
+        build_for(gpu.capability, release=release, driver=gpu.driver)
+        if facts.machine == "x86_64"
+        else ""
+    )
+    remedy = (
+        install_command(build, release=release)
+        if build
+        else "no build of torch that dovetail runs with has code for this card: use device cpu"
+    )
+    least = driver_for(cuda)
+    if "broken" in facts.inventory:
+        yield Check(name, True, found)
+    elif not cuda:
+        yield Check(
+            name, False, f"{found}; this build of torch is for CPUs and cannot use it", remedy
+        )
+    elif not has_code_for(facts.inventory["architectures"], gpu.capability):
+        have = " ".join(facts.inventory["architectures"])
+        yield Check(
+            name, False, f"{found}; torch {release} has no code for it, only for {have}", remedy
+        )
+    elif least is not None and gpu.driver is not None and gpu.driver < least:
+        newer = f"update the driver to {least} or newer" + (
+            f", or take another build: {remedy}" if build else ""
+        )
+        yield Check(name, False, f"{found}; torch {release} needs driver {least} or newer", newer)
+    else:
+        yield Check(name, True, f"{found}; torch has code for it")
+
+
+def _cores(facts: Facts) -> Iterator[Check]:
+    topology, usable = facts.topology, len(facts.topology.threads)
+    layout = lay_out(topology)
+    physical = sum(len(node.cores) for node in topology.nodes)
+    found = (
+        f"{physical} physical, {usable} of "
+        f"{counted(facts.online_cores, 'hardware thread')} may be used "
+        f"({format_numbers(topology.threads)})"
+    )
+    places = (
+        f"target on {format_numbers(layout.target.cores)}, draft on "
+        f"{format_numbers(layout.draft.cores)}"
+    )
+    shared = set(layout.target.cores) & set(layout.draft.cores)
+    advice = (
+        "give this process a second core: a draft on the CPU shares the only one with the "
+        "target, and both wait for each other"
+        if shared
+        else ""
+    )
+    yield Check("cores", not shared, f"{found}; {places}", advice)
+    if topology.quota is not None:
+        whole = topology.quota >= 1 and topology.quota == int(topology.quota)
+        given = (
+            f"{topology.quota:g} CPUs' worth of time, laid out as "
+            f"{counted(cpus_for(topology.quota), 'core')}"
+        )
+        yield Check(
+            "CPU quota",
+            whole,
+            given,
+            ""
+            if whole
+            else "a quota that is no whole number stops all threads for a part of each period: "
+            "make it whole, or a cpuset",
+        )
+
+
+def _memory_nodes(facts: Facts) -> Iterator[Check]:
+    nodes = facts.topology.nodes
+    said = "; ".join(
+        f"node {n.number}: {counted(sum(map(len, n.cores)), 'thread')}, "
+        f"{n.memory_bytes / 2**30:.1f} GiB"
+        for n in nodes
+    )
+    if len(nodes) < 2:
+        yield Check("memory nodes", True, f"{said}; one node, so that only cores have to be bound")
+    elif facts.memory_refusal:
+        remedy = (
+            "let this container bind memory (--cap-add SYS_NICE), or start it bound from "
+            "outside (--cpuset-cpus and --cpuset-mems, or numactl)"
+        )
+        yield Check(
+            "memory nodes",
+            False,
+            f"{said}; memory cannot be bound ({facts.memory_refusal}): cores only",
+            remedy,
+        )
+    else:
+        place = lay_out(facts.topology).target
+        yield Check(
+            "memory nodes",
+            True,
+            f"{said}; memory can be bound; the target's is node {format_numbers(place.nodes)}",
+        )
+
+
+def _huge_pages(facts: Facts) -> Iterator[Check]:
+    fine = facts.huge_pages in ("always", "madvise")
+    advice = (
+        ""
+        if fine
+        else f"echo madvise | sudo tee {HUGE_PAGES}: a pass reads all weights, and with small "
+        "pages every 4 KB cost a look-up"
+    )
+    yield Check(
+        "huge pages",
+        fine,
+        f"transparent huge pages: {facts.huge_pages or 'not in this kernel'}",
+        advice,
+    )
+
+
+def _memory(facts: Facts) -> Iterator[Check]:
+    fine = facts.memory_bytes >= LEAST_MEMORY
+    found = (
+        f"{facts.memory_bytes / 2**30:.1f} GiB for this process by machine and control "
+        f"group, {facts.free_bytes / 2**30:.1f} GiB free"
+    )
+    yield Check(
+        "memory",
+        fine,
+        found,
+        ""
+        if fine
+        else "two processes with torch take about 2 GiB before any model: raise the limit",
+    )
+
+
+def _limits(facts: Facts) -> Iterator[Check]:
+    fine = facts.files >= LEAST_FILES
+    yield Check(
+        "open files",
+        fine,
+        str(facts.files),
+        ""
+        if fine
+        else f"ulimit -n {4 * LEAST_FILES} (LimitNOFILE= in a unit): a coordinator takes one "
+        "for each client",
+    )
+    fine = facts.shared_bytes >= LEAST_SHARED
+    found = (
+        f"{facts.shared_bytes / 2**20:.0f} MiB free in {SHARED_MEMORY}"
+        if facts.shared_bytes
+        else f"{SHARED_MEMORY} cannot be used"
+    )
+    yield Check(
+        "shared memory",
+        fine,
+        found,
+        "" if fine else "torch may ask for it: --shm-size=1g for a container",
+    )
+
+
+def _environment(facts: Facts) -> Iterator[Check]:
+    """Variables that would bind, cap or spin torch's threads."""
+    there = facts.environment
+    disturbing = [name for name in (*PINNING, *CAPS) if there.get(name)]
+    disturbing += [name for name, value in SPINNING.items() if there.get(name, "").lower() == value]
+    preloaded = [
+        name for name in there.get("LD_PRELOAD", "").split(":") if "iomp" in name or "mkl" in name
+    ]
+    values = {
+        **{name: there[name] for name in disturbing},
+        **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {}),
+    }
+    found, names = ", ".join(f"{name}={value}" for name, value in values.items()), " ".join(values)
+    advice = (
+        f"unset {names}: dovetail binds and counts threads itself, and what caps instructions "
+        "or makes threads spin slows it down"
+        if names
+        else ""
+    )
+    yield Check(
+        "environment",
+        not names,
+        found or "no variable that binds, caps or spins torch's threads",
+        advice,
+    )
+
+
+def _profile(facts: Facts) -> Iterator[Check]:
+    advice = (
+        facts.profile_problem
+        and "what is measured is not kept: make the place writable, or set XDG_CACHE_HOME to "
+        "one that is; remove a damaged file"
+    )
+    yield Check(
+        "profile file", not facts.profile_problem, facts.profile_problem or facts.profile, advice
+    )
+
+
+CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
+    _processor,
+    _kernels,
+    _torch,
+    _gpus,
+    _cores,
+    _memory_nodes,
+    _huge_pages,
+    _memory,
+    _limits,
+    _environment,
+    _profile,
+)

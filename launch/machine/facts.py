@@ -1,0 +1,191 @@
+"""The facts that `dovetail doctor` looks at, gathered from this machine."""
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.console.terminal import counted
+from dovetail.launch.files.directory import profile_path, writable_profile_path
+from dovetail.launch.machine.binding import memory_refusal
+from dovetail.launch.machine.topology import Topology, read_topology
+from dovetail.launch.machine.wheels import (
+    Capability,
+    parse_capability,
+)
+from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
+from dovetail.protocol.profile import ProfileError, load_profile
+
+TIMEOUT_S = 120
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+CPUINFO = Path("/proc/cpuinfo")
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_FILES = 1024
+"""A coordinator takes a file for every client and worker, and may have as many as 1024."""
+LEAST_MEMORY, LEAST_SHARED = 2 << 30, 64 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver describes it."""
+
+    name: str
+    capability: Capability
+    driver: int | None
+    memory_mib: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is there."""
+
+    machine: str
+    flags: frozenset[str]
+    topology: Topology
+    online_cores: int
+    memory_refusal: str
+    """Why memory cannot be bound to a node; empty if it can."""
+    inventory: Mapping[str, Any]
+    """Of `calibration/inventory.py` in workers; with the key `broken` alone where that could not
+    run."""
+    gpus: Sequence[Gpu] = ()
+    driver_problem: str = ""
+    huge_pages: str = "madvise"
+    memory_bytes: int = 0
+    free_bytes: int = 0
+    files: int = LEAST_FILES
+    shared_bytes: int = LEAST_SHARED
+    environment: Mapping[str, str] = field(default_factory=dict)
+    compiler: str = ""
+    profile: str = ""
+    profile_problem: str = ""
+
+
+# -- the facts -------------------------------------------------------------------------------------
+
+
+def gather() -> Facts:
+    """What there is on this machine."""
+    topology = read_topology()
+    profile, problem = _profile_state()
+    gpus, driver_problem = read_gpus()
+    return Facts(
+        machine=platform.machine(),
+        flags=_flags(CPUINFO.read_text(encoding="utf-8", errors="replace")),
+        topology=topology,
+        online_cores=os.cpu_count() or len(topology.threads),
+        memory_refusal=memory_refusal(
+            tuple(node.number for node in topology.nodes if node.memory_bytes)[:1]
+        )
+        if len(topology.nodes) > 1
+        else "",
+        inventory=_inventory(),
+        gpus=gpus,
+        driver_problem=driver_problem,
+        huge_pages=_chosen(HUGE_PAGES),
+        memory_bytes=memory_bytes(),
+        free_bytes=free_memory_bytes(),
+        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shared_bytes=shutil.disk_usage(SHARED_MEMORY).free
+        if os.access(SHARED_MEMORY, os.W_OK)
+        else 0,
+        environment=dict(os.environ),
+        compiler=next(
+            filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))),
+            "",
+        ),
+        profile=profile,
+        profile_problem=problem,
+    )
+
+
+def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
+    """The NVIDIA GPUs, as the driver's own tool describes them, and what is wrong with the driver;
+    neither where there is no such tool."""
+    query = [
+        command,
+        "--query-gpu=name,compute_cap,driver_version,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        result = subprocess.run(
+            query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return [], ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"{command} does not answer ({error})"
+    if result.returncode != 0:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        return [], f"{command} fails: {said[-1] if said else f'exit code {result.returncode}'}"
+    return [gpu for line in result.stdout.splitlines() if (gpu := _parse_gpu(line)) is not None], ""
+
+
+def _parse_gpu(line: str) -> Gpu | None:
+    name, _, rest = line.partition(",")
+    fields = [part.strip() for part in rest.split(",")]
+    capability = parse_capability(fields[0])
+    if capability is None or len(fields) < 3:
+        return None
+    driver, memory = fields[1].partition(".")[0], fields[2]
+    return Gpu(
+        name.strip(),
+        capability,
+        int(driver) if driver.isdigit() else None,
+        int(memory) if memory.isdigit() else 0,
+    )
+
+
+def _inventory() -> dict[str, Any]:
+    """What torch and the kernels bring; a crash or a missing library there is a finding, not
+    ours."""
+    command = [sys.executable, "-P", "-m", "dovetail.workers.calibration.inventory"]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        found: dict[str, Any] = json.loads(result.stdout)
+    except subprocess.TimeoutExpired:
+        return {"broken": f"no answer within {TIMEOUT_S} s"}
+    except json.JSONDecodeError:
+        said = result.stderr.strip().splitlines()
+        return {"broken": said[-1] if said else f"ended with exit code {result.returncode}"}
+    return found
+
+
+def _flags(cpuinfo: str) -> frozenset[str]:
+    """The flags of the first processor, on x86-64 and aarch64."""
+    line = next(
+        (line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), ""
+    )
+    return frozenset(line.partition(":")[2].split())
+
+
+def _chosen(path: Path) -> str:
+    """The word in brackets of a file such as "always [madvise] never"; empty if there is none."""
+    try:
+        return path.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""
+
+
+def _profile_state() -> tuple[str, str]:
+    """What the profile file holds, and what is wrong with it."""
+    path = writable_profile_path()
+    if path is None:
+        return "", f"{profile_path()} cannot be written"
+    try:
+        entries = len(load_profile(path).entries)
+    except ProfileError as error:
+        return "", str(error)
+    return (
+        f"{path}: {counted(entries, 'measured combination') if entries else 'nothing measured yet'}",  # noqa: E501
+        "",
+    )

@@ -1,0 +1,345 @@
+"""Forecasts for other trees and settings: tokens and time of their rounds, from the run so far."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from statistics import fmean, median
+
+from dovetail.launch.profiling.rounds import PARTS
+from dovetail.launch.profiling.timeline import NS
+from dovetail.protocol.messages import RoundRecord
+from dovetail.protocol.tree import ROOT
+from dovetail.runtime.costs import RowCosts
+from dovetail.runtime.planner import DRAFTED_HOPS, PLAIN_HOPS
+from dovetail.runtime.policies import cut
+
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
+SWITCHED = 8
+"""Times that the rate which goodput goes by is taken from its own result; it moves no further
+then."""
+LEAST_PLAIN = 4
+"""Rounds without a draft that tell what is beside one; the first of a session is often one, and
+slow."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A size: nodes verified at most, and levels."""
+
+    gamma: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rounds of some settings bring, on average."""
+
+    tokens: float
+    seconds: float
+    rows: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A round: the levels of its nodes, best first, their log-probabilities, and which the target
+    chose."""
+
+    levels: tuple[int, ...]
+    scores: tuple[float, ...]
+    accepted: tuple[int, ...]
+    foreseen: bool
+    """Whether the next root was in the tree too."""
+    passes_s: tuple[float, ...]
+    """Of the draft, those that the proposal waited for."""
+    beside_s: float
+    """Drafting that was waited for in no pass."""
+    begun: bool
+    """Whether some of its drafting was done ahead, and is not among the passes."""
+
+    @classmethod
+    def of(cls, record: RoundRecord, foreseen: bool) -> "Offer":
+        """Of the nodes that were verified: of the others it is not known whether the target would
+        have chosen them."""
+        sums = [0, *accumulate(taken for _, taken in record.passes)]
+        own = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
+        passes = tuple(taken / NS for _, taken in record.passes[:own])
+        levels, scores = (
+            levels_of(record.parents[: record.verified]),
+            record.scores[: record.verified],
+        )
+        return cls(
+            levels,
+            scores,
+            record.accepted,
+            foreseen,
+            passes,
+            record.draft_ns / NS - sum(passes),
+            record.hit and record.ahead > 0,
+        )
+
+    def kept(self, tree: Tree) -> list[int]:
+        """The nodes that such a tree would have had."""
+        return [node for node, level in enumerate(self.levels) if level <= tree.depth][: tree.gamma]
+
+    def brings(self, kept: Sequence[int]) -> int:
+        """How many of the chosen nodes are among those that are kept: the beginning of the path."""
+        there = set(kept)
+        return next(
+            (place for place, node in enumerate(self.accepted) if node not in there),
+            len(self.accepted),
+        )
+
+
+def levels_of(parents: Sequence[int]) -> tuple[int, ...]:
+    """The level of every node of a tree; children of the root are at level 1."""
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(1 if parent == ROOT else levels[parent] + 1)
+    return tuple(levels)
+
+
+def offers_of(records: Sequence[Sequence[RoundRecord]]) -> list[Offer]:
+    """The drafted rounds of replies, each with whether the next one found its root in the tree."""
+    found = []
+    for reply in records:
+        found += [
+            Offer.of(record, after.hit)
+            for record, after in pairwise(reply)
+            if record.verified and record.draft_ns
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What everything in a round costs, but for drafting, which stands with each offer."""
+
+    verify_s: Callable[[int], float]
+    """T_V over the rows that a session has in a pass."""
+    beside_s: float
+    """Messages and the coordinator, a drafted round; `plain_beside_s`: without a draft."""
+    plain_beside_s: float
+    waiting: float = 0.0
+    """For workers that serve other sessions, over the rest of a round: the longer that is, the
+    longer are those of others."""
+
+    @property
+    def alone_s(self) -> float:
+        """A round of the target alone."""
+        return (self.verify_s(1) + self.plain_beside_s) * (1.0 + self.waiting)
+
+    def scaled(self, factor: Callable[[int], float]) -> "Prices":
+        """With passes that take `factor(rows)` times as long."""
+        return replace(self, verify_s=lambda rows: self.verify_s(rows) * factor(rows))
+
+
+def prices_of(
+    records: Sequence[RoundRecord],
+    plain: Sequence[RoundRecord],
+    costs: RowCosts,
+    sessions: float = 1.0,
+) -> Prices:
+    """From rounds with a draft and some without; `costs` has seen the passes of both, which serve
+    so many `sessions` with as many rows each."""
+    every = [*records, *plain]
+    context = fmean(record.prefix for record in every)
+    drafted = fmean(_beside(records or every))
+    alone = (
+        median(_beside(plain))
+        if len(plain) >= LEAST_PLAIN or not records
+        else drafted * PLAIN_HOPS / DRAFTED_HOPS
+    )
+    queue_ns = sum(record.queue_ns for record in every)
+    rest_ns = sum(
+        getattr(record, f"{part}_ns") for record in every for part in PARTS if part != "queue"
+    )
+    table = costs.table(1 + max(*GAMMAS, *(record.verified for record in every)), context)
+
+    def verify_s(rows: int) -> float:
+        every_row = round(rows * sessions)
+        return table[every_row] if every_row < len(table) else costs.at(every_row, context)
+
+    return Prices(verify_s, drafted, alone, queue_ns / rest_ns if rest_ns else 0.0)
+
+
+def _beside(records: Sequence[RoundRecord]) -> list[float]:
+    return [(record.transport_ns + record.coordinator_ns) / NS for record in records]
+
+
+class Forecast:
+    """What rounds of other settings would cost and bring."""
+
+    def __init__(
+        self,
+        offers: Sequence[Offer],
+        prices: Prices,
+        *,
+        exposed_s: float | None = None,
+        rate: float | None = None,
+        tree: Tree,
+        width: int | None = None,
+        ahead: bool,
+        hit_rate: float | None = None,
+        alone_from: str = "",
+        reads: bool = False,
+        cuts: bool = False,
+    ) -> None:
+        """`offers`: none where nothing is drafted; `exposed_s`: drafting that a round of the
+        settings in force waits for, and `rate`: its tokens a second, where they were measured;
+        `tree`, `width` and `ahead` are these settings; `hit_rate`: of rounds that were drafted
+        ahead, where there were any; `alone_from`: how the rate of the target alone is known;
+        `reads`: whether the draft is a head, which makes a pass in any case; `cuts`: whether the
+        tree's size follows what pays."""
+        (
+            self.offers,
+            self.prices,
+            self.rate,
+            self.tree,
+            self.width,
+            self.ahead,
+            self.reads,
+            self.cuts,
+        ) = offers, prices, rate, tree, width, ahead, reads, cuts
+        self.hit_rate, self.alone_from = hit_rate, alone_from
+        self._factor = 1.0
+        if offers and exposed_s is not None and (guessed := self._exposed_s(tree, ahead)) > 0.0:
+            self._factor = exposed_s / guessed
+
+    @property
+    def most(self) -> Tree:
+        """The largest tree that the offers tell anything of."""
+        return Tree(
+            max(len(offer.levels) for offer in self.offers),
+            max(max(offer.levels) for offer in self.offers),
+        )
+
+    @cached_property
+    def now(self) -> Outcome:
+        """The settings in force."""
+        return self.goodput(self.tree.depth) if self.cuts and self.offers else self.of(self.tree)
+
+    @property
+    def alone(self) -> Outcome:
+        """The target without a draft."""
+        return Outcome(1.0, self.prices.alone_s, 1.0)
+
+    @property
+    def off(self) -> float | None:
+        """By how much the forecast of the settings in force misses what was measured."""
+        return self.now.rate / self.rate - 1.0 if self.rate else None
+
+    def of(self, tree: Tree, *, ahead: bool | None = None, prices: Prices | None = None) -> Outcome:
+        """Rounds with a tree of that size."""
+        prices = prices or self.prices
+        if not self.offers:
+            return Outcome(1.0, prices.alone_s, 1.0)
+        kept = [offer.kept(tree) for offer in self.offers]
+        tokens = fmean(
+            1 + offer.brings(nodes) for offer, nodes in zip(self.offers, kept, strict=True)
+        )
+        rows = [
+            self._rows(offer, nodes, tree) for offer, nodes in zip(self.offers, kept, strict=True)
+        ]
+        verify_s = fmean(prices.verify_s(count) for count in rows)
+        exposed_s = self._waited_s(tree, self.ahead if ahead is None else ahead)
+        return Outcome(
+            tokens, (exposed_s + verify_s + prices.beside_s) * (1.0 + prices.waiting), fmean(rows)
+        )
+
+    def _rows(self, offer: Offer, kept: Sequence[int], tree: Tree) -> int:
+        """Of the pass: where levels are left out, other nodes take their place, as many as `width`
+        allows; what those bring is not known, and left out."""
+        if tree.depth >= max(offer.levels):
+            return 1 + len(kept)
+        room = (
+            len(offer.levels)
+            if self.width is None
+            else self.width + (tree.depth - 1) * self.width**2
+        )
+        return 1 + max(len(kept), min(tree.gamma, len(offer.levels), room))
+
+    def goodput(self, depth: int) -> Outcome:
+        """Rounds of so many levels, of which as many nodes are verified as pay."""
+        outcome = self.of(Tree(self.tree.gamma, depth))
+        most = len(self.offers[0].levels)
+        for _ in range(SWITCHED):
+            outcome = self._cut(outcome.rate, Tree(most, depth))
+        return outcome
+
+    def _cut(self, rate: float, tree: Tree) -> Outcome:
+        tokens, verify_s, rows = [], [], []
+        for offer in self.offers:
+            kept = offer.kept(tree)
+            (count,) = cut(
+                [[offer.scores[node] for node in kept]], rate=rate, seconds=self.prices.verify_s
+            )
+            tokens.append(1 + offer.brings(kept[:count]))
+            verify_s.append(self.prices.verify_s(1 + count))
+            rows.append(1 + count)
+        exposed_s = self._waited_s(tree, self.ahead)
+        seconds = exposed_s + fmean(verify_s) + self.prices.beside_s
+        return Outcome(fmean(tokens), seconds * (1.0 + self.prices.waiting), fmean(rows))
+
+    def _exposed_s(self, tree: Tree, ahead: bool) -> float:
+        """Drafting that a round waits for: as many passes as there are levels; ahead, on a hit,
+        only what the target's pass leaves of them."""
+        whole, total = [offer for offer in self.offers if not offer.begun] or self.offers, 0.0
+        for offer in whole:
+            drafting_s = sum(offer.passes_s[: tree.depth]) + offer.beside_s
+            if ahead:
+                kept = offer.kept(tree)
+                left_s = max(0.0, drafting_s - self.prices.verify_s(self._rows(offer, kept, tree)))
+                least_s = (
+                    offer.passes_s[0] + offer.beside_s if self.reads and offer.passes_s else 0.0
+                )
+                hit = float(offer.foreseen) if self.hit_rate is None else self.hit_rate
+                hit = 1.0 if offer.brings(kept) < len(offer.accepted) else hit
+                drafting_s += hit * (max(left_s, least_s) - drafting_s)
+            total += drafting_s
+        return total / len(whole)
+
+    def _waited_s(self, tree: Tree, ahead: bool) -> float:
+        """The same, as much as was measured where that was so."""
+        return self._exposed_s(tree, ahead) * (self._factor if ahead is self.ahead else 1.0)
+
+    @property
+    def in_turn_s(self) -> float:
+        """Drafting of a round of the settings in force if none of it were done ahead."""
+        return self._waited_s(self.tree, False) if self.offers else 0.0
+
+    @property
+    def exposed_s(self) -> float:
+        """Drafting that a round of the settings in force waits for, with the waiting that comes of
+        it."""
+        return self._waited_s(self.tree, self.ahead) * (1.0 + self.prices.waiting)
+
+
+def curve_of(forecast: Forecast) -> Mapping[int, Outcome]:
+    """What trees of the same levels would bring, by gamma; 0 is the target alone."""
+    if not forecast.offers:
+        return {0: forecast.alone}
+    gammas = sorted(
+        {gamma for gamma in GAMMAS if gamma <= forecast.most.gamma}
+        | {min(forecast.tree.gamma, forecast.most.gamma)}
+    )
+    return {
+        0: forecast.alone,
+        **{gamma: forecast.of(Tree(gamma, forecast.tree.depth)) for gamma in gammas},
+    }
+
+
+def at_positions(records: Sequence[RoundRecord]) -> list[float]:
+    """Share of the drafted rounds that accepted a node at depth 1, 2, ..."""
+    drafted = [record for record in records if record.verified]
+    counts: dict[int, int] = defaultdict(int)
+    for record in drafted:
+        for depth in range(len(record.accepted)):
+            counts[depth] += 1
+    return [counts[depth] / len(drafted) for depth in range(len(counts))]

@@ -1,0 +1,166 @@
+"""The settings there are: names, types, defaults, and in words what each may be."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings import Frozen, Settings
+
+PREFIX = "DOVETAIL_"
+SEVERAL = "one or more"
+ALL_SECTIONS = tuple(Settings.model_fields)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the tree of settings."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper().replace(".", "__")
+
+    @property
+    def default(self) -> Any:
+        return self.field.default
+
+    @cached_property
+    def type(self) -> Any:
+        return (
+            Annotated[self.field.annotation, *self.field.metadata]
+            if self.field.metadata
+            else self.field.annotation
+        )
+
+    @cached_property
+    def expected(self) -> str:
+        """In words, what the setting may be."""
+        return " or ".join(_expected(self.type))
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it maps things to things: a flag for it can be given several times."""
+        return (
+            get_origin(self.field.annotation) is tuple
+            and get_origin(get_args(self.field.annotation)[0]) is tuple
+        )
+
+    def parse(self, text: str, origin: str) -> Any:
+        """The value that a flag or a variable spells; `SettingsError` if it spells none."""
+        try:
+            return TypeAdapter(self.type).validate_strings(text)
+        except ValidationError as error:
+            raise SettingsError(self.complaint(error, text, origin)) from None
+
+    def complaint(self, error: ValidationError, value: Any, origin: str) -> str:
+        """What is wrong with a value, and what would be right."""
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "value_error":
+            return (
+                f"{self.name} = {value!r} ({origin}): "
+                f"{str(first['msg']).removeprefix('Value error, ')}"
+            )
+        return f"{self.name} = {value!r} ({origin}) is not possible: write {self.expected}"
+
+    def flag_text(self, value: Any) -> str:
+        """The text that `parse` reads as this value."""
+        if isinstance(value, tuple):
+            return ",".join(
+                f"{part[0]}={part[1]!r}" if self.is_table else str(part) for part in value
+            )
+        return str(value)
+
+    def toml(self, value: Any) -> str:
+        """The value as a TOML file has it."""
+        if not self.is_table:
+            return json.dumps(list(value) if isinstance(value, tuple) else value)
+        return (
+            f"{{ {', '.join(f'{key} = {number!r}' for key, number in value)} }}" if value else "{}"
+        )
+
+
+def _settings() -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for section, part in Settings.model_fields.items():
+        found.update(_leaves(section, part))
+    return found
+
+
+def _leaves(name: str, info: FieldInfo) -> dict[str, Setting]:
+    """A setting, or those of a table of settings."""
+    model = info.annotation
+    if not (isinstance(model, type) and issubclass(model, Frozen)):
+        return {name: Setting(name, info)}
+    return {
+        found: leaf
+        for key, part in model.model_fields.items()
+        for found, leaf in _leaves(f"{name}.{key}", part).items()
+    }
+
+
+SETTINGS = _settings()
+"""Dotted name -> setting, in the order of the model."""
+
+
+def _expected(kind: Any) -> list[str]:
+    if get_origin(kind) is Annotated:
+        inner, *metadata = get_args(kind)
+        bounds = [
+            m
+            for part in metadata
+            for m in (part.metadata if isinstance(part, FieldInfo) else [part])
+        ]
+        return [_bounded(words, bounds) for words in _expected(inner)]
+    if get_origin(kind) is Literal:
+        return [repr(value) for value in get_args(kind)]
+    if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is not tuple:
+        return [
+            f"{SEVERAL} with commas between them, each {' or '.join(_expected(get_args(kind)[0]))}"
+        ]
+    if get_origin(kind) is tuple:  # of pairs
+        key, value = (_expected(part)[0] for part in get_args(get_args(kind)[0]))
+        return [f"{SEVERAL} of A=B with commas between them, A {key} and B {value}"]
+    if get_args(kind):
+        return [words for part in get_args(kind) for words in _expected(part)]
+    return [{int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")]
+
+
+def _bounded(words: str, bounds: Sequence[Any]) -> str:
+    found = {
+        key: getattr(b, key)
+        for b in bounds
+        for key in ("ge", "gt", "le", "lt", "max_length")
+        if getattr(b, key, None) is not None
+    }
+    low = (
+        f" from {found['ge']}"
+        if "ge" in found
+        else f" above {found['gt']}"
+        if "gt" in found
+        else ""
+    )
+    high = (
+        f" to {found['le']}" if "le" in found else f" below {found['lt']}" if "lt" in found else ""
+    )
+    many = (
+        f", at most {found['max_length']} of them"
+        if "max_length" in found and words.startswith(SEVERAL)
+        else ""
+    )
+    return words + low + high + many
+
+
+def names_in(sections: Sequence[str]) -> list[str]:
+    return [name for name in SETTINGS if name in sections or name.split(".")[0] in sections]

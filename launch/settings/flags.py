@@ -1,0 +1,219 @@
+"""Settings as flags of a command, and the help that shows them."""
+
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, get_origin
+
+import click
+
+from dovetail.launch.console.help import Grouped, HelpCommand
+from dovetail.launch.console.migration import context_size
+from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS, Setting, names_in
+from dovetail.launch.settings.configure import configure
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings import DRAFT_KINDS
+
+GROUPS = {
+    "target": "Models",
+    "draft": "Models",
+    "memory": "Models",
+    "tree": "Decoding",
+    "sampling": "Decoding",
+    "coordinator": "Serving",
+    "http": "Serving",
+}
+"""Section -> the heading of its options in the help."""
+BASIC = (
+    "target.model",
+    "target.weights",
+    "memory.vram",
+    "tree.policy",
+    "sampling.temperature",
+    "sampling.max_tokens",
+)
+"""Settings that `--help` shows; `--help-all` has the others."""
+SettingsCommand = HelpCommand
+LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
+"""Settings that `--help` of a server shows as well."""
+DECODING_SECTIONS = tuple(section for section in ALL_SECTIONS if section != "http")
+"""Those of whoever decodes without a server."""
+SHORT_FORMS = {
+    "target.model": "--target",
+    "target.weights": "--weights",
+    "target.backend": "--backend",
+    "target.inflate": "--inflate",
+    "tree.policy": "--policy",
+    "tree.gamma": "--gamma",
+    "sampling.temperature": "--temperature",
+    "sampling.top_k": "--top-k",
+    "sampling.top_p": "--top-p",
+    "sampling.min_p": "--min-p",
+    "sampling.repetition_penalty": "--repetition-penalty",
+    "sampling.presence_penalty": "--presence-penalty",
+    "sampling.frequency_penalty": "--frequency-penalty",
+    "sampling.logit_bias": "--logit-bias",
+    "sampling.min_tokens": "--min-tokens",
+    "sampling.max_tokens": "--max-tokens",
+    "coordinator.listen": "--listen",
+    "coordinator.keys": "--keys",
+    "coordinator.record": "--record-messages",
+}
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+
+class SettingsFile(click.Path):
+    """A file of settings; what another program means by `-c` is told from it."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        hint = None if Path(value).exists() else context_size(os.fspath(value))
+        if hint is not None:
+            raise click.UsageError(hint, ctx)
+        return super().convert(value, param, ctx)
+
+
+def settings_flags(
+    *sections: str,
+    without: Sequence[str] = (),
+    shown: Sequence[str] = (),
+    stratified: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the flags of these sections, or of single settings by their dotted names, and
+    `--config`, and calls it with the settings in force as `configuration`.
+
+    `without` are short forms that the command has another use for, `shown` the settings that its
+    `--help` has beside those of `BASIC`. `stratified`: whether a command
+    that has flags for the tree needs the thresholds of `heterospec`.
+    """
+    stratified = stratified and "tree" in sections
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def with_configuration(config: Path | None, **parameters: Any) -> Any:
+            given = take_settings(parameters)
+            local = parameters.get("connect") is None
+            return function(
+                configuration=configure(
+                    flags=given, file=config, demo=local, stratified=stratified
+                ),
+                **parameters,
+            )
+
+        decorated: Callable[..., Any] = with_configuration
+        for option in reversed(_options(sections, without, shown)):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+def take_settings(parameters: dict[str, Any]) -> dict[str, str]:
+    """Takes the settings out of a command's parameters: dotted name -> text of those that were
+    given."""
+    flags = {
+        name: parameters.pop(_parameter(name))
+        for name in SETTINGS
+        if _parameter(name) in parameters
+    }
+    texts = {
+        name: ",".join(text) or None if isinstance(text, tuple) else text
+        for name, text in flags.items()
+    }
+    given = {name: text for name, text in texts.items() if text is not None}
+    if (draft_short := parameters.pop("draft_short", None)) is not None:
+        name = "draft.kind" if draft_short in DRAFT_KINDS else "draft.model"
+        _check_misspelling(draft_short)
+        if given.setdefault(name, draft_short) != draft_short:
+            raise SettingsError(
+                f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one "
+                "of them out"
+            )
+    return given
+
+
+def _options(
+    sections: Sequence[str], without: Sequence[str], shown: Sequence[str]
+) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    file = SettingsFile(dir_okay=False, path_type=Path)
+    options: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
+        click.option("-c", "--config", type=file, cls=Grouped, help="TOML file of settings.")
+    ]
+    for name in names_in(sections):
+        setting = SETTINGS[name]
+        group = GROUPS[name.partition(".")[0]]
+        short = SHORT_FORMS.get(name)
+        forms = [setting.flag, *([] if short is None or short in without else [short])]
+        text = (
+            f"{setting.field.description}  [default: "
+            f"{'empty' if setting.default in ('', ()) else setting.default}]"
+        )
+        options.append(
+            click.option(
+                *forms,
+                _parameter(name),
+                metavar=_metavar(setting),
+                multiple=setting.is_table,
+                cls=Grouped,
+                group=group,
+                rare=name not in (*BASIC, *shown),
+                help=text,
+            )
+        )
+        if name == "draft.model":
+            text = (
+                "the draft by its kind (such as dovetail, a head, or ngram, a look-up) or "
+                "its model; none decodes with the target alone"
+            )
+            options.append(
+                click.option(
+                    "--draft",
+                    "draft_short",
+                    metavar="MODEL|KIND|none",
+                    cls=Grouped,
+                    group=group,
+                    help=text,
+                )
+            )
+    return options
+
+
+def _check_misspelling(draft: str) -> None:
+    """`SettingsError` if `draft` is a number, or nearly a kind, and no folder: it would be looked
+    for on the hub."""
+    if draft.isdigit() and not Path(draft).exists():
+        raise SettingsError(
+            f"--draft {draft} is no kind of draft and no folder: --draft names the draft, and "
+            "--tree.gamma says how many nodes are verified"
+        )
+    near: list[str] = (
+        []
+        if draft in DRAFT_KINDS or Path(draft).expanduser().exists()
+        else difflib.get_close_matches(draft, DRAFT_KINDS, 1, 0.75)
+    )
+    if near:
+        raise SettingsError(
+            f"--draft {draft} is no kind of draft and no folder: did you mean {near[0]}? (a "
+            f"model of the hub: --draft.model {draft})"
+        )
+
+
+def _parameter(name: str) -> str:
+    return "setting_" + name.replace(".", "__")
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.is_table:
+        return "A=B"
+    if get_origin(setting.field.annotation) is tuple:
+        return "A,B,..."
+    kinds = {"whole number": "INTEGER", "number": "NUMBER"}
+    return next((metavar for words, metavar in kinds.items() if words in setting.expected), "TEXT")
