@@ -1,0 +1,226 @@
+"""What the README files say is there: links, paths, commands, options, settings, tables."""
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+from dovetail.launch.cli import COMMANDS
+from dovetail.launch.console import migration
+from dovetail.launch.settings.configure import SETTINGS
+from dovetail.protocol.messages import VERSION
+from dovetail.runtime.http.fields import INSTEAD
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "*/*.md", "tests/*/*.md", "launch/demo/README.md")
+    for path in ROOT.glob(pattern)
+    if not path.relative_to(ROOT).parts[0].startswith((".", "build"))
+)
+MOST_LINES, MOST_COLUMNS = 200, 100
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"`([^`\n]+)`")
+OPTION = re.compile(r"--[a-z][\w.-]*")
+OTHERS = (
+    "pip",
+    "hf ",
+    "vllm",
+    "guidellm",
+    "python",
+    "accelerate",
+    "openssl",
+    "curl",
+    "apt",
+    "--cap-",
+)
+"""How code that is about other programs begins."""
+TOP = ("launch", "protocol", "runtime", "tests", "workers")
+
+
+@pytest.fixture(params=PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def page(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+@cache
+def commands() -> dict[str, click.Command]:
+    """Every command as it is typed, such as `train dovetail`."""
+    modules = {
+        name: importlib.import_module(f"dovetail.launch.commands.{name}") for name in COMMANDS
+    }
+    return dict(_leaves("", {name: module.command for name, module in modules.items()}))
+
+
+def _leaves(above: str, group: dict[str, click.Command]) -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.items():
+        yield f"{above}{name}", command
+        if isinstance(command, click.Group):
+            yield from _leaves(f"{above}{name} ", command.commands)
+
+
+def options_of(command: click.Command) -> set[str]:
+    own = {opt for p in command.params for opt in (*p.opts, *p.secondary_opts)}
+    return own | {"-h", "--help", "--help-all"}
+
+
+@cache
+def programs_options() -> set[str]:
+    """The options of the programs among the tests, as their sources name them."""
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*/*.py"))
+    return {option for source in sources for option in re.findall(r'"(--[a-z][\w-]*)', source)}
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """Lines of the shell blocks, without their comments."""
+    for language, block in FENCE.findall(text):
+        if language == "sh":
+            yield from (re.sub(r"\s+#.*$", "", line) for line in block.splitlines() if line.strip())
+
+
+def inline(text: str) -> list[str]:
+    """What is written in code within sentences and tables, but for the tables of migrants."""
+    prose = re.sub(
+        r"^\| (`-.*\| (llama-server|vLLM|ollama)).*$", "", FENCE.sub("", text), flags=re.M
+    )
+    return CODE.findall(prose)
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MOST_LINES
+
+
+def test_prose_is_no_wider_than_code(page: Path) -> None:
+    if page.name == "MESSAGES.md" or "heads" in page.parts:
+        return
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "!["))]
+    assert [line for line in prose if len(line) > MOST_COLUMNS] == []
+
+
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(path), f"{page.name}: {link}"
+
+
+def test_paths_are_there(page: Path) -> None:
+    for code in inline(page.read_text(encoding="utf-8")):
+        name = code.split()[0].partition("::")[0].rstrip("/")
+        ours = name.startswith(tuple(f"{top}/" for top in TOP))
+        if (ours or re.fullmatch(r"[\w/]+\.py", name)) and not re.search(r"[*<>|A-Z{]", name):
+            assert any((at / name).exists() for at in (ROOT, page.parent)), f"{page.name}: {code}"
+
+
+def test_commands_and_their_options_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    typed = [line for line in shell_lines(text) if "dovetail " in line] + [
+        code for code in inline(text) if code.startswith("dovetail ")
+    ]
+    for line in typed:
+        for part in re.findall(r"(?:^|&& |\.venv/bin/)dovetail (.*?)(?:$| && )", line):
+            words = shlex.split(part.replace("...", ""))
+            if not words or words[0].startswith("-") or words[0].isupper():
+                continue
+            name = " ".join(words[:2])
+            name = name if name in commands() else words[0]
+            assert name in commands(), f"{page.name}: {line}"
+            named = {word.partition("=")[0] for word in words if OPTION.match(word)}
+            assert named <= options_of(commands()[name]), f"{page.name}: {line}"
+
+
+def test_options_in_sentences_are_there(page: Path) -> None:
+    known = {opt for command in commands().values() for opt in options_of(command)}
+    known |= programs_options() | {"--version", "--index-url", "--check"}
+    for code in inline(page.read_text(encoding="utf-8")):
+        if code.startswith((*OTHERS, "dovetail ", "tests/", "pytest", "vllm")):
+            continue
+        named = {option.rstrip(".") for option in OPTION.findall(code)}
+        assert named <= known, f"{page.name}: {code}"
+
+
+def test_settings_and_variables_are_there(page: Path) -> None:
+    sections = {name.partition(".")[0] for name in SETTINGS}
+    variables = {setting.variable for setting in SETTINGS.values()} | {"DOVETAIL_API_KEY"}
+    text = page.read_text(encoding="utf-8")
+    for code in inline(text):
+        for name in re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)+)\b", code):
+            if name.partition(".")[0] in sections and not name.endswith(
+                (".py", ".md", ".json", ".key", ".pub", ".toml", ".svg")
+            ):
+                assert name in SETTINGS or any(s.startswith(f"{name}.") for s in SETTINGS), name
+    for variable in re.findall(r"\bDOVETAIL_\w+", text):
+        assert variable in variables
+
+
+def test_programs_of_the_tests_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for folder in re.findall(r"python tests/(\w+)(?!\S*\.py)\b", text):
+        assert (ROOT / "tests" / folder / "__main__.py").exists(), folder
+    known = (ROOT / "tests" / "benchmarks" / "commands.py").read_text(encoding="utf-8")
+    for name in re.findall(r"python tests/benchmarks ([a-z]\w*)", text):
+        assert name in known, name
+
+
+def test_the_tables_of_migrants_are_what_the_command_line_answers_with() -> None:
+    manual = (ROOT / "launch" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`-.*) \| (.*) \| (.*) \|$", manual, re.MULTILINE)
+    assert rows == [
+        (", ".join(f"`{name}`" for name in foreign.names), foreign.whose, foreign.here)
+        for foreign in migration.FLAGS
+    ]
+    after = manual.partition("| `ollama`, `vllm` | here |")[2]
+    assert dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", after, re.MULTILINE)) == (
+        migration.COMMANDS
+    )
+    requests = (ROOT / "runtime" / "README.md").read_text(encoding="utf-8")
+    table = requests.partition("### Fields of other servers")[2].partition("\n#")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == dict(INSTEAD)
+
+
+def test_every_command_stands_in_the_manual() -> None:
+    manual = (ROOT / "launch" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"dovetail {name}" not in manual] == []
+
+
+def test_the_page_of_the_algorithm_is_quoted_as_it_is() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (quoted,) = [block for language, block in FENCE.findall(readme) if language == "python"]
+    source = (ROOT / "workers" / "speculation" / "decode.py").read_text(encoding="utf-8")
+    assert "".join(f"        {line}\n" for line in quoted.splitlines()) in source
+
+
+def test_the_tree_names_what_is_there() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tree,) = [block for language, block in FENCE.findall(readme) if not language]
+    above = ROOT
+    for line in tree.splitlines():
+        names = re.findall(r"[\w.]+/", line[:60])
+        above = ROOT / names[0] if not line.startswith(" ") else above
+        for name in names if line.startswith(" ") else names[:1]:
+            base = ROOT if not line.startswith(" ") else above
+            assert (base / name).is_dir(), line
+
+
+def test_the_wire_is_described_in_the_version_that_is_spoken() -> None:
+    first = (ROOT / "protocol" / "MESSAGES.md").read_text(encoding="utf-8").splitlines()[2]
+    assert first.startswith(f"Protocol version {VERSION[0]}.{VERSION[1]}.")
