@@ -18,9 +18,9 @@ def rope(kind: str, **others: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **others}}
 
 
-def longrope(long: float) -> dict[str, Any]:
+def longrope(long: float, original: int = ORIGINAL) -> dict[str, Any]:
     factors = {"short_factor": [1.0] * 8, "long_factor": [long] * 8}
-    return rope("longrope", factor=6.0, original_max_position_embeddings=ORIGINAL, **factors)
+    return rope("longrope", factor=6.0, original_max_position_embeddings=original, **factors)
 
 
 YARN = rope("yarn", factor=6.0, original_max_position_embeddings=ORIGINAL)
@@ -89,6 +89,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama longrope": (
         "Llama",
         longrope(4.0),
+        "rotary embeddings of type longrope .llama. .*longest sequence of a pass",
+    ),
+    "llama longrope that changes among the first tokens": (
+        "Llama",
+        longrope(4.0, original=8),
+        "rotary embeddings of type longrope .llama. .*longest sequence of a pass",
+    ),
+    "llama longrope that changes behind the second token": (
+        "Llama",
+        longrope(4.0, original=2),
         "rotary embeddings of type longrope .llama. .*longest sequence of a pass",
     ),
     "phi3 longrope": (

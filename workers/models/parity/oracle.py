@@ -111,8 +111,8 @@ class Oracle:
         return torch.cat([self.tokens[: self.dense], self.tokens])
 
     def _record(self) -> None:
-        """Run the model's own forward around its layers: by eager attention for each run and for
-        all rows at once, and by ours."""
+        """Run the model's own forward around its layers: by eager attention for each run, for all
+        rows at once and for the first two alone, and by ours."""
         offsets = list(accumulate((run.count for run in self.runs), initial=0))
         parts = [
             slice(first, first + run.count) for first, run in zip(offsets, self.runs, strict=False)
@@ -132,6 +132,7 @@ class Oracle:
                     for run, part in zip(self.runs, parts, strict=True)
                 ]
             self._whole = self._called(slice(0, self.count), ClaimedCache(0))
+            shortest = self._called(slice(0, 2), ClaimedCache(0))  # at 0 nothing is rotated
             self._check_positions()
         self.isolated, self.last, self.final = (
             self._whole.isolated,
@@ -143,6 +144,7 @@ class Oracle:
         with implementation(self._model, attention.IMPLEMENTATION, *self._layers):
             self._ours = self._called_with(*rows, None, **ours)
         for index in range(len(self._layers)):
+            self._compare(shortest.calls[index], self._whole.calls[index], 2, 0, self.count)
             for run, part, calls in zip(self.runs, parts, self._of_runs, strict=True):
                 self._compare(
                     calls.calls[index], self._whole.calls[index], run.count, part.start, self.count
