@@ -136,7 +136,7 @@ class Answers:
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
         live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         if worker is not live.target:
-            live.draft_read(now_ns)
+            live.draft_read(now_ns, event.spans)
             return
         if event.bonus is not None and event.bonus >= worker.facts.size:
             yield Fail(
@@ -198,7 +198,7 @@ class Answers:
     def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
         live = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
         live.passed_on(size)
-        live.draft_read(now_ns)
+        live.draft_read(now_ns, event.spans)
 
     def _refed(self, worker: Worker, event: Refed, size: int) -> Effects[None]:
         live = self._answer(worker, event.session, Owed(Refed, event.round), "target")

@@ -356,6 +356,8 @@ class PairCosts:
     draft: RowCosts = field(default_factory=RowCosts)
     reading: Lags = field(default_factory=Lags)
     """By how much later than its target the draft has read a prompt."""
+    prompts: Lags = field(default_factory=Lags)
+    """What the draft took to read a prompt, waiting for features not counted."""
     exposed_s: Average = field(default_factory=Average)
     """Drafting that a round with a draft waited for."""
     draft_hop_s: Average = field(default_factory=Average)

@@ -115,8 +115,12 @@ class Dispatch:
                 self._post.later(BURST_S, lambda: self._read_after_all(live))
 
     def _drafts_soon(self, live: Live) -> bool:
-        """Return whether a session is drafted for once all sessions that are opening run."""
-        return live.pilot.drafts_soon(self._coming(live))
+        """Return whether a session is drafted for once all sessions that are opening run, and it
+        pays to have its draft read the prompt for that."""
+        load = self._coming(live)
+        return live.pilot.drafts_soon(load) and live.pilot.worth_reading(
+            live.session.to_brief, live.session.room, load
+        )
 
     def _coming(self, live: Live) -> Load:
         """Return the load of a session's workers once all sessions that are opening run."""
@@ -134,7 +138,7 @@ class Dispatch:
     def can_draft(self, live: Live, load: Load) -> bool:
         """Return whether a session is drafted for at the load that it runs at. If the draft has not
         read its prompt, it is not where so many others are about to run that drafting will stop,
-        nor where the reply is about to end."""
+        nor where the rest of the reply would not pay for that."""
         if not live.pilot.drafts_at(load):
             return False
         if live.draft is None or live.session.number not in live.draft.turns.postponed:

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verify
 from dovetail.protocol.spans import Span
 from dovetail.runtime.loads import Load
-from dovetail.runtime.metrics import Account, RoundTimes
+from dovetail.runtime.metrics import Account, RoundTimes, extent_ns
 from dovetail.runtime.observing import Observing, Waits, offset
 from dovetail.runtime.pilot import Pilot
 from dovetail.runtime.registry import ClientPeer, Worker
@@ -89,6 +89,8 @@ class Live:
     """Of the round that runs."""
     opened_ns: int | None = None
     """When the target had read the prompt, as long as the draft has not."""
+    reading_ns: int = 0
+    """What the draft has taken so far for what it reads before it can be asked."""
     other_rows: int = 1
     """Rows of the pass that the session waits for, without its own nodes: what it would have
     without a draft."""
@@ -109,6 +111,8 @@ class Live:
     """When its client was last told a token."""
     _prompts: int = 0
     """That its workers had been given to read when the round began."""
+    _read: bool = False
+    """Whether one of them was reading then."""
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
         """Give the session an event, which is one of its methods, and return the actions that
@@ -209,18 +213,25 @@ class Live:
     def target_read(self, now_ns: int) -> None:
         """The target has read the prompt."""
         self.opened_ns = now_ns
-        self.draft_read(now_ns)
+        if self.draft is not None and not self.draft.turns.reads(self.session.number):
+            self._draft_ready(now_ns)
 
-    def draft_read(self, now_ns: int) -> None:
+    def draft_read(self, now_ns: int, spans: Sequence[Span]) -> None:
         """The draft has read a part of the prompt. What a session waits until it has read all of it
         belongs to the prefill."""
         if self.session.state is State.DRAFTING and self.queued:
             self._spend("prefill", now_ns)
-        if (
-            self.draft is None
-            or self.opened_ns is None
-            or self.draft.turns.reads(self.session.number)
-        ):
+        self.reading_ns += extent_ns(spans)
+        if self.draft is None or self.draft.turns.reads(self.session.number):
+            return
+        if self.session.briefed:
+            self.pilot.prompt_read(self.session.to_brief, self.reading_ns / 1e9)
+            self.reading_ns = 0
+        self._draft_ready(now_ns)
+
+    def _draft_ready(self, now_ns: int) -> None:
+        """The draft has read all that it was given; note by how much later than the target."""
+        if self.opened_ns is None:
             return
         self.pilot.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
         self.opened_ns = None
@@ -231,9 +242,11 @@ class Live:
         return ended
 
     def disturbed(self) -> bool:
-        """Whether one of its workers was given a prompt to read since this was last asked."""
+        """Return whether one of its workers has read a part of a prompt since this was last
+        asked."""
         before, self._prompts = self._prompts, sum(worker.prompts for worker in self.workers)
-        return self._prompts != before
+        read, self._read = self._read, any(worker.turns.reading for worker in self.workers)
+        return read or self._prompts != before
 
     def tell_round(self) -> None:
         """Have whoever looks hear of the round that has ended, if one has."""

@@ -44,6 +44,8 @@ draft."""
 LEAST_HOPE = 0.1
 """Tokens a round that drafting beside other sessions has to bring where text is predictable, at
 known costs, to be tried."""
+HOPED_GAIN = 0.5
+"""What a token is hoped to take with a draft that is tried, in parts of what it takes without."""
 RESTING = 16
 """Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
 MOST_DEADLINE_MS = 3.6e6
@@ -291,6 +293,29 @@ class Pilot:
         it."""
         if self._pair is not None:
             self._pair.costs.reading.add(tokens, seconds)
+
+    def prompt_read(self, tokens: int, seconds: float) -> None:
+        """The draft has read so many tokens of a prompt, or of a log, and taken so long for it."""
+        if self._pair is not None:
+            self._pair.costs.prompts.add(tokens, seconds)
+
+    def worth_reading(self, tokens: int, room: int, load: Load) -> bool:
+        """Return whether drafting at this load saves more time in `room` tokens than the draft
+        takes to read `tokens` tokens first, as far as both are known. Where draft and target share
+        a device, all sessions that run lose that time."""
+        pair, switch = self._pair, self._switch_at(load)
+        if pair is None or switch is None:
+            return True
+        reading_s = pair.costs.prompts.expect(tokens)
+        alone_s = self._costs.alone_s(context=pair.context, rows=load.target)
+        drafted_s = switch.token_s
+        if switch.state == "try":  # it is to be found out whether it has become better
+            drafted_s = HOPED_GAIN * alone_s
+        if reading_s is None or drafted_s is None or alone_s <= 0.0:
+            return True
+        if pair.shared:
+            return room * (alone_s - drafted_s) > reading_s * load.target
+        return reading_s < room * alone_s
 
     # -- before a round ----------------------------------------------------------------------------
 

@@ -254,6 +254,19 @@ class Session:
         )
 
     @property
+    def to_brief(self) -> int:
+        """Tokens that the draft has to read before it can be asked, since it does not have them
+        from an ended session."""
+        if self.brief is None:
+            return 0
+        return self.brief.tokens - (self.brief.base.tokens if self.brief.base is not None else 0)
+
+    @property
+    def briefed(self) -> bool:
+        """Return whether the draft has been given all that it has to read."""
+        return self.brief is not None and self.brief.complete
+
+    @property
     def unheard(self) -> bool:
         """Whether the client has been told nothing yet."""
         return not self.tokens and self._told == 1

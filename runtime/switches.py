@@ -55,6 +55,8 @@ class Experience:
     rate: float = 0.0
     """Tokens a second that drafting brought when that was last judged; 0 before."""
     granted: bool = False
+    token_s: float | None = None
+    """Seconds a token with drafting of late; None before."""
 
     def earn(self, seconds: float, alone_s: float) -> None:
         """A round has taken so long."""
@@ -100,6 +102,12 @@ class Switch:
     def untried(self) -> bool:
         """Return whether the first rounds at this load run, behind which drafting is tried."""
         return self._many and not self.era and self._rounds < FIRST_OF_MANY
+
+    @property
+    def token_s(self) -> float | None:
+        """Return the seconds that a token took with drafting of late, of whichever session; None if
+        nothing was drafted yet."""
+        return self._experience.token_s
 
     def begin(self) -> None:
         """A session comes to run at this load: how often trying has failed before it came is
@@ -238,6 +246,7 @@ class Switch:
         """For the rate: of late, if there was much."""
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
+        self._experience.token_s = self._seconds / self._tokens
 
 
 BLOCK = 12

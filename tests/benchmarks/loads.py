@@ -80,6 +80,8 @@ class Streams:
                 case Emitted():
                     began_s = began_s or time.perf_counter()
                 case Finished():
+                    if (failure := reply.result.draft_failure) is not None:
+                        raise UserError(f"the draft failed at {count} streams: {failure.error}")
                     found[reply.request] = reply.result
                 case Failed() | None:
                     raise UserError(

@@ -307,6 +307,13 @@ def test_the_root_and_the_nodes_on_the_target_s_path_are_known_as_far_as_they_we
     assert told(expectations.settle((5,))) == []
 
 
+def test_what_was_expanded_is_known_by_its_path_after_the_tree_is_pruned_or_cleared() -> None:
+    for change in (lambda tree: tree.prune(1), GrowingTree.clear):
+        expectations = Expectations(0.0)
+        change(grown(expectations, [(), (0,), (1,), (2,)]))
+        assert told(expectations.settle((2, 1))) == [(0, 0.0, 2), (1, 1.0, 1)]
+
+
 def test_a_choice_that_is_no_child_is_known_too_and_what_lies_below_is_not() -> None:
     expectations = Expectations(0.0)
     grown(expectations, [(), (0,), (0, 0)])

@@ -16,6 +16,7 @@ that a node was given in it) and no clock.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +44,21 @@ TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)
 GAINS, SCORES = range(2)
 """Those of float32: the log-probability given the parent, at most 0, and the sum of these from the
 root down."""
+
+
+class Branches(NamedTuple):
+    """What leads to the nodes of a tree."""
+
+    tokens: Ints
+    parents: Ints
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Return the tokens from below the root down to `node`; none for the root, -1."""
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(int(self.tokens[node]))
+            node = int(self.parents[node])
+        return (*reversed(tokens),)
 
 
 class GrowingTree:
@@ -147,11 +163,11 @@ class GrowingTree:
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens from below the root down to `node`; none for the root, -1."""
-        tokens: list[int] = []
-        while node != ROOT:
-            tokens.append(int(self.tokens[node]))
-            node = int(self.parents[node])
-        return tokens[::-1]
+        return [*Branches(self.tokens, self.parents).path(node)]
+
+    def branches(self) -> "Branches":
+        """Return the nodes as they are now, which stay so."""
+        return Branches(self.tokens.copy(), self.parents.copy())
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (-1: the root) with that token, if the pool has it."""

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes
+from dovetail.workers.speculation.growth import Branches, Floats, GrowingTree, Ints, Nodes
 from dovetail.workers.speculation.sampling import tempered
 
 Likelihoods = NDArray[np.float64]
@@ -249,9 +249,9 @@ class Expectations:
         """`temperature`: what has not been done to the logits yet; 0: nothing."""
         self._temperature = temperature
         self._passes: list[_Pass] = []
-        self._unnamed: list[tuple[_Pass, GrowingTree, Nodes]] = []
-        """Passes whose nodes are known by their places in a tree, which are good until its root
-        moves."""
+        self._unnamed: list[tuple[_Pass, Branches, Nodes]] = []
+        """Passes whose nodes are known by their places in the tree as it was then: since, it may
+        have been pruned or cleared."""
 
     def note(
         self,
@@ -271,15 +271,13 @@ class Expectations:
         children = np.where(np.isfinite(gains), tokens, np.int32(NO_CHILD))
         new = _Pass(logits, noise, children, class_of(tree.levels_of(nodes) + 1))
         self._passes.append(new)
-        self._unnamed.append((new, tree, nodes))
+        self._unnamed.append((new, tree.branches(), nodes))
 
     def name(self) -> None:
         """Name the nodes by their paths: best done while nothing waits for it, and at the latest
         before the root moves."""
-        for named, tree, nodes in self._unnamed:
-            named.rows = {
-                tuple(tree.path_tokens(node)): row for row, node in enumerate(nodes.tolist())
-            }
+        for named, branches, nodes in self._unnamed:
+            named.rows = {branches.path(node): row for row, node in enumerate(nodes.tolist())}
         self._unnamed.clear()
 
     def settle(self, committed: Sequence[int]) -> list[Observation]:
