@@ -43,9 +43,14 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, body: Any) -> Any:
-        if isinstance(body, dict):
+        if isinstance(body, dict) and cls._is_read(body):
             check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
         return body
+
+    @classmethod
+    def _is_read(cls, _body: dict[str, Any]) -> bool:
+        """Return whether fields that nobody knows are the first thing to be told."""
+        return True
 
 
 class StreamOptions(Body):
@@ -156,12 +161,9 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
 
-    @model_validator(mode="before")
     @classmethod
-    def _known(cls, part: Any) -> Any:
-        return (
-            super()._known(part) if isinstance(part, dict) and part.get("type") == "text" else part
-        )
+    def _is_read(cls, body: dict[str, Any]) -> bool:
+        return body.get("type") == "text"
 
     @field_validator("type", mode="before")
     @classmethod
