@@ -17,13 +17,13 @@ from dovetail.launch.bench.llama.peer import (
 )
 from dovetail.launch.bench.llama.peer import check as check_llama
 from dovetail.launch.bench.methods import Method
-from dovetail.launch.commands.worker import thread_count
 from dovetail.launch.console.terminal import spinner
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.processes.connection import Connection, ahead_of
 from dovetail.launch.processes.stack import check_stack, layout_of, start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.processes.worker import thread_count
 from dovetail.launch.settings.embedded import with_draft
 from dovetail.protocol.messages import Finished, RoundRecord
 from dovetail.protocol.settings import Sampling

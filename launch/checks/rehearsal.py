@@ -10,18 +10,26 @@ accepted of the recorded one is told to the worker as its own tree has it, and t
 Plays the coordinator; knows no sessions.
 """
 
-import select
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from dovetail.launch.checks.exchanges import (
+    LAST,
+    Exchange,
+    Part,
+    Role,
+    missed_its_base,
+    parts_of,
+    round_of,
+)
+from dovetail.launch.checks.stage import EPOCH, Stage
 from dovetail.launch.processes.stack import layout_of, worker_arguments
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.arrays import Array, stack
-from dovetail.protocol.codec import COMMAND, EVENT, INBOUND, encode
-from dovetail.protocol.errors import DecodeError, UserError
-from dovetail.protocol.links import Hub, open_hub
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.links import open_hub
 from dovetail.protocol.messages import (
     Close,
     Draft,
@@ -29,56 +37,18 @@ from dovetail.protocol.messages import (
     Drain,
     Event,
     Failed,
-    Fed,
-    Feed,
     Hello,
     Message,
     Open,
     Opened,
     Prefilled,
     Refed,
-    Refeed,
     Scored,
     Verified,
-    Verify,
-    Welcome,
 )
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.playback import Asked, Difference, own_part, own_verdicts, short
-from dovetail.runtime.tape import Peer, Recording, Said
-
-Role = Literal["target", "draft"]
-ASKED: dict[Role, tuple[type[Asked], ...]] = {
-    "target": (Open, Refeed, Verify),
-    "draft": (Open, Feed, Draft),
-}
-LAST = (Opened, Fed, Refed, Drafted, Verified, Failed)
-"""Each of these is the last answer to a command."""
-POLL_MS = 250
-EPOCH = 1
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A command to a worker and all its answers; none, if they did not come or are not in the
-    recording."""
-
-    entry: int
-    at_s: float
-    command: Asked
-    answers: tuple[Event, ...] = ()
-
-    @property
-    def where(self) -> str:
-        return f"{self.command.type} of round {_round(self.command)}"
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one worker had to do with a session."""
-
-    peer: Peer
-    exchanges: tuple[Exchange, ...]
+from dovetail.runtime.playback import Asked, Difference, own_verdicts, short
+from dovetail.runtime.tape import Recording
 
 
 @dataclass
@@ -101,81 +71,6 @@ class Outcome:
     """The first one."""
 
 
-def parts_of(recording: Recording, role: Role) -> Sequence[Part]:
-    """What the workers of this role did, in the order in which they began; `UserError` if none of
-    them was asked anything."""
-    session = recording.begin.session
-    parts: dict[int, list[Exchange]] = {}
-    for number, entry in enumerate(recording.entries, start=1):
-        if not isinstance(entry, Said) or role not in recording.peers[entry.peer].roles:
-            continue
-        exchanges = parts.setdefault(entry.peer, [])
-        if entry.type == "out" and isinstance(command := _read(recording, entry), ASKED[role]):
-            own = own_part(command, session) if isinstance(command, Verify) else command
-            exchanges.append(Exchange(number, entry.at / 1e9, own))
-        elif (
-            entry.type == "in"
-            and exchanges
-            and not _ended(last := exchanges[-1])
-            and _answers(last.command, event := _read(recording, entry), session)
-        ):
-            exchanges[-1] = replace(last, answers=(*last.answers, event))
-    found = [
-        Part(recording.peers[peer], tuple(exchanges))
-        for peer, exchanges in parts.items()
-        if exchanges
-    ]
-    if not found:
-        raise UserError(
-            f"no {role} worker was asked anything in {recording.path}: there is nothing to "
-            "play to one"
-        )
-    return found
-
-
-def _read(recording: Recording, said: Said) -> Any:
-    try:
-        return (COMMAND if said.type == "out" else EVENT).decode(said.frames)
-    except DecodeError as error:
-        raise UserError(
-            f"a message in {recording.path} cannot be read: {error}; use the release that wrote it"
-        ) from None
-
-
-def _ended(exchange: Exchange) -> bool:
-    return bool(exchange.answers) and isinstance(exchange.answers[-1], LAST)
-
-
-def _missed_its_base(exchange: Exchange) -> bool:
-    """Whether the worker did not have the session that this one was to go on from; then it was
-    opened anew."""
-    return (
-        isinstance(exchange.command, Open)
-        and exchange.command.base is not None
-        and any(isinstance(answer, Failed) for answer in exchange.answers)
-    )
-
-
-def _answers(command: Asked, event: Event, session: int) -> bool:
-    """Whether this is an answer to the command."""
-    if isinstance(event, Verified):
-        return isinstance(command, Verify) and any(
-            item.round == _round(command) for item, _ in own_verdicts(event, session)
-        )
-    if getattr(event, "session", None) != session or getattr(event, "round", None) not in (
-        None,
-        _round(command),
-    ):
-        return False
-    return not isinstance(event, Fed) or (
-        isinstance(command, Feed) and event.start == command.start
-    )
-
-
-def _round(command: Asked) -> int:
-    return command.items[0].round if isinstance(command, Verify) else command.round
-
-
 # -- the worker ------------------------------------------------------------------------------------
 
 
@@ -189,50 +84,6 @@ class Player(Protocol):
 
     def ask(self, command: Asked, session: int) -> Sequence[Event]:
         """Have it do a command; all its answers."""
-
-
-@dataclass
-class Stage:
-    """A hub with one worker on it: a `Player`."""
-
-    hub: Hub
-    supervisor: Supervisor
-    peer: bytes = b""
-    hello: Hello = field(init=False)
-
-    def wait_for_worker(self) -> None:
-        """Until it has introduced itself; what it has to say if it ends before is raised."""
-        for peer, frames in self._arriving():
-            message: Any = INBOUND.decode(frames)
-            if isinstance(message, Hello):
-                self.peer, self.hello = peer, message
-                self.say(Welcome(epoch=EPOCH))
-                return
-
-    def say(self, message: Message) -> None:
-        self.hub.send(self.peer, encode(message))
-
-    def ask(self, command: Asked, session: int) -> Sequence[Event]:
-        self.say(command)
-        exchange = Exchange(0, 0.0, command)
-        for _, frames in self._arriving():
-            event: Event = EVENT.decode(frames)
-            if _answers(command, event, session):
-                exchange = replace(exchange, answers=(*exchange.answers, event))
-            if _ended(exchange):
-                break
-        return exchange.answers
-
-    def _arriving(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Whatever comes, for ever. A worker that makes no progress ends by itself, and its last
-        words are raised."""
-        poller = select.poll()
-        poller.register(self.hub.fileno(), select.POLLIN)
-        while True:
-            while (arrived := self.hub.receive()) is not None:
-                yield arrived
-            self.supervisor.check()
-            poller.poll(POLL_MS)
 
 
 def rehearse(recording: Recording, role: Role, configuration: Configuration) -> Outcome:
@@ -265,7 +116,7 @@ def play(recording: Recording, parts: Sequence[Part], role: Role, player: Player
         _reasons(recording, parts) if role == "draft" else (),
     )
     _Play(recording, role, player, outcome).play(
-        exchange for part in parts for exchange in part.exchanges if not _missed_its_base(exchange)
+        exchange for part in parts for exchange in part.exchanges if not missed_its_base(exchange)
     )
     return outcome
 
@@ -495,7 +346,7 @@ def _chosen(event: Event, exchange: Exchange, session: int) -> tuple[dict[str, A
             "logprobs": logprobs,
         }, None
     item, features = next(
-        pair for pair in own_verdicts(event, session) if pair[0].round == _round(exchange.command)
+        pair for pair in own_verdicts(event, session) if pair[0].round == round_of(exchange.command)
     )
     return {
         "accepted": item.accepted,

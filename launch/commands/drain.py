@@ -2,18 +2,14 @@
 first."""
 
 import json
-import re
-from collections.abc import Sequence
 
 import click
 
-from dovetail.launch.console.terminal import counted, note
+from dovetail.launch.console.terminal import note
+from dovetail.launch.processes.changes import figures, named, told, wait_for
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SettingsCommand, settings_flags
-from dovetail.protocol.errors import DovetailError, RequestError, UserError
-from dovetail.protocol.messages import Dismissed, Swapped, WorkerState
-from dovetail.runtime.client import Client
 
 
 @click.command(cls=SettingsCommand)
@@ -56,47 +52,3 @@ def command(
                 f"no other {role} worker is there, and none is started until you do, such as with "
                 f"`dovetail swap --role {role}`"
             )
-
-
-def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
-    """The worker of this name or pid; `UserError` names the choices if there is none, or are
-    several."""
-    found = [worker for worker in workers if worker.name == name] or [
-        worker for worker in workers if re.fullmatch("[0-9]+", name) and worker.pid == int(name)
-    ]
-    if len(found) == 1:
-        return found[0]
-    choices = ", ".join(
-        f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in found or workers
-    )
-    if found:
-        raise UserError(
-            f"{len(found)} workers are called {name!r}, {choices}: name the one that you mean "
-            "by its pid"
-        )
-    raise UserError(
-        f"there is no worker {name!r}: "
-        + (f"choose one of {choices}" if workers else "none is registered")
-    )
-
-
-def wait_for(client: Client, request: int) -> Swapped | Dismissed:
-    """The end of a change of workers; what it was refused or failed for is raised."""
-    try:
-        return client.changed(request, note)
-    except RequestError as error:
-        raise DovetailError(str(error)) from None
-
-
-def figures(done: Swapped | Dismissed) -> dict[str, float]:
-    return {"moved": done.moved, "stayed": done.stayed, "longest_pause_s": done.longest_pause_s}
-
-
-def told(done: Swapped | Dismissed) -> str:
-    """What became of the sessions."""
-    if not (done.moved or done.stayed):
-        return "it had no session"
-    parts = [f"{counted(done.moved, 'session')} went over", f"{done.stayed} ended where they were"]
-    return ", ".join(
-        (*parts, f"the longest pause between tokens was {1e3 * done.longest_pause_s:.0f} ms")
-    )

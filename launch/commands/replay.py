@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from dovetail.launch.checks.rehearsal import Outcome, Role, parts_of, rehearse
+from dovetail.launch.checks.exchanges import Role, parts_of
+from dovetail.launch.checks.rehearsal import Outcome, rehearse
 from dovetail.launch.console.terminal import counted, spinner
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SettingsCommand, settings_flags

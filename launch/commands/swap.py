@@ -6,41 +6,29 @@ this command ends, and ends when the coordinator lets it go. Until then it is ou
 us. What it says goes to a file in the runtime directory, which it keeps short.
 """
 
-import fcntl
 import json
-import os
 import shlex
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
-from dovetail.launch.commands.drain import figures, named, told, wait_for
-from dovetail.launch.console.terminal import Intervals, loading_text, note, spinner
+from dovetail.launch.console.terminal import note
 from dovetail.launch.console.travels import leaves_the_machine
 from dovetail.launch.files.directory import (
     only_announcement,
-    remove_unused_logs,
-    runtime_directory,
 )
 from dovetail.launch.machine.fit import check_memory, only_node
-from dovetail.launch.processes.connection import describe, find_coordinator, shorten_model
+from dovetail.launch.processes.connection import find_coordinator
+from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.processes.replaced import settings_of
-from dovetail.launch.processes.stack import POLL_S, SECTIONS, Played, layout_of, worker_arguments
-from dovetail.launch.processes.supervise import GRACE_S, Child
+from dovetail.launch.processes.replacement import Change, leaver, serving
+from dovetail.launch.processes.stack import SECTIONS, Played, layout_of, worker_arguments
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SettingsCommand, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
-from dovetail.runtime.client import Client
 
 EVERYWHERE = ("//0.0.0.0:", "//[::]:")
 MODELS: dict[Role, tuple[str, ...]] = {
@@ -143,7 +131,7 @@ def command(
     parts: tuple[Role, ...] = ("target", "draft") if role == "unified" else (role,)
     with find_coordinator(configuration, connect, role="operator") as client:
         state = client.status()
-        old = {part: None if beside else _leaver(state.workers, part, replaced) for part in parts}
+        old = {part: None if beside else leaver(state.workers, part, replaced) for part in parts}
         name = (
             _free(state.workers, name, old[parts[0]])
             if name is not None
@@ -167,7 +155,7 @@ def command(
                 else None,
             )
         keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
-        change = _Change(client, role, name, old, known, beside=beside)
+        change = Change(client, role, name, old, known, beside=beside)
         if elsewhere:
             line = _command_for_another_machine(configuration, role, name, state.address)
             click.echo(line, err=as_json)
@@ -209,111 +197,6 @@ def command(
     else:
         for words in change.words:
             note(words)
-
-
-class _Change:
-    """A newcomer, which has one role or both, in the place of who has them."""
-
-    def __init__(
-        self,
-        client: Client,
-        role: Played,
-        name: str,
-        old: Mapping[Role, WorkerState | None],
-        known: bool,
-        *,
-        beside: bool,
-    ) -> None:
-        """`known`: whether it is certain which model is meant; `beside`: nobody leaves."""
-        self._client, self._old, self._known, self._beside = client, old, known, beside
-        self._names: dict[Role, str] = {
-            part: f"{name}-{part}" if role == "unified" else name for part in old
-        }
-        self.newcomers: dict[Role, WorkerState] = {}
-        self._placed = False
-        self.words: list[str] = []
-        """What came of it, for people."""
-
-    def wait(self, child: Child | None) -> None:
-        """Until it is registered."""
-        for part, name in self._names.items():
-            self.newcomers[part] = _wait_until_here(self._client, name, child, self._old[part])
-        if not self._known:
-            _check_checkpoint(next(iter(self.newcomers.values())), self._client.status().workers)
-
-    def make(self) -> dict[str, Any]:
-        """Put it in place, role by role; what came of it."""
-        found: dict[str, Any] = {}
-        for part, newcomer in self.newcomers.items():
-            before = self._client.status().workers
-            old = self._there(part, before)
-            done = wait_for(
-                self._client,
-                self._client.swap(
-                    newcomer.worker_epoch, old.worker_epoch if old is not None else None
-                ),
-            )
-            self._placed = True
-            told_of = {
-                "worker": newcomer.name,
-                "pid": newcomer.pid,
-                "model": newcomer.model,
-                "replaced": old.name if old else None,
-            }
-            found[part] = {**told_of, **figures(done)}
-            place = (
-                f"in the place of {old.name} (pid {old.pid} on {old.host})"
-                if old is not None
-                else "beside the others"
-            )
-            self.words.append(
-                f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}, "
-                f"{describe(part, newcomer)}: {told(done)}"
-            )
-            if old is None:
-                self._let_go_latecomers(part, before)
-        return found
-
-    def is_begun(self, *, interrupted: bool) -> bool:
-        """Whether it has sessions, or may have where this was `interrupted`: then it is not ours to
-        end."""
-        return self._placed or (
-            interrupted
-            and any(_is_in_place(self._client, newcomer) for newcomer in self.newcomers.values())
-        )
-
-    def _there(self, part: Role, workers: Sequence[WorkerState]) -> WorkerState | None:
-        """Who leaves, unless it has gone, perhaps with the other role of its process; it may have
-        been lost, or only now have come back under its name."""
-        old = self._old[part]
-        if self._beside:
-            return None
-        if old is None:
-            return _leaver(workers, part, None)
-        same = [worker for worker in workers if worker.worker_epoch == old.worker_epoch]
-        return next(
-            iter(
-                same
-                or [
-                    worker
-                    for worker in _all_serving(workers, part)
-                    if (worker.name, worker.host) == (old.name, old.host)
-                ]
-            ),
-            None,
-        )
-
-    def _let_go_latecomers(self, part: Role, before: Sequence[WorkerState]) -> None:
-        """Let those go who came back to the place while the newcomer was tried for it, unless it
-        was meant to be beside others."""
-        known = {worker.worker_epoch for worker in (*before, *self.newcomers.values())}
-        for late in [] if self._beside else _all_serving(self._client.status().workers, part):
-            if late.worker_epoch not in known:
-                gone = wait_for(self._client, self._client.dismiss(late.worker_epoch, last=False))
-                self.words.append(
-                    f"{late.name} (pid {late.pid} on {late.host}) came meanwhile and was let "
-                    f"go: {told(gone)}"
-                )
 
 
 def free_name(workers: Sequence[WorkerState], role: Played) -> str:
@@ -382,12 +265,12 @@ def as_before(
     matter of this machine.
     """
     named = any(configuration.given(name) for name in MODELS[role])
-    model = old or _serving(workers, role)
+    model = old or serving(workers, role)
     before = settings_of(model) if model is not None else None
     sections = ("coordinator.stuck_s",) if named else (*SECTIONS[role], "coordinator.stuck_s")
     values = {name: value for name, value in (before or {}).items() if name.startswith(sections)}
     if role == "draft":
-        target = _serving(workers, "target")
+        target = serving(workers, "target")
         read = (settings_of(target) if target is not None else None) or {}
         values |= {name: read[name] for name in ("target.model", "target.inflate") if name in read}
     wanted = {
@@ -398,50 +281,6 @@ def as_before(
     return configuration.over("as those have it that are here", wanted), named or (
         before is not None and not elsewhere
     )
-
-
-def _serving(workers: Sequence[WorkerState], role: Role) -> WorkerState | None:
-    return next(iter(_all_serving(workers, role)), None)
-
-
-def _all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]:
-    return [
-        worker
-        for worker in workers
-        if role in worker.roles and not (worker.standby or worker.leaving)
-    ]
-
-
-def _check_checkpoint(newcomer: WorkerState, workers: Sequence[WorkerState]) -> None:
-    """`UserError` for a target of another checkpoint than those that are here, where nobody has
-    said that it should be."""
-    here = _serving(workers, "target")
-    if newcomer.fingerprint and here is not None and _checkpoint(here) != _checkpoint(newcomer):
-        text = (
-            f"{newcomer.name} has the model {shorten_model(newcomer.model)}, and "
-            f"{here.name} on {here.host} another one, {shorten_model(here.model)}"
-        )
-        raise UserError(f"{text}: name the one that you mean with --target MODEL")
-
-
-def _checkpoint(worker: WorkerState) -> str:
-    return worker.fingerprint.partition("/")[0]
-
-
-def _leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:
-    """Who leaves: the worker that was named, or the only one of the role; None: there is none."""
-    serving = _all_serving(workers, role)
-    if replaced is not None:
-        return named(serving, replaced)
-    if len(serving) > 1:
-        choices = ", ".join(
-            f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in serving
-        )
-        raise UserError(
-            f"there are {len(serving)} {role} workers, {choices}: say with --replace WORKER "
-            "which one leaves, or --beside for none"
-        )
-    return serving[0] if serving else None
 
 
 def _announced_keys(address: str) -> str:
@@ -485,94 +324,3 @@ def _command_for_another_machine(
 
 def _was_typed(configuration: Configuration, flag: str) -> bool:
     return configuration.given(flag.removeprefix("--").partition("=")[0])
-
-
-def _wait_until_here(
-    client: Client, name: str, child: Child | None, old: WorkerState | None
-) -> WorkerState:
-    """The worker on standby, once it is registered; what its process has to say if that ends before
-    is raised."""
-    intervals = Intervals()
-    with spinner() as say:
-        while True:
-            pid, host = (
-                (child.process.pid, socket.gethostname()) if child is not None else (None, None)
-            )
-            state = client.status()
-            loading = [told for told in state.loading if told.name == name]
-            say(f"loading {name}" + loading_text(loading))
-            if not sys.stderr.isatty():
-                intervals.tell(loading)
-            for worker in state.workers:
-                if (
-                    worker.standby
-                    and worker.name == name
-                    and (pid is None or (worker.pid, worker.host) == (pid, host))
-                ):
-                    return worker
-            if child is not None and child.ended:
-                failure = child.failure()
-                raise type(failure)(f"{failure}{f'; {old.name} stays' if old is not None else ''}")
-            time.sleep(POLL_S)
-
-
-def _is_in_place(client: Client, newcomer: WorkerState) -> bool:
-    """Whether it has sessions, or may have: then the change goes on without us, and it is not ours
-    to end."""
-    here = next(
-        (
-            worker
-            for worker in client.status().workers
-            if worker.worker_epoch == newcomer.worker_epoch
-        ),
-        None,
-    )
-    if here is None or here.standby:
-        return False
-    note(f"{newcomer.name} is in place and stays; the change goes on, as `dovetail status` shows")
-    return True
-
-
-class Newcomer:
-    """A worker's process that ends with this block, unless it `stays`."""
-
-    def __init__(self, arguments: Sequence[str], name: str) -> None:
-        self._arguments, self._name, self._stays = arguments, name, False
-
-    def __enter__(self) -> "Newcomer":
-        """It is a session of its own: neither Ctrl-C nor the end of the terminal reaches it."""
-        folder = runtime_directory()
-        remove_unused_logs(folder)
-        self._path = folder / f"worker-{self._name.replace(os.sep, '_')}-{os.getpid()}.log"
-        log = self._path.open("a+b")
-        fcntl.flock(log, fcntl.LOCK_EX)  # held for as long as the worker has the file open
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dovetail.launch.cli", *self._arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-        )
-        self.child = Child(f"{self._name} worker", process, log)
-        self._former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        return self
-
-    def stays(self) -> None:
-        self._stays = True
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._former)
-        self.child.log.close()
-        if self._stays:
-            note(f"what {self._name} says goes to {self._path}")
-            self.child.process.returncode = (
-                0  # it is nobody's child from here on: not waited for, and not complained of
-            )
-            return
-        self.child.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.child.process.wait(GRACE_S)
-        if not self.child.ended:
-            self.child.process.kill()
-            self.child.process.wait()
-        Path(self._path).unlink(missing_ok=True)

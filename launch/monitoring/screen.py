@@ -5,29 +5,30 @@ Nothing is told by colour alone: marks and words say the same. Knows no keys, no
 ask.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Picture = dict[str, Any]
+from dovetail.launch.monitoring.cells import (
+    TREND,
+    WIDE_TREND,
+    Picture,
+    as_bar,
+    as_lines,
+    as_number,
+    as_percent,
+    as_pieces,
+    as_span,
+    as_table,
+    as_trend,
+)
+from dovetail.launch.monitoring.tree import tree_lines
 
 PAGES = ("overview", "tree", "sessions", "workers")
-BLOCKS = " ▁▂▃▄▅▆▇█"
-BAR = 8
-TREND, WIDE_TREND = 14, 48
-"""Characters of a curve; each is a sample, about a second."""
 SHOWN_DECISIONS, SHOWN_POSITIONS = 3, 7
-MARKS = {
-    "a": ("✓", "accepted", "bold green"),
-    "r": ("✗", "rejected", "red"),
-    "n": ("·", "not verified", "dim"),
-    "b": ("★", "bonus", "bold magenta"),
-}
 DOING = {
     "no work": "no work",
     "draft": "for draft",
@@ -97,11 +98,11 @@ def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[Renderab
     if name == "overview":
         yield from _overview(picture)
     elif name == "tree":
-        yield from _tree(picture["tree"])
+        yield from tree_lines(picture["tree"])
     elif name == "sessions":
         yield _sessions(picture["sessions"], chosen)
         yield from _pairs(picture["pairs"])
-        yield from _lines("last decisions", picture["decisions"])
+        yield from as_lines("last decisions", picture["decisions"])
     else:
         yield from _workers(picture["workers"])
 
@@ -120,7 +121,7 @@ def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
     )
     first = Text.assemble(
         ("dovetail", "bold"),
-        f"  coordinator pid {coordinator['pid']}, up {_span(coordinator['uptime_s'])}  ",
+        f"  coordinator pid {coordinator['pid']}, up {as_span(coordinator['uptime_s'])}  ",
         state,
     )
     second = Text.assemble(
@@ -156,14 +157,14 @@ def _foot(standing: Standing) -> Text:
 def _overview(picture: Picture) -> Iterator[RenderableType]:
     figures, counts = picture["figures"], picture["counts"]
     told = (
-        ("tokens/s", _number(figures["tokens_per_s"], 1)),
-        ("tau", _number(figures["tau"], 2)),
-        ("accepted", _percent(figures["acceptance_rate"])),
-        ("nodes", _number(figures["nodes_a_round"], 1)),
-        ("hit", _percent(figures["hit_rate"])),
-        ("plain", _percent(figures["plain_share"])),
+        ("tokens/s", as_number(figures["tokens_per_s"], 1)),
+        ("tau", as_number(figures["tau"], 2)),
+        ("accepted", as_percent(figures["acceptance_rate"])),
+        ("nodes", as_number(figures["nodes_a_round"], 1)),
+        ("hit", as_percent(figures["hit_rate"])),
+        ("plain", as_percent(figures["plain_share"])),
     )
-    yield _pieces(f"{name} [b]{value}" for name, value in told)
+    yield as_pieces(f"{name} [b]{value}" for name, value in told)
     totals = (
         ("sessions running", "sessions"),
         ("finished", "finished"),
@@ -171,7 +172,7 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
         ("cancelled", "cancelled"),
         ("refused", "refused_requests"),
     )
-    yield _pieces(f"{word} [b]{counts[name]}" for word, name in totals)
+    yield as_pieces(f"{word} [b]{counts[name]}" for word, name in totals)
     yield Text()
     yield _devices(picture["workers"])
     for name in ("tokens_per_s", "tau"):
@@ -179,27 +180,27 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
         top = max((value for value in values if value is not None), default=0)
         yield Text.assemble(
             f"{name.replace('_per_', '/'):<12}",
-            (_trend(values, top, WIDE_TREND), "cyan"),
-            f"  0 to {_number(top, 1)}",
+            (as_trend(values, top, WIDE_TREND), "cyan"),
+            f"  0 to {as_number(top, 1)}",
         )
     positions = figures["accepted_per_position"][:SHOWN_POSITIONS]
     yield Text.assemble(
         "by position ",
-        "  ".join(f"{place}: {_percent(share)}" for place, share in enumerate(positions, 1))
+        "  ".join(f"{place}: {as_percent(share)}" for place, share in enumerate(positions, 1))
         or "no round with a tree lately",
     )
     parts = figures["round_ms"]
     yield Text.assemble(
-        "a round, ms ", "  ".join(f"{name} {_number(value, 1)}" for name, value in parts.items())
+        "a round, ms ", "  ".join(f"{name} {as_number(value, 1)}" for name, value in parts.items())
     )
     yield Text()
-    yield from _lines("last decisions", picture["decisions"][-SHOWN_DECISIONS:])
+    yield from as_lines("last decisions", picture["decisions"][-SHOWN_DECISIONS:])
 
 
 def _devices(workers: Sequence[Picture]) -> RenderableType:
     if not workers:
         return Text("no worker is registered")
-    table = _table(
+    table = as_table(
         ("worker", ""),
         ("device", ""),
         ("busy", ""),
@@ -213,9 +214,9 @@ def _devices(workers: Sequence[Picture]) -> RenderableType:
         standing = "".join(f" {word}" for word in ("standby", "leaving", "stuck") if worker[word])
         name = Text(worker["name"] + standing)
         busy = Text.assemble(
-            (_bar(worker["busy"] or 0.0), "cyan"), f" {_percent(worker['busy']):>5}"
+            (as_bar(worker["busy"] or 0.0), "cyan"), f" {as_percent(worker['busy']):>5}"
         )
-        waited = "" if worker.get("waited_for") is None else _percent(worker["waited_for"])
+        waited = "" if worker.get("waited_for") is None else as_percent(worker["waited_for"])
         now = (
             ""
             if worker["busy"] is None
@@ -227,89 +228,12 @@ def _devices(workers: Sequence[Picture]) -> RenderableType:
             name,
             Text(worker["device"]),
             busy,
-            Text(_trend(shares, 1.0), "cyan"),
+            Text(as_trend(shares, 1.0), "cyan"),
             waited,
             now,
             str(worker["sessions"]),
         )
     return table
-
-
-def _bar(share: float) -> str:
-    filled = round(BAR * min(1.0, share))
-    return "█" * filled + "░" * (BAR - filled)
-
-
-def _trend(values: Sequence[float | None], top: float, width: int = TREND) -> str:
-    """A curve in blocks, the last value at its right end."""
-    letters = "".join(
-        " "
-        if value is None or not top
-        else BLOCKS[round((len(BLOCKS) - 1) * max(0.0, min(1.0, value / top)))]
-        for value in values
-    )
-    return letters.rjust(width)
-
-
-# -- tree ------------------------------------------------------------------------------------------
-
-
-def _tree(tree: Picture | None) -> Iterator[RenderableType]:
-    if tree is None:
-        yield Text("no round lately")
-        return
-    hit = ", a hit" if tree["hit"] else ""
-    counts = (
-        f"{tree['offered']} nodes offered, {tree['verified']} verified, {tree['accepted']} "
-        f"accepted{hit}"
-        if tree["offered"]
-        else "nothing was drafted"
-    )
-    yield Text.assemble(
-        ("tree ", "bold"), f"of session {tree['session']}, round {tree['round']}: {counts}"
-    )
-    yield Text(
-        "  ".join(f"{mark} {word}" for mark, word, _ in MARKS.values())
-        + "   number: rank, best first"
-    )
-    yield Text.assemble("● ", (tree["root"] or "root", "bold"))
-    yield from _branches(tree)
-
-
-def _branches(tree: Picture) -> Iterator[Text]:
-    """A line for each node, below its parent; the bonus before its siblings."""
-    bonus = len(tree["parents"])
-    below: dict[int, list[int]] = {tree["bonus_parent"]: [bonus]}
-    for node, parent in enumerate(tree["parents"]):
-        below.setdefault(parent, []).append(node)
-    waiting = [(node, "", place == 0) for place, node in enumerate(reversed(below.get(-1, [])))]
-    while waiting:
-        node, before, last = waiting.pop()
-        yield Text.assemble(
-            (before + ("└─ " if last else "├─ "), "dim"),
-            _node(tree, node, bonus),
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-        inner = before + ("   " if last else "│  ")
-        waiting += [
-            (child, inner, place == 0) for place, child in enumerate(reversed(below.get(node, [])))
-        ]
-
-
-def _node(tree: Picture, node: int, bonus: int) -> Text:
-    kind = "b" if node == bonus else tree["fates"][node]
-    mark, _, style = MARKS[kind]
-    text = (
-        tree["bonus"]
-        if node == bonus
-        else tree["texts"][node]
-        if tree["texts"] is not None
-        else None
-    )
-    rank = "" if node == bonus else f"{node + 1} "
-    likely = "" if node == bonus else f"  {100 * tree['likely'][node]:.0f} %"
-    return Text.assemble((f"{mark} {rank}", style), (text or "", style), (likely, "dim"))
 
 
 # -- sessions and workers --------------------------------------------------------------------------
@@ -318,7 +242,7 @@ def _node(tree: Picture, node: int, bonus: int) -> Text:
 def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType:
     if not sessions:
         return Text("no session has had a round in the last half minute")
-    table = _table(
+    table = as_table(
         ("session", "right"),
         ("draft", ""),
         ("target", ""),
@@ -327,9 +251,9 @@ def _sessions(sessions: Sequence[Picture], chosen: int | None) -> RenderableType
     for one in sessions:
         last = "now" if one["quiet_s"] < 2 else f"{one['quiet_s']:.0f} s"
         figures = (
-            _number(one["tau"], 2),
-            _percent(one["acceptance_rate"]),
-            _number(one["tokens_per_s"], 1),
+            as_number(one["tau"], 2),
+            as_percent(one["acceptance_rate"]),
+            as_number(one["tokens_per_s"], 1),
             last,
         )
         number = f"{'> ' if one['session'] == chosen else ''}{one['session']}"
@@ -348,10 +272,10 @@ def _pairs(pairs: Sequence[Picture]) -> Iterator[RenderableType]:
     if not pairs:
         return
     numbers = ("rounds", "hit", "gamma", "tokens/s", "alone", "predicted")
-    table = _table(("pair", ""), ("drafting", ""), *((name, "right") for name in numbers))
+    table = as_table(("pair", ""), ("drafting", ""), *((name, "right") for name in numbers))
     for pair in pairs:
         rates = (
-            _number(pair[name], 1)
+            as_number(pair[name], 1)
             for name in ("tokens_per_s", "alone_tokens_per_s", "predicted_tokens_per_s")
         )
         on = "on" if pair["speculating"] else "off"
@@ -360,8 +284,8 @@ def _pairs(pairs: Sequence[Picture]) -> Iterator[RenderableType]:
             names,
             on,
             str(pair["rounds"]),
-            _percent(pair["hit_rate"]),
-            _number(pair["gamma"], 1),
+            as_percent(pair["hit_rate"]),
+            as_number(pair["gamma"], 1),
             *rates,
         )
     yield Text()
@@ -400,59 +324,12 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     )
     yield (
         "link",
-        f"round trip at best {_number(worker['round_trip_us'], 0)} µs, clock {clock}, "
-        f"{_number(worker['bytes_per_round'], 0)} bytes a round{features}",
+        f"round trip at best {as_number(worker['round_trip_us'], 0)} µs, clock {clock}, "
+        f"{as_number(worker['bytes_per_round'], 0)} bytes a round{features}",
     )
     if worker["fingerprint"]:
         yield "fingerprint", worker["fingerprint"]
     yield (
         "epoch",
         f"{worker['epoch']}, {worker['rss_mb']:.0f} MB, {worker['stale']} stale commands dropped",
-    )
-
-
-# -- words -----------------------------------------------------------------------------------------
-
-
-def _lines(title: str, lines: Sequence[str]) -> Iterator[RenderableType]:
-    if lines:
-        yield Text(title, "bold")
-        yield from (Text(f"  {line}") for line in reversed(lines))
-
-
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), show_edge=False
-    )
-    for name, side in columns:
-        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
-    return table
-
-
-def _pieces(words: Iterable[str]) -> Text:
-    """ "name [b]value" each, the value in bold."""
-    parts = [
-        part
-        for word in words
-        for part in (word.partition("[b]")[0], (word.partition("[b]")[2], "bold"), "  ")
-    ]
-    return Text.assemble(*parts)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
-
-
-def _span(seconds: float) -> str:
-    whole = round(seconds)
-    return (
-        f"{whole} s"
-        if whole < 120
-        else f"{whole // 60} min"
-        if whole < 7200
-        else f"{whole // 3600} h {whole % 3600 // 60} min"
     )

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.launch.commands.worker import THREAD_VARIABLES
 from dovetail.launch.files.directory import profile_path
 from dovetail.launch.machine.cores import CoreLayout, lay_out_here
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design
 from dovetail.launch.planning.prices import Engine, Hardware
 from dovetail.launch.processes.preflight import estimated_bytes, free_memory_bytes
+from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target

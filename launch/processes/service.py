@@ -10,11 +10,10 @@ are of interest. Knows which commands there are, and nothing of tokens.
 
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,9 +24,9 @@ from dovetail.launch.console.terminal import Intervals, loading_text
 from dovetail.launch.files.directory import announced
 from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes.child import LET_GO
+from dovetail.launch.processes.ear import Ear, ending_of, let_speak_and_kill, registered
 from dovetail.launch.processes.inquiry import Inquiry
-from dovetail.launch.processes.parts import Ending, GiveUp, Leave, Part, Replace, Start, Stop, Tell
+from dovetail.launch.processes.parts import GiveUp, Leave, Part, Replace, Start, Stop, Tell
 from dovetail.launch.processes.stack import (
     POLL_S,
     coordinator_arguments,
@@ -40,10 +39,10 @@ from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
 from dovetail.launch.processes.watch import Action, Watch
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
-from dovetail.protocol.errors import DovetailError, SettingsError, printable
+from dovetail.protocol.errors import DovetailError, SettingsError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.memory import read_room
-from dovetail.protocol.messages import Fault, Reported, Role, Supervised, WorkerState
+from dovetail.protocol.messages import Fault, Reported, Role, Supervised
 
 log = logging.getLogger("dovetail.serve")
 
@@ -54,12 +53,8 @@ tell those who still wait."""
 ASK_EVERY_S = 1.0
 """How often the coordinator is asked who is registered, once everybody is."""
 CONNECT_S = 0.5
-LAST_WORDS_S = 0.3
-"""A process that is stuck has so long to show where."""
 MAX_WHY = 500
 """Characters of why a part is not there."""
-LOG_BYTES = 1 << 20
-"""The file of what a process says is emptied when so much of it has been read."""
 
 
 class Service:
@@ -175,7 +170,7 @@ class Service:
         ]
         for name in reversed(ended):
             child = self._running.pop(name)
-            self._perform(self._watch.ended(name, _ending(child), now_s), child)
+            self._perform(self._watch.ended(name, ending_of(child), now_s), child)
             self._supervisor.end([child])
             self._hear_out(name)
         for name in self._watch.waiting:
@@ -194,7 +189,7 @@ class Service:
                 case Start(name):
                     self._start(name)
                 case Replace(name):
-                    self._let_speak_and_kill(self._running[name])
+                    let_speak_and_kill(self._running[name])
                 case Stop(name):
                     self._end([name], GRACE_S)
                 case Leave():
@@ -207,7 +202,7 @@ class Service:
 
     def _give_up(self, why: str, ended: Child) -> NoReturn:
         """Let the requests end that still can, then everything else; raises why."""
-        last = _ending(ended)
+        last = ending_of(ended)
         failure = f"{why}; at last it {': '.join(filter(None, (last.words, last.last_line)))}"
         log.error(
             "giving up: %s; requests that run may finish, a signal does not wait for them", failure
@@ -322,14 +317,6 @@ class Service:
             *(["--own-folder"] if listen == "ipc" and self.address else []),
         ]
 
-    def _let_speak_and_kill(self, child: Child) -> None:
-        """Have a process that is stuck write down where it is, if it still can, and end it; that it
-        ended is noticed as with any other."""
-        child.process.send_signal(signal.SIGUSR1)
-        time.sleep(LAST_WORDS_S)
-        child.process.kill()
-        child.process.wait()
-
     def _end(self, names: Iterable[str], grace_s: float) -> None:
         children = [self._running[name] for name in names if name in self._running]
         self._supervisor.end(children, grace_s)
@@ -409,42 +396,3 @@ class Service:
             for line in ear.listen():
                 log.info("%s: %s", name, line)
             ear.close()
-
-
-def _ending(child: Child) -> Ending:
-    """How a process has ended. What it said last explains an exit code; a signal that ends a
-    process at once, it does not."""
-    code = child.process.returncode
-    last = [] if code == -signal.SIGKILL else child.last_words()[-1:]
-    last_line = printable(last[0].removeprefix("dovetail: ")) if last else ""
-    return Ending(code, child.how_it_ended(), child.was_mistaken, code == LET_GO, last_line)
-
-
-def registered(ours: Mapping[str, int], workers: Iterable[WorkerState], host: str) -> set[str]:
-    """Which of our processes, whose numbers these are, a coordinator knows as workers; a process on
-    another machine may have the same number."""
-    here = {worker.pid for worker in workers if worker.host == host}
-    return {name for name, pid in ours.items() if pid in here}
-
-
-class Ear:
-    """Reads what a process says on stderr, a line at a time, and what it has said after it has
-    ended too."""
-
-    def __init__(self, child: Child) -> None:
-        self._log = os.dup(child.log.fileno())
-        self._read, self._begun = 0, b""
-
-    def listen(self) -> list[str]:
-        """The lines that have ended since the last call; the file is emptied when it has become
-        long."""
-        said = os.pread(self._log, LOG_BYTES, self._read)
-        self._read += len(said)
-        if self._read > LOG_BYTES and self._read == os.fstat(self._log).st_size:
-            os.ftruncate(self._log, 0)
-            self._read = 0
-        *lines, self._begun = (self._begun + said).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
-
-    def close(self) -> None:
-        os.close(self._log)

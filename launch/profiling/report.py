@@ -13,7 +13,8 @@ from typing import Any
 from dovetail.launch.files.chart import Curve, Panel, draw_panels, escape
 from dovetail.launch.profiling import drawing
 from dovetail.launch.profiling.advice import Advice
-from dovetail.launch.profiling.findings import STRETCHES, Findings
+from dovetail.launch.profiling.devices import STRETCHES
+from dovetail.launch.profiling.findings import Findings
 from dovetail.launch.profiling.samplers import NO_CARD
 from dovetail.launch.profiling.timeline import COORDINATOR
 

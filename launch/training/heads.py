@@ -4,38 +4,26 @@ folder with a card and pictures.
 It knows options, not how training works. What needs torch is imported when a training begins.
 """
 
-import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.files.outputs import OUT_FOLDER
-from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.training.card import card, curves, log_of
-from dovetail.launch.training.progress import json_option, show_progress, tell
-from dovetail.protocol.errors import UserError
+from dovetail.launch.training.progress import json_option, tell
 from dovetail.protocol.settings import HEAD_KINDS
-from dovetail.workers.heads.registry import KINDS, Entry, Option, trained_kind
+from dovetail.workers.heads.registry import KINDS, Entry, Option
 
 if TYPE_CHECKING:
-    from dovetail.workers.heads.trainable import HeadShape, TrainableHead
-    from dovetail.workers.training.data.features import Features
-    from dovetail.workers.training.peers import Peers
-    from dovetail.workers.training.plan import Plan
-    from dovetail.workers.training.target_parts import TargetParts
-    from dovetail.workers.training.trainer import Trained
-    from dovetail.workers.training.workplace import Workplace
+    pass
+from dovetail.launch.training.run import Wish, train_head
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
-"""Files of a head's folder besides those that a draft loads."""
 HELP = """Train {what}.
 
 \b
@@ -44,43 +32,6 @@ dovetail train {kind} --features FEATURES --out HEAD
 
 Without --features the target computes its states whenever a row is drawn, which costs no disk and, on one core, more time than the training itself.
 The target itself is left as it is. A run that was interrupted is resumed by the same command. Where no value is shown, the preset has it."""  # noqa: E501
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the command line asks for; None: what the preset has."""
-
-    kind: str
-    out: Path
-    own: Mapping[str, Any] = field(default_factory=dict)
-    """The options that only this kind has, by their fields."""
-    data: tuple[Path, ...] = ()
-    features: Path | None = None
-    target: str | None = None
-    regenerate: bool = False
-    minutes: float | None = None
-    steps: int | None = None
-    seed: int = 0
-    preset: Literal["auto", "paper", "tiny"] = "auto"
-    rate: float | None = None
-    batch: int | None = None
-    length: int | None = None
-    ttt_steps: int | None = None
-    ce_weight: float | None = None
-    feature_weight: float | None = None
-    noise: float | None = None
-    warm_up: int | None = None
-    number: Literal["fp32", "bf16"] | None = None
-    intermediate: int | None = None
-    begin: Literal["target", "random"] = "target"
-    threads: int | None = None
-    processes: int = 1
-
-    def chosen(self, *, recipe: bool) -> dict[str, Any]:
-        """Return the own options of the kind, by the fields that they set: of the losses' recipe,
-        or of the head's shape."""
-        options = [option for option in KINDS[self.kind].options if bool(option.recipe) == recipe]
-        return {o.recipe or o.field: self.own.get(o.field, o.default) for o in options}
 
 
 COMMON: tuple[Callable[[Any], Any], ...] = (
@@ -255,161 +206,3 @@ def _command(entry: Entry) -> click.Command:
         help=HELP.format(what=entry.what, kind=kind),
         short_help=f"Train {entry.what.split(':')[0]}.",
     )(decorated)
-
-
-def train_head(wish: Wish) -> "Trained | None":
-    """Train what is wished and write the folder; None in all processes of a run but the first."""
-    if (wish.features is None) == (not wish.data):
-        raise UserError(
-            "give --data FILE, or --features DIR with what `dovetail features` made of it; one "
-            "of them"
-        )
-    if wish.regenerate and not wish.data:
-        raise UserError(
-            "--regenerate answers the chats of --data; with --features it is `dovetail "
-            "features --regenerate` that lets the target write"
-        )
-    from dovetail.workers.training.folder import workplace
-    from dovetail.workers.training.peers import ALONE, Accelerated
-    from dovetail.workers.training.trainer import use_threads
-
-    if wish.threads is not None:
-        use_threads(wish.threads)
-    peers = Accelerated() if wish.processes > 1 else ALONE
-    place = workplace(wish.out, wish.kind, TEXTS)
-    with nullcontext() if peers.rank else place.hold():
-        return _train(wish, place, peers)
-
-
-def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
-    from dovetail.workers.training.folder import config_of, write_head
-    from dovetail.workers.training.run import silent
-    from dovetail.workers.training.target_parts import read_target
-    from dovetail.workers.training.trainer import train_head as train
-
-    features, name = _features(wish)
-    target = read_target(name)
-    _check_features(features, target, name)
-    shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
-    about = {
-        "target": target.digest,
-        "taps": features.origin.taps,
-        "data": features.digest,
-        "begin": wish.begin,
-    }
-
-    def prepare(head: "TrainableHead") -> None:
-        if wish.begin == "target":
-            head.begin_with(target)
-
-    with show_progress() as show:
-        told = silent if peers.rank else show
-        trained = train(
-            shape,
-            features,
-            target.frozen,
-            plan,
-            prepare=prepare,
-            checkpoint=place.checkpoint,
-            about=about,
-            peers=peers,
-            progress=told,
-        )
-    if peers.rank:
-        return None
-    log = log_of(wish.kind, features.origin, trained)
-    texts = {
-        "README.md": card(wish.kind, KINDS[wish.kind].what, features, trained),
-        "training.json": json.dumps(log, indent=2) + "\n",
-        **curves(trained),
-    }
-    with place.result() as folder:
-        write_head(
-            folder,
-            trained.head,
-            config_of(shape, trained_for=target.digest, taps=features.origin.taps),
-            texts,
-        )
-    return trained
-
-
-def _features(wish: Wish) -> "tuple[Features, str]":
-    """What there is to learn from, and the target's name."""
-    from dovetail.workers.training.data.corpus import open_reader, read_examples
-    from dovetail.workers.training.data.features import online_features, open_features
-    from dovetail.workers.training.data.states import open_states
-    from dovetail.workers.training.regenerate import Writing, regenerate_files
-
-    if wish.features is not None:
-        stored = open_features(wish.features)
-        return stored, wish.target or stored.origin.target
-    target = wish.target or str(DEMO_FOLDER / "target")
-    reader, files = open_reader(target), wish.data
-    if wish.regenerate:
-        files = (wish.out.with_name(wish.out.name + ".answers.jsonl"),)
-        with show_progress() as show:
-            regenerate_files(
-                wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show
-            )
-    examples = read_examples(files, reader)
-    taps = "auto" if trained_kind(wish.kind).trainable.reads_taps else "none"
-    return online_features(examples, open_states(target, taps=taps)), target
-
-
-def _check_features(features: "Features", target: "TargetParts", name: str) -> None:
-    if features.origin.digest != target.digest:
-        raise UserError(
-            f"the features are those of {features.origin.target} (checkpoint "
-            f"{features.origin.digest[:12]}), and {name} is another model ({target.digest[:12]})"
-        )
-
-
-def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShape":
-    from dovetail.workers.training.folder import shape_for
-
-    own = wish.chosen(recipe=False)
-    choices = trained_kind(wish.kind).choices(
-        own, taps=features.origin.taps, vocabulary_size=features.origin.vocabulary_size
-    )
-    return shape_for(
-        wish.kind,
-        target,
-        context=features.origin.context,
-        intermediate=wish.intermediate,
-        **choices,
-    )
-
-
-def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
-    """The preset with what the command line says instead."""
-    from dovetail.workers.training.recipes import plan_for
-    from dovetail.workers.training.trainer import faster_number
-
-    plan = plan_for(
-        wish.kind, target.frozen.embedding.shape[1], None if wish.preset == "auto" else wish.preset
-    )
-    pace = replace(
-        plan.pace,
-        seed=wish.seed,
-        steps=wish.steps,
-        **_given(device=peers.device, minutes=wish.minutes, rate=wish.rate, warm_up=wish.warm_up),
-    )
-    weights = {
-        "feature": wish.feature_weight,
-        "cross_entropy": wish.ce_weight,
-        "steps": wish.ttt_steps,
-        "noise": wish.noise,
-        **wish.chosen(recipe=True),
-    }
-    number = wish.number or faster_number(pace.device)
-    return replace(
-        plan,
-        pace=pace,
-        recipe=replace(plan.recipe, **_given(**weights)),
-        number=number,
-        **_given(batch=wish.batch, length=wish.length),
-    )
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dovetail.launch.commands.calibrate import _parts
-from dovetail.launch.commands.worker import _opener
+from dovetail.launch.machine.calibration_tables import _parts
 from dovetail.launch.machine.cores import lay_out_here
+from dovetail.launch.processes.worker import _opener
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.profile import DeviceCosts, RowsSeconds, load_profile
 from support.models import tiny_llama

@@ -17,7 +17,8 @@ import pytest
 
 from dovetail.launch.chat.answering import Answerer, Show
 from dovetail.launch.chat.conversation import Answer, Manner
-from dovetail.launch.commands.chat import Chat, print_stats
+from dovetail.launch.chat.stats import print_stats
+from dovetail.launch.commands.chat import Chat
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, RequestError

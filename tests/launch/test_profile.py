@@ -13,7 +13,8 @@ import pytest
 from dovetail.launch.commands.profile import _made, show
 from dovetail.launch.console import terminal
 from dovetail.launch.profiling import report
-from dovetail.launch.profiling.findings import Evidence, find
+from dovetail.launch.profiling.evidence import Evidence
+from dovetail.launch.profiling.findings import find
 from support.browser import chromium, find_chromium
 from support.profiled import made_up_run
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.checks.rehearsal import Outcome, Role, parts_of, play
+from dovetail.launch.checks.exchanges import Role, parts_of
+from dovetail.launch.checks.rehearsal import Outcome, play
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
     Close,

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dovetail.launch.commands.drain import named
 from dovetail.launch.commands.swap import free_name
 from dovetail.launch.files.directory import runtime_directory
+from dovetail.launch.processes.changes import named
 from dovetail.launch.processes.stack import Stack, layout_of, worker_arguments
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, WorkerState

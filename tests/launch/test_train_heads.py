@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dovetail.launch.commands.train import command
 from dovetail.launch.training import heads
-from dovetail.launch.training.heads import Wish, train_head
+from dovetail.launch.training.run import Wish, train_head
 from dovetail.protocol.errors import UserError
 from dovetail.workers.heads.dovetail import DovetailHead
 from dovetail.workers.heads.eagle3 import Eagle3Head

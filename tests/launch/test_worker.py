@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.commands.worker import place_of, thread_count
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.processes.child import LET_GO
+from dovetail.launch.processes.worker import place_of, thread_count
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_hub, open_link

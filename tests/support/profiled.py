@@ -6,7 +6,7 @@ from random import Random
 
 from dovetail.launch.machine.topology import Node, Topology
 from dovetail.launch.profiling.bounds import Model, Roofline
-from dovetail.launch.profiling.findings import Evidence
+from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.forecast import Tree
 from dovetail.launch.profiling.samplers import Gpu, Process, Sample
 from dovetail.launch.profiling.situation import Situation

@@ -1,0 +1,1 @@
+"""Decoding for `dovetail generate`: one prompt streamed, or a file of prompts, and the summary."""

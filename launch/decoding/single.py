@@ -1,0 +1,160 @@
+"""One prompt, streamed to stdout as it is decoded: by a coordinator, or by a server over HTTP."""
+
+import json
+
+import click
+
+from dovetail.launch.chat.conversation import Manner
+from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
+from dovetail.launch.console.failed import failure_told
+from dovetail.launch.console.terminal import note
+from dovetail.launch.decoding.summary import other_targets, summary, tell_full_context
+from dovetail.launch.decoding.wish import Wish
+from dovetail.launch.processes.connection import (
+    Connection,
+)
+from dovetail.protocol.errors import DovetailError, LinkClosed, printable
+from dovetail.protocol.messages import (
+    Emitted,
+    Failed,
+    Finished,
+    Recorded,
+    Reported,
+)
+
+CANCEL_GRACE_S = 2.0
+QUIET_S = 1.0
+"""When nothing has come for so long, the coordinator is asked whether the reply waits for a
+target."""
+
+
+# -- one prompt ------------------------------------------------------------------------------------
+
+
+def decode_one(
+    wish: Wish, connection: Connection, text: str, *, as_json: bool
+) -> tuple[Finished, int]:
+    """Decode, streamed to stdout unless the whole result is wanted; the reply, and how many tokens
+    came last. Ctrl-C cancels the request, and says what was decoded by then."""
+    request = wish.submit(connection, (text,))
+    shown, last = "", 0
+    asked = waiting = False
+    try:
+        while True:
+            reply = connection.client.receive(QUIET_S)
+            if reply is None:
+                if not asked:
+                    connection.client.inquire()
+                asked = True
+            elif isinstance(reply, Reported):
+                asked = False
+                if reply.totals.waiting and not waiting:
+                    note(
+                        ("\n" if shown else "")
+                        + f"waiting: {'; '.join(map(printable, reply.reasons))}"
+                    )
+                waiting = bool(reply.totals.waiting)
+            elif isinstance(reply, Emitted):
+                last = len(reply.tokens)
+                if not as_json:
+                    click.echo(reply.text, nl=False)
+                    shown = reply.text or shown
+            elif isinstance(reply, Recorded) and wish.records is not None:
+                wish.records.write("", 0, reply.record)
+            elif isinstance(reply, Finished):
+                if not as_json and not shown.endswith("\n"):
+                    click.echo()
+                return reply, last
+            elif isinstance(reply, Failed):
+                break_off(shown, wish.seed if last else None)
+                raise connection.failure(reply)
+    except LinkClosed as lost:
+        break_off(shown, wish.seed if last else None)
+        if connection.stack is not None:
+            raise
+        raise LinkClosed(
+            f"{lost}, and the reply is not finished: ask again when there is a coordinator "
+            "(`dovetail serve`)"
+        ) from None
+    except KeyboardInterrupt:
+        cancelled = cancel(connection, [request])
+        break_off(shown, None if cancelled else wish.seed)
+        for finished in cancelled:
+            note(f"interrupted: {summary(finished.result, connection.models())}")
+            if as_json:
+                click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
+        raise
+
+
+def break_off(shown: str, seed: int | None) -> None:
+    """End the line of a reply that breaks off, and tell the seed that begins it in the same way."""
+    if shown and not shown.endswith("\n"):
+        click.echo()
+    if seed is not None:
+        note(f"the reply breaks off here; seed {seed}")
+
+
+def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
+    """Decode one prompt with a server, streamed to stdout unless the whole result is wanted."""
+    check_flags(wish.configuration)
+    settings = wish.configuration.settings
+    manner = Manner(
+        settings.sampling,
+        settings.sampling.max_tokens,
+        settings.tree,
+        wish.seed,
+        wish.stop,
+        speculate=wish.speculates,
+    )
+    server = WebAnswerer(url, api_key(wish.configuration))
+    shown: list[str] = []
+
+    def show(piece: str, _drafted: bool) -> None:
+        shown.append(piece)
+        if not as_json:
+            click.echo(piece, nl=False)
+
+    try:
+        answer = server.answer((text,), manner, show)
+    except DovetailError:
+        break_off("" if as_json else "".join(shown), wish.seed if shown else None)
+        raise
+    if answer.interrupted:
+        break_off("" if as_json else answer.text, wish.seed)
+        raise KeyboardInterrupt
+    if not as_json and not answer.text.endswith("\n"):
+        click.echo()
+    if answer.result is None:
+        raise DovetailError(
+            f"the server at {url} tells no figures of its replies: it is no dovetail server, "
+            "or of another version"
+        )
+    note(summary(answer.result, server.models()))
+    if answer.result.fingerprints:
+        note(other_targets(answer.result))
+    if answer.result.draft_failure is not None:
+        note(failure_told(answer.result.draft_failure))
+    tell_full_context(answer.result, manner.max_tokens)
+    if as_json:
+        click.echo(json.dumps(answer.result.model_dump(), ensure_ascii=False))
+
+
+def cancel(connection: Connection, requests: list[int]) -> list[Finished]:
+    """Cancel what is under way and wait until the coordinator has heard it. Returns the results of
+    what was decoded by then."""
+    finished: list[Finished] = []
+    try:
+        for request in requests:
+            connection.client.cancel(request)
+        left = set(requests)
+        for reply in connection.client.replies(CANCEL_GRACE_S):
+            if isinstance(reply, Finished):
+                finished.append(reply)
+                left.discard(reply.request)
+            elif isinstance(reply, Failed) and reply.session is not None:
+                left.discard(reply.session)
+            if not left:
+                break
+    except LinkClosed:
+        pass
+    return finished

@@ -1,0 +1,121 @@
+"""What a command asks of every request, and checks of it before anything is started."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from dovetail.launch.console.terminal import note
+from dovetail.launch.console.travels import leaves_the_machine, of_request
+from dovetail.launch.files.prompts import is_unicode
+from dovetail.launch.files.records import RecordFile
+from dovetail.launch.processes.connection import (
+    Connection,
+    ahead_of,
+)
+from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import decode
+from dovetail.protocol.messages import (
+    MAX_STOPS,
+    MAX_TEXT,
+)
+
+STOP_CHARACTERS = 1024
+"""The longest stop that `messages.Submit` takes."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What holds for every request of a command."""
+
+    configuration: Configuration
+    raw: bool = False
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    trace: bool = False
+    records: RecordFile | None = None
+    """Gets every round."""
+
+    @property
+    def speculates(self) -> bool:
+        return self.configuration.settings.draft.kind != "none"
+
+    def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
+        """Ask for the reply to these turns (user first, then alternating), or for the plain
+        continuation of a text."""
+        settings = self.configuration.settings
+        try:
+            return connection.client.submit(
+                text=turns[0] if self.raw else None,
+                turns=None if self.raw else turns,
+                sampling=settings.sampling,
+                max_tokens=settings.sampling.max_tokens,
+                stop=self.stop,
+                seed=self.seed,
+                tree=settings.tree,
+                speculate=self.speculates,
+                trace=self.trace,
+                record=self.records is not None,
+                ahead=ahead_of(settings.draft),
+            )
+        except ValidationError as error:  # too many turns, or too long ones
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise UserError(
+                f"the request is not possible: {first['loc'][0]}: {first['msg']}"
+            ) from None
+
+
+def tell_what_travels(connection: Connection) -> None:
+    """Before anything is sent to another machine, say what."""
+    address = connection.address or connection.state.address
+    if leaves_the_machine(address):
+        note(of_request(address, connection.state))
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """`UserError` for stop strings that no request may have."""
+    if len(stops) > MAX_STOPS:
+        raise UserError(
+            f"--stop is given {len(stops)} times, and {MAX_STOPS} stops are possible: leave "
+            "some out"
+        )
+    for stop in stops:
+        if not stop:
+            raise UserError(
+                "--stop '' would end every reply before its first character: give some text, "
+                "or leave it out"
+            )
+        if len(stop) > STOP_CHARACTERS:
+            raise UserError(
+                f"--stop {stop[:20]!r}... has {len(stop)} characters, and {STOP_CHARACTERS} "
+                "are possible: a part of it will do"
+            )
+        if not is_unicode(stop):
+            raise UserError(
+                f"--stop {stop[:40]!r} is no valid UTF-8 text: set your terminal to UTF-8, or "
+                "type it anew"
+            )
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The argument, or standard input where there is none or it is "-"."""
+    if prompt is None and sys.stdin.isatty():
+        raise UserError(
+            "there is no prompt: write it as an argument, pipe it in, or name a file with --prompts"
+        )
+    if prompt is None or prompt == "-":
+        prompt = decode(sys.stdin.buffer.read(), "the prompt on standard input", zeros=True)
+    if not prompt.strip():
+        raise UserError("the prompt is empty: write it as an argument, or pipe it in")
+    if not is_unicode(prompt):
+        raise UserError(
+            "the prompt is no valid UTF-8 text: set your terminal to UTF-8, or convert the "
+            "text with iconv"
+        )
+    if len(prompt) > MAX_TEXT:
+        raise UserError(
+            f"the prompt has {len(prompt)} characters, and {MAX_TEXT} are possible: shorten it"
+        )
+    return prompt

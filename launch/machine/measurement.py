@@ -1,0 +1,132 @@
+"""The process that measures: bound to its cores, and only then with torch.
+
+`python -m dovetail.launch.machine.measurement` says on stdout, line by line, what it is doing, and
+then what it found."""
+
+import json
+import os
+import sys
+from typing import Any, Literal, TextIO
+
+import click
+
+from dovetail.launch.cli import run
+from dovetail.launch.files.directory import substitutes_path, writable_profile_path
+from dovetail.launch.machine.binding import Place, bind
+from dovetail.launch.machine.cores import parse_cores, parse_nodes
+from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.processes.preflight import (
+    free_memory_bytes,
+)
+from dovetail.launch.processes.worker import THREAD_VARIABLES
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.settings.flags import settings_flags
+from dovetail.protocol.errors import DovetailError
+
+Role = Literal["target", "draft"]
+TORCH_CAPS = {
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX512"},
+    "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX512_VNNI"},
+}
+"""Variables that hold torch's libraries to an instruction set; read when they are loaded."""
+
+
+def beside_cpu(configuration: Configuration) -> str:
+    """What is to be measured beside the CPU; empty: nothing."""
+    target = configuration.settings.target
+    return target.split.device or (target.device if target.device != "cpu" else "")
+
+
+# -- the process that measures ---------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--role", type=click.Choice(["target", "draft"]), required=True)
+@click.option("--cores", required=True)
+@click.option("--memory-nodes", default="")
+@click.option("--seconds", type=float, required=True)
+@click.option("--context", "contexts", type=int, multiple=True)
+@click.option("--isa", default="")
+@click.option("--parent", type=int, required=True)
+@settings_flags("target", "draft")
+def measure(
+    configuration: Configuration,
+    role: Role,
+    cores: str,
+    memory_nodes: str,
+    seconds: float,
+    contexts: tuple[int, ...],
+    isa: str,
+    parent: int,
+) -> None:
+    """Bind this process, and only then import torch and measure."""
+    end_with(parent)
+    end_when_told()
+    said = claim_stdout()
+    place = Place(parse_cores(cores), parse_nodes(memory_nodes))
+    bind(place)
+    target, draft = configuration.settings.target, configuration.settings.draft
+    threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
+    os.environ.update({**dict.fromkeys(THREAD_VARIABLES, str(threads)), **TORCH_CAPS.get(isa, {})})
+    from dovetail.workers.calibration.devices import measure_device
+    from dovetail.workers.calibration.draft import calibrate_draft
+    from dovetail.workers.calibration.target import calibrate
+    from dovetail.workers.devices import open_device
+    from dovetail.workers.models.memory import is_out_of_memory
+
+    found: dict[str, Any]
+    device = beside_cpu(configuration)
+    if device:
+        open_device(device, threads)  # one that is not there is told now, not after the measurement
+    try:
+        if role == "draft":
+            named = with_target(target)
+            key, levels = calibrate_draft(
+                with_draft(draft),
+                threads=threads,
+                target=named.model,
+                inflate=named.inflate,
+                cache=substitutes_path(),
+                seconds=seconds / 4,
+            )
+            found = {"key": key.model_dump(), "levels": levels.model_dump()}
+        else:
+            found = calibrate(
+                with_target(target),
+                threads=threads,
+                memory_bytes=free_memory_bytes(),
+                profile=None if isa else writable_profile_path(),
+                seconds=seconds,
+                contexts=contexts,
+                isa=isa,
+                say=lambda text, share: _tell(said, {"doing": text, "share": share}),
+            )
+            costs = (
+                measure_device(with_target(target), device=device, threads=threads, seconds=seconds)
+                if device
+                else None
+            )
+            found["device"] = None if costs is None else costs.model_dump()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise DovetailError(
+                "memory ended while the model was loaded or measured: name a smaller model, or "
+                "other weights"
+            ) from None
+        raise
+    _tell(said, {"found": found})
+
+
+def _tell(said: TextIO, message: object) -> None:
+    print(json.dumps(message), file=said, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:], measure))

@@ -1,0 +1,65 @@
+"""What processes say on stderr, how they ended, and which of them are registered."""
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+
+from dovetail.launch.processes.child import LET_GO
+from dovetail.launch.processes.parts import Ending
+from dovetail.launch.processes.supervise import Child
+from dovetail.protocol.errors import printable
+from dovetail.protocol.messages import WorkerState
+
+LAST_WORDS_S = 0.3
+"""A process that is stuck has so long to show where."""
+LOG_BYTES = 1 << 20
+"""The file of what a process says is emptied when so much of it has been read."""
+
+
+def ending_of(child: Child) -> Ending:
+    """How a process has ended. What it said last explains an exit code; a signal that ends a
+    process at once, it does not."""
+    code = child.process.returncode
+    last = [] if code == -signal.SIGKILL else child.last_words()[-1:]
+    last_line = printable(last[0].removeprefix("dovetail: ")) if last else ""
+    return Ending(code, child.how_it_ended(), child.was_mistaken, code == LET_GO, last_line)
+
+
+def let_speak_and_kill(child: Child) -> None:
+    """Have a process that is stuck write down where it is, if it still can, and end it; that it
+    ended is noticed as with any other."""
+    child.process.send_signal(signal.SIGUSR1)
+    time.sleep(LAST_WORDS_S)
+    child.process.kill()
+    child.process.wait()
+
+
+def registered(ours: Mapping[str, int], workers: Iterable[WorkerState], host: str) -> set[str]:
+    """Which of our processes, whose numbers these are, a coordinator knows as workers; a process on
+    another machine may have the same number."""
+    here = {worker.pid for worker in workers if worker.host == host}
+    return {name for name, pid in ours.items() if pid in here}
+
+
+class Ear:
+    """Reads what a process says on stderr, a line at a time, and what it has said after it has
+    ended too."""
+
+    def __init__(self, child: Child) -> None:
+        self._log = os.dup(child.log.fileno())
+        self._read, self._begun = 0, b""
+
+    def listen(self) -> list[str]:
+        """The lines that have ended since the last call; the file is emptied when it has become
+        long."""
+        said = os.pread(self._log, LOG_BYTES, self._read)
+        self._read += len(said)
+        if self._read > LOG_BYTES and self._read == os.fstat(self._log).st_size:
+            os.ftruncate(self._log, 0)
+            self._read = 0
+        *lines, self._begun = (self._begun + said).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def close(self) -> None:
+        os.close(self._log)

@@ -1,0 +1,211 @@
+"""Put a new worker in the place of another, role by role."""
+
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.launch.console.terminal import Intervals, loading_text, note, spinner
+from dovetail.launch.processes.changes import figures, named, told, wait_for
+from dovetail.launch.processes.connection import describe, shorten_model
+from dovetail.launch.processes.stack import POLL_S, Played
+from dovetail.launch.processes.supervise import Child
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import Role, WorkerState
+from dovetail.runtime.client import Client
+
+
+class Change:
+    """A newcomer, which has one role or both, in the place of who has them."""
+
+    def __init__(
+        self,
+        client: Client,
+        role: Played,
+        name: str,
+        old: Mapping[Role, WorkerState | None],
+        known: bool,
+        *,
+        beside: bool,
+    ) -> None:
+        """`known`: whether it is certain which model is meant; `beside`: nobody leaves."""
+        self._client, self._old, self._known, self._beside = client, old, known, beside
+        self._names: dict[Role, str] = {
+            part: f"{name}-{part}" if role == "unified" else name for part in old
+        }
+        self.newcomers: dict[Role, WorkerState] = {}
+        self._placed = False
+        self.words: list[str] = []
+        """What came of it, for people."""
+
+    def wait(self, child: Child | None) -> None:
+        """Until it is registered."""
+        for part, name in self._names.items():
+            self.newcomers[part] = wait_until_here(self._client, name, child, self._old[part])
+        if not self._known:
+            check_checkpoint(next(iter(self.newcomers.values())), self._client.status().workers)
+
+    def make(self) -> dict[str, Any]:
+        """Put it in place, role by role; what came of it."""
+        found: dict[str, Any] = {}
+        for part, newcomer in self.newcomers.items():
+            before = self._client.status().workers
+            old = self._there(part, before)
+            done = wait_for(
+                self._client,
+                self._client.swap(
+                    newcomer.worker_epoch, old.worker_epoch if old is not None else None
+                ),
+            )
+            self._placed = True
+            told_of = {
+                "worker": newcomer.name,
+                "pid": newcomer.pid,
+                "model": newcomer.model,
+                "replaced": old.name if old else None,
+            }
+            found[part] = {**told_of, **figures(done)}
+            place = (
+                f"in the place of {old.name} (pid {old.pid} on {old.host})"
+                if old is not None
+                else "beside the others"
+            )
+            self.words.append(
+                f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}, "
+                f"{describe(part, newcomer)}: {told(done)}"
+            )
+            if old is None:
+                self._let_go_latecomers(part, before)
+        return found
+
+    def is_begun(self, *, interrupted: bool) -> bool:
+        """Whether it has sessions, or may have where this was `interrupted`: then it is not ours to
+        end."""
+        return self._placed or (
+            interrupted
+            and any(is_in_place(self._client, newcomer) for newcomer in self.newcomers.values())
+        )
+
+    def _there(self, part: Role, workers: Sequence[WorkerState]) -> WorkerState | None:
+        """Who leaves, unless it has gone, perhaps with the other role of its process; it may have
+        been lost, or only now have come back under its name."""
+        old = self._old[part]
+        if self._beside:
+            return None
+        if old is None:
+            return leaver(workers, part, None)
+        same = [worker for worker in workers if worker.worker_epoch == old.worker_epoch]
+        return next(
+            iter(
+                same
+                or [
+                    worker
+                    for worker in all_serving(workers, part)
+                    if (worker.name, worker.host) == (old.name, old.host)
+                ]
+            ),
+            None,
+        )
+
+    def _let_go_latecomers(self, part: Role, before: Sequence[WorkerState]) -> None:
+        """Let those go who came back to the place while the newcomer was tried for it, unless it
+        was meant to be beside others."""
+        known = {worker.worker_epoch for worker in (*before, *self.newcomers.values())}
+        for late in [] if self._beside else all_serving(self._client.status().workers, part):
+            if late.worker_epoch not in known:
+                gone = wait_for(self._client, self._client.dismiss(late.worker_epoch, last=False))
+                self.words.append(
+                    f"{late.name} (pid {late.pid} on {late.host}) came meanwhile and was let "
+                    f"go: {told(gone)}"
+                )
+
+
+def serving(workers: Sequence[WorkerState], role: Role) -> WorkerState | None:
+    return next(iter(all_serving(workers, role)), None)
+
+
+def all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]:
+    return [
+        worker
+        for worker in workers
+        if role in worker.roles and not (worker.standby or worker.leaving)
+    ]
+
+
+def check_checkpoint(newcomer: WorkerState, workers: Sequence[WorkerState]) -> None:
+    """`UserError` for a target of another checkpoint than those that are here, where nobody has
+    said that it should be."""
+    here = serving(workers, "target")
+    if newcomer.fingerprint and here is not None and checkpoint(here) != checkpoint(newcomer):
+        text = (
+            f"{newcomer.name} has the model {shorten_model(newcomer.model)}, and "
+            f"{here.name} on {here.host} another one, {shorten_model(here.model)}"
+        )
+        raise UserError(f"{text}: name the one that you mean with --target MODEL")
+
+
+def checkpoint(worker: WorkerState) -> str:
+    return worker.fingerprint.partition("/")[0]
+
+
+def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:
+    """Who leaves: the worker that was named, or the only one of the role; None: there is none."""
+    serving = all_serving(workers, role)
+    if replaced is not None:
+        return named(serving, replaced)
+    if len(serving) > 1:
+        choices = ", ".join(
+            f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in serving
+        )
+        raise UserError(
+            f"there are {len(serving)} {role} workers, {choices}: say with --replace WORKER "
+            "which one leaves, or --beside for none"
+        )
+    return serving[0] if serving else None
+
+
+def wait_until_here(
+    client: Client, name: str, child: Child | None, old: WorkerState | None
+) -> WorkerState:
+    """The worker on standby, once it is registered; what its process has to say if that ends before
+    is raised."""
+    intervals = Intervals()
+    with spinner() as say:
+        while True:
+            pid, host = (
+                (child.process.pid, socket.gethostname()) if child is not None else (None, None)
+            )
+            state = client.status()
+            loading = [told for told in state.loading if told.name == name]
+            say(f"loading {name}" + loading_text(loading))
+            if not sys.stderr.isatty():
+                intervals.tell(loading)
+            for worker in state.workers:
+                if (
+                    worker.standby
+                    and worker.name == name
+                    and (pid is None or (worker.pid, worker.host) == (pid, host))
+                ):
+                    return worker
+            if child is not None and child.ended:
+                failure = child.failure()
+                raise type(failure)(f"{failure}{f'; {old.name} stays' if old is not None else ''}")
+            time.sleep(POLL_S)
+
+
+def is_in_place(client: Client, newcomer: WorkerState) -> bool:
+    """Whether it has sessions, or may have: then the change goes on without us, and it is not ours
+    to end."""
+    here = next(
+        (
+            worker
+            for worker in client.status().workers
+            if worker.worker_epoch == newcomer.worker_epoch
+        ),
+        None,
+    )
+    if here is None or here.standby:
+        return False
+    note(f"{newcomer.name} is in place and stays; the change goes on, as `dovetail status` shows")
+    return True

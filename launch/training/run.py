@@ -1,0 +1,222 @@
+"""The training of a draft head: features, shape, plan, and the folder that comes of it."""
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.training.card import card, curves, log_of
+from dovetail.launch.training.progress import show_progress
+from dovetail.protocol.errors import UserError
+from dovetail.workers.heads.registry import KINDS, trained_kind
+
+if TYPE_CHECKING:
+    from dovetail.workers.heads.trainable import HeadShape, TrainableHead
+    from dovetail.workers.training.data.features import Features
+    from dovetail.workers.training.peers import Peers
+    from dovetail.workers.training.plan import Plan
+    from dovetail.workers.training.target_parts import TargetParts
+    from dovetail.workers.training.trainer import Trained
+    from dovetail.workers.training.workplace import Workplace
+
+
+TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
+"""Files of a head's folder besides those that a draft loads."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for; None: what the preset has."""
+
+    kind: str
+    out: Path
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """The options that only this kind has, by their fields."""
+    data: tuple[Path, ...] = ()
+    features: Path | None = None
+    target: str | None = None
+    regenerate: bool = False
+    minutes: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    preset: Literal["auto", "paper", "tiny"] = "auto"
+    rate: float | None = None
+    batch: int | None = None
+    length: int | None = None
+    ttt_steps: int | None = None
+    ce_weight: float | None = None
+    feature_weight: float | None = None
+    noise: float | None = None
+    warm_up: int | None = None
+    number: Literal["fp32", "bf16"] | None = None
+    intermediate: int | None = None
+    begin: Literal["target", "random"] = "target"
+    threads: int | None = None
+    processes: int = 1
+
+    def chosen(self, *, recipe: bool) -> dict[str, Any]:
+        """Return the own options of the kind, by the fields that they set: of the losses' recipe,
+        or of the head's shape."""
+        options = [option for option in KINDS[self.kind].options if bool(option.recipe) == recipe]
+        return {o.recipe or o.field: self.own.get(o.field, o.default) for o in options}
+
+
+def train_head(wish: Wish) -> "Trained | None":
+    """Train what is wished and write the folder; None in all processes of a run but the first."""
+    if (wish.features is None) == (not wish.data):
+        raise UserError(
+            "give --data FILE, or --features DIR with what `dovetail features` made of it; one "
+            "of them"
+        )
+    if wish.regenerate and not wish.data:
+        raise UserError(
+            "--regenerate answers the chats of --data; with --features it is `dovetail "
+            "features --regenerate` that lets the target write"
+        )
+    from dovetail.workers.training.folder import workplace
+    from dovetail.workers.training.peers import ALONE, Accelerated
+    from dovetail.workers.training.trainer import use_threads
+
+    if wish.threads is not None:
+        use_threads(wish.threads)
+    peers = Accelerated() if wish.processes > 1 else ALONE
+    place = workplace(wish.out, wish.kind, TEXTS)
+    with nullcontext() if peers.rank else place.hold():
+        return _train(wish, place, peers)
+
+
+def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
+    from dovetail.workers.training.folder import config_of, write_head
+    from dovetail.workers.training.run import silent
+    from dovetail.workers.training.target_parts import read_target
+    from dovetail.workers.training.trainer import train_head as train
+
+    features, name = _features(wish)
+    target = read_target(name)
+    _check_features(features, target, name)
+    shape, plan = _shape(wish, features, target), _plan(wish, target, peers)
+    about = {
+        "target": target.digest,
+        "taps": features.origin.taps,
+        "data": features.digest,
+        "begin": wish.begin,
+    }
+
+    def prepare(head: "TrainableHead") -> None:
+        if wish.begin == "target":
+            head.begin_with(target)
+
+    with show_progress() as show:
+        told = silent if peers.rank else show
+        trained = train(
+            shape,
+            features,
+            target.frozen,
+            plan,
+            prepare=prepare,
+            checkpoint=place.checkpoint,
+            about=about,
+            peers=peers,
+            progress=told,
+        )
+    if peers.rank:
+        return None
+    log = log_of(wish.kind, features.origin, trained)
+    texts = {
+        "README.md": card(wish.kind, KINDS[wish.kind].what, features, trained),
+        "training.json": json.dumps(log, indent=2) + "\n",
+        **curves(trained),
+    }
+    with place.result() as folder:
+        write_head(
+            folder,
+            trained.head,
+            config_of(shape, trained_for=target.digest, taps=features.origin.taps),
+            texts,
+        )
+    return trained
+
+
+def _features(wish: Wish) -> "tuple[Features, str]":
+    """What there is to learn from, and the target's name."""
+    from dovetail.workers.training.data.corpus import open_reader, read_examples
+    from dovetail.workers.training.data.features import online_features, open_features
+    from dovetail.workers.training.data.states import open_states
+    from dovetail.workers.training.regenerate import Writing, regenerate_files
+
+    if wish.features is not None:
+        stored = open_features(wish.features)
+        return stored, wish.target or stored.origin.target
+    target = wish.target or str(DEMO_FOLDER / "target")
+    reader, files = open_reader(target), wish.data
+    if wish.regenerate:
+        files = (wish.out.with_name(wish.out.name + ".answers.jsonl"),)
+        with show_progress() as show:
+            regenerate_files(
+                wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show
+            )
+    examples = read_examples(files, reader)
+    taps = "auto" if trained_kind(wish.kind).trainable.reads_taps else "none"
+    return online_features(examples, open_states(target, taps=taps)), target
+
+
+def _check_features(features: "Features", target: "TargetParts", name: str) -> None:
+    if features.origin.digest != target.digest:
+        raise UserError(
+            f"the features are those of {features.origin.target} (checkpoint "
+            f"{features.origin.digest[:12]}), and {name} is another model ({target.digest[:12]})"
+        )
+
+
+def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShape":
+    from dovetail.workers.training.folder import shape_for
+
+    own = wish.chosen(recipe=False)
+    choices = trained_kind(wish.kind).choices(
+        own, taps=features.origin.taps, vocabulary_size=features.origin.vocabulary_size
+    )
+    return shape_for(
+        wish.kind,
+        target,
+        context=features.origin.context,
+        intermediate=wish.intermediate,
+        **choices,
+    )
+
+
+def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
+    """The preset with what the command line says instead."""
+    from dovetail.workers.training.recipes import plan_for
+    from dovetail.workers.training.trainer import faster_number
+
+    plan = plan_for(
+        wish.kind, target.frozen.embedding.shape[1], None if wish.preset == "auto" else wish.preset
+    )
+    pace = replace(
+        plan.pace,
+        seed=wish.seed,
+        steps=wish.steps,
+        **_given(device=peers.device, minutes=wish.minutes, rate=wish.rate, warm_up=wish.warm_up),
+    )
+    weights = {
+        "feature": wish.feature_weight,
+        "cross_entropy": wish.ce_weight,
+        "steps": wish.ttt_steps,
+        "noise": wish.noise,
+        **wish.chosen(recipe=True),
+    }
+    number = wish.number or faster_number(pace.device)
+    return replace(
+        plan,
+        pace=pace,
+        recipe=replace(plan.recipe, **_given(**weights)),
+        number=number,
+        **_given(batch=wish.batch, length=wish.length),
+    )
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
