@@ -11,7 +11,7 @@ from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 
-EXPORTS = {"grafana": Path(__file__).parent.parent / "monitoring" / "grafana.json"}
+EXPORTS = {"grafana": Path(__file__).parent.parent / "files" / "grafana.json"}
 """The files that `config export` prints."""
 
 

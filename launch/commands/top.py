@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.live import Live
 
 from dovetail.launch.chat.web import Site, api_key
+from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
-from dovetail.launch.monitoring.screen import PAGES, Standing, everything, page
 from dovetail.launch.processes.connection import find_coordinator, speaks_http
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SettingsCommand, settings_flags

@@ -1,1 +1,1 @@
-"""What a person sees on a terminal: progress, tables, log lines, notes."""
+"""What a person sees on a terminal: help, progress, tables, log lines, the live view of `top`."""

@@ -22,8 +22,8 @@ from rich.terminal_theme import MONOKAI
 
 from benchmarks.measure import Estimate, estimate
 from dashboard.talking import talking
+from dovetail.launch.console.screen import Standing, page
 from dovetail.launch.console.terminal import note, print_table, progress_bar
-from dovetail.launch.monitoring.screen import Standing, page
 from dovetail.launch.processes.stack import Stack
 from dovetail.runtime.http.dashboard import EVERY_S, STATE_PATH
 from support.browser import PATIENCE_S, Browser, chromium, find_chromium

@@ -27,7 +27,7 @@ BROKEN = (
 import sys
 from dovetail.launch import cli
 from dovetail.launch.commands import top
-from dovetail.launch.monitoring import screen
+from dovetail.launch.console import screen
 def page(*_):
     raise RuntimeError("no page")
 top.page = page

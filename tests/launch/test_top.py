@@ -22,8 +22,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dovetail.launch.commands.top import _next
-from dovetail.launch.monitoring.screen import PAGES, Standing, everything, page
-from dovetail.launch.monitoring.tree import MARKS
+from dovetail.launch.console.screen import PAGES, Standing, everything, page
+from dovetail.launch.console.tree import MARKS
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
 from dovetail.runtime.lately import Lately

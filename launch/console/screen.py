@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.launch.monitoring.cells import (
+from dovetail.launch.console.cells import (
     TREND,
     WIDE_TREND,
     Picture,
@@ -25,7 +25,7 @@ from dovetail.launch.monitoring.cells import (
     as_table,
     as_trend,
 )
-from dovetail.launch.monitoring.tree import tree_lines
+from dovetail.launch.console.tree import tree_lines
 
 PAGES = ("overview", "tree", "sessions", "workers")
 SHOWN_DECISIONS, SHOWN_POSITIONS = 3, 7

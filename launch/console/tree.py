@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from dovetail.launch.monitoring.cells import Picture
+from dovetail.launch.console.cells import Picture
 
 MARKS = {
     "a": ("✓", "accepted", "bold green"),

@@ -1,1 +1,0 @@
-"""Views of a running coordinator: the terminal dashboard, and a dashboard for Grafana."""
