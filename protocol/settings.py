@@ -512,9 +512,10 @@ class MemorySettings(Frozen):
 
     vram: str = Field(
         "auto",
-        description='of a device, such as "7GB" (10^9) or "7GiB" (2^30); auto: what is free there',
+        description="memory of a device that the target may take, such as 7GB (10^9) or 7GiB "
+        "(2^30); auto: what is free there",
     )
-    ram: str = Field("auto", description='of the host, such as "16GB"; auto: what is free there')
+    ram: str = Field("auto", description="the same of the host, such as 16GB; auto: what is free")
 
     @field_validator("vram", "ram")
     @classmethod

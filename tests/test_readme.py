@@ -209,6 +209,15 @@ def test_the_page_of_the_algorithm_is_quoted_as_it_is() -> None:
     assert "".join(quoted.split()) in "".join(source.split())
 
 
+def test_the_command_that_continuous_integration_reads_is_there() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    after = readme.partition("<!-- the test command -->\n")[2]
+    (first, *_) = FENCE.findall(after)
+    assert after.startswith("```sh\n")
+    assert first[1].count("\n") == 1
+    assert ".venv/bin/python -m pytest" in first[1]
+
+
 def test_the_tree_names_what_is_there() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (tree,) = [block for language, block in FENCE.findall(readme) if not language]

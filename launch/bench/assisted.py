@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.cli import run
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import CoreLayout, parse_cores
 from dovetail.launch.machine.topology import format_numbers
@@ -30,7 +31,7 @@ from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result
@@ -202,7 +203,7 @@ def result_of(
 # -- the process -----------------------------------------------------------------------------------
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option("--cores", required=True)
 @click.option("--parent", type=int, required=True)
 @settings_flags("target", "draft")

@@ -39,13 +39,13 @@ from dovetail.launch.bench.sweep import (
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes, show_overhead
 from dovetail.launch.bench.transport import measure_overhead
 from dovetail.launch.bench.turns import Cell, measure
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import explained, spinner
 from dovetail.launch.files.chart import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 
@@ -53,7 +53,7 @@ TRANSPORT_ROUNDS = 4000
 
 
 @click.command(
-    cls=SettingsCommand,
+    cls=HelpCommand,
     epilog="\n\n".join(
         (explained({**COLUMNS, **SWEPT}), explained(CSV_COLUMNS, "Columns of --csv:"))
     ),

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import note, progress_bar
 from dovetail.launch.files.chart import check_chart
 from dovetail.launch.files.directory import profile_path, writable_profile_path
@@ -34,7 +35,7 @@ from dovetail.launch.processes.preflight import (
 )
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.files import writing
 from dovetail.protocol.profile import (
@@ -54,7 +55,7 @@ ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
 PERCENT = 100
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--context",
     "contexts",

@@ -21,6 +21,7 @@ from dovetail.launch.chat.conversation import COMMANDS, Answer, Command, Convers
 from dovetail.launch.chat.stats import print_stats
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
 from dovetail.launch.console.failed import failure_told
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import note, unwound_by_signals
 from dovetail.launch.decoding.wish import check_stops
 from dovetail.launch.files.directory import history_path
@@ -28,7 +29,7 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import is_unicode
 from dovetail.launch.processes.connection import ahead_of, connected, speaks_http
 from dovetail.launch.settings.configure import Configuration, parse_setting
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.files import decode, writing
 
@@ -40,7 +41,7 @@ MAX_SEED = (1 << 63) - 1
 WAKE_S = 0.5
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--connect",
     metavar="ADDRESS|URL",

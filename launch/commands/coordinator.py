@@ -10,13 +10,14 @@ from pathlib import Path
 
 import click
 
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.files.directory import announced
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.links import open_hub
 from dovetail.runtime.loop import coordinate
 from dovetail.runtime.recording import Recorder
@@ -24,7 +25,7 @@ from dovetail.runtime.recording import Recorder
 STDIN = 0
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]"
 )

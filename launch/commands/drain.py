@@ -5,14 +5,15 @@ import json
 
 import click
 
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import note
 from dovetail.launch.processes.changes import figures, named, told, wait_for
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.argument("worker")
 @click.option(
     "--connect",

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.failed import failure_told
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import note
 from dovetail.launch.decoding.batch import decode_file
 from dovetail.launch.decoding.single import decode_one, decode_over_http
@@ -31,12 +31,12 @@ from dovetail.launch.processes.connection import (
 )
 from dovetail.launch.settings.catalog import ALL_SECTIONS
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.trace import write_trace
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.argument("prompt", required=False)
 @click.option(
     "--connect",

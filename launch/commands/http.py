@@ -15,6 +15,7 @@ import click
 import uvloop
 
 from dovetail.launch.cli import installed_version
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.processes.child import (
     claim_stdout,
@@ -25,7 +26,7 @@ from dovetail.launch.processes.child import (
 from dovetail.launch.processes.connection import ahead_of
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import LISTENING, SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.links import open_link
@@ -45,7 +46,7 @@ allowed: it has 24 when it begins."""
 log = logging.getLogger("dovetail.http")
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--connect",
     metavar="ADDRESS",

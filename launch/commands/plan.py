@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar, spinner
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import (
@@ -33,7 +34,7 @@ from dovetail.launch.planning.telling import (
 )
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.simulation.machines import SIZES, read_machine
 from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
@@ -54,7 +55,7 @@ COLUMNS = {
 }
 
 
-@click.command(cls=SettingsCommand, epilog=explained(COLUMNS))
+@click.command(cls=HelpCommand, epilog=explained(COLUMNS))
 @click.option(
     "--draft",
     "drafts",

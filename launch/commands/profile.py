@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import counted, explained, in_print, note, print_table
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import Prompt, is_unicode, read_prompts
@@ -26,7 +26,7 @@ from dovetail.launch.profiling.stages import attached, own_run
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal, writing
 from dovetail.runtime.trace import write_trace
@@ -57,7 +57,7 @@ WORDS = {
 """What the tables and the report speak of."""
 
 
-@click.command("profile", cls=SettingsCommand, epilog=explained(WORDS, "Words:"))
+@click.command("profile", cls=HelpCommand, epilog=explained(WORDS, "Words:"))
 @click.option("--prompt", help="Text to decode.")
 @click.option(
     "--prompts",

@@ -9,14 +9,15 @@ import click
 
 from dovetail.launch.checks.exchanges import Role, parts_of
 from dovetail.launch.checks.rehearsal import Outcome, rehearse
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import counted, spinner
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.runtime.playback import Difference, Playback
 from dovetail.runtime.tape import Recording, read_recording
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--worker",

@@ -16,13 +16,13 @@ import click
 
 from dovetail.launch.checks.agreement import Agreement, agreement_of
 from dovetail.launch.console.failed import first_failure
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import DovetailError, UserError, printable
 from dovetail.protocol.messages import DraftFailure, Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -90,7 +90,7 @@ class Check:
         return self.failure is None and (self.difference is None or self.difference.near_tie)
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--connect",
     metavar="ADDRESS",

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.commands.http import read_keys
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes.connection import models_of
@@ -25,7 +26,7 @@ from dovetail.launch.processes.service import Service
 from dovetail.launch.processes.stack import check_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import LISTENING, SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.runtime.http.server import listen
 
 log = logging.getLogger("dovetail.serve")
@@ -34,7 +35,7 @@ ANYWHERE = ("0.0.0.0", "[::]")
 """Hosts that stand for all addresses of a machine."""
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--json",
     "as_json",

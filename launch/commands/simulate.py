@@ -21,7 +21,7 @@ from dovetail.launch.console.terminal import (
 from dovetail.launch.files.chart import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine, read_size
 from dovetail.launch.simulation.methods import read_methods
@@ -63,7 +63,7 @@ command.add_command(record)
 # -- playing ---------------------------------------------------------------------------------------
 
 
-@command.command("run", cls=SettingsCommand, epilog=explained(COLUMNS))
+@command.command("run", cls=HelpCommand, epilog=explained(COLUMNS))
 @click.option(
     "--rounds",
     type=click.Path(path_type=Path),
@@ -201,7 +201,7 @@ def run(
 # -- beside what is real ---------------------------------------------------------------------------
 
 
-@command.command("validate", cls=SettingsCommand)
+@command.command("validate", cls=HelpCommand)
 @click.option(
     "--rounds",
     type=click.Path(path_type=Path),

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import click
 
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import counted, format_cell, in_print, print_table
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes.connection import find_coordinator, shorten_model
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.messages import PairState, Reported, WorkerState
 from dovetail.protocol.profile import RowsSeconds
 
@@ -18,7 +19,7 @@ SHOWN_DECISIONS = 8
 """Of the last; `--json` has them all."""
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--connect",
     metavar="ADDRESS",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.bench.turns import loop_begins
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import note, print_table, progress_bar, spinner
 from dovetail.launch.files.chart import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output
@@ -26,7 +26,7 @@ from dovetail.launch.processes.connection import Connection
 from dovetail.launch.processes.stack import start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import DECODING_SECTIONS, SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.launch.settings.thresholds import MADE_FOR, draft_facts, write_thresholds
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.files import writing
@@ -49,7 +49,7 @@ class Reply:
     rounds: "tuple[Round, ...]"
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--prompts",
     type=FILE,

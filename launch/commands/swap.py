@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import click
 
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import note
 from dovetail.launch.console.travels import leaves_the_machine
 from dovetail.launch.files.directory import (
@@ -26,7 +27,7 @@ from dovetail.launch.processes.replaced import settings_of
 from dovetail.launch.processes.replacement import Change, leaver, serving
 from dovetail.launch.processes.stack import SECTIONS, Played, layout_of, worker_arguments
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
 
@@ -49,7 +50,7 @@ LOCAL = (
 """What need not be so on another machine."""
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--role",
     type=click.Choice(["draft", "target", "unified"]),

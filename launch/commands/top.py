@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.live import Live
 
 from dovetail.launch.chat.web import Site, api_key
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
 from dovetail.launch.processes.connection import find_coordinator, speaks_http
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.messages import Reported
 from dovetail.runtime.client import Client
@@ -48,7 +49,7 @@ UP, DOWN, RIGHT, LEFT = (
 Picture = dict[str, Any]
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--connect",
     metavar="ADDRESS|URL",

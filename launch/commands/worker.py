@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
 from dovetail.launch.console.terminal import note
 from dovetail.launch.machine.binding import Binding, Place, bind
@@ -28,7 +28,7 @@ from dovetail.launch.processes.preflight import (
     check_unified,
 )
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 
 if TYPE_CHECKING:
     pass
@@ -45,7 +45,7 @@ from dovetail.launch.processes.worker import (
 RECONNECT_S = 300.0
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option(
     "--role",
     type=click.Choice(["draft", "target", "unified"]),

@@ -9,7 +9,7 @@ from typing import Any, get_origin
 
 import click
 
-from dovetail.launch.console.help import Grouped, HelpCommand
+from dovetail.launch.console.help import Grouped
 from dovetail.launch.console.migration import context_size
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS, Setting, names_in
 from dovetail.launch.settings.configure import configure
@@ -35,7 +35,6 @@ BASIC = (
     "sampling.max_tokens",
 )
 """Settings that `--help` shows; `--help-all` has the others."""
-SettingsCommand = HelpCommand
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
 """Settings that `--help` of a server shows as well."""
 DECODING_SECTIONS = tuple(section for section in ALL_SECTIONS if section != "http")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import Rare
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import (
     counted,
     note,
@@ -19,7 +19,7 @@ from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.simulation.recording import Folder
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH
@@ -32,7 +32,7 @@ ahead."""
 # -- recording -------------------------------------------------------------------------------------
 
 
-@click.command("record", cls=SettingsCommand)
+@click.command("record", cls=HelpCommand)
 @click.option(
     "--prompts",
     "file",

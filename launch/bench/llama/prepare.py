@@ -11,14 +11,15 @@ from pathlib import Path
 import click
 
 from dovetail.launch.cli import run
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
-from dovetail.launch.settings.flags import SettingsCommand, settings_flags
+from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.settings import byte_count
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=HelpCommand)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True)
 @click.option("--parent", type=int, required=True)
 @settings_flags("target")
