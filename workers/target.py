@@ -379,12 +379,15 @@ class TargetWorker:
     def _verdicts(
         self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn]
     ) -> Sequence[Verdict | RequestError]:
+        """The verdict of each item or why there is none. A pass that fails has changed nothing, and
+        one session may be to blame: then each gets a pass of its own."""
         try:
             return self._verifier.verify(items, drawn)
         except Exception as error:
-            # the pass itself: what else the command names, stale or refused, has nothing to do with
-            # it
-            return [as_request_error(error)] * len(items)
+            failure = as_request_error(error)
+        if len(items) == 1:
+            return [failure]
+        return [verdict for item in items for verdict in self._verdicts([item], drawn)]
 
     def _failed(self, item: VerifyItem, error: RequestError) -> Failed:
         return Failed(

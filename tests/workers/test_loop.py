@@ -3,7 +3,7 @@
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, 
 from dovetail.workers import loop
 from dovetail.workers.draft import DraftWorker, open_draft_worker
 from dovetail.workers.loop import Reconnecting, serve
+from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import beat
 from dovetail.workers.target import TargetWorker, open_target_worker
 from support.models import VOCABULARY, reference_tokens
@@ -428,6 +429,30 @@ def test_a_pass_that_fails_is_answered_for_the_sessions_in_it_alone(
     ]
     assert isinstance(events[2], Probed)
     assert isinstance(coordinator.ask(verifying((1, 1, 5), (2, 1, 5), (3, 2, 6))), Verified)
+
+
+def test_a_session_at_which_a_pass_fails_does_not_keep_the_others_from_theirs(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session in (1, 2, 3):
+        coordinator.ask(opening(session))
+    verifier = coordinator.worker._verifier
+    real, guilty = verifier._model.forward_with_states, verifier._sessions[2].cache
+
+    def fail(tokens: object, positions: object, segments: Sequence[Segment], **named: Any) -> Any:
+        if any(segment.cache is guilty for segment in segments):
+            raise IndexError("out of range")
+        return real(tokens, positions, segments, **named)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier._model, "forward_with_states", fail)
+        coordinator.send(verifying((1, 1, 5), (2, 1, 5), (3, 1, 5)))
+        verified, failed = coordinator.next(), coordinator.next()
+    assert isinstance(verified, Verified)
+    assert [item.session for item in verified.items] == [1, 3]
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.round, failed.code) == (2, 1, "internal")
+    assert isinstance(coordinator.ask(verifying((1, 2, 6), (2, 1, 5), (3, 2, 6))), Verified)
 
 
 def test_a_session_that_cannot_be_judged_fails_alone_and_goes_on(
