@@ -18,9 +18,9 @@ MAY_IMPORT = {
 }
 DOORS = {
     "zmq": ("protocol/links.py", "protocol/keys.py"),
-    "msgpack": ("protocol/codec.py", "runtime/tape.py"),
-    "tokenizers": ("runtime/text.py", "workers/training/"),
-    "jinja2": ("runtime/templates.py",),
+    "msgpack": ("protocol/codec.py", "runtime/record/recording.py"),
+    "tokenizers": ("runtime/text/tokenizer.py", "workers/training/"),
+    "jinja2": ("runtime/text/templates.py",),
     "safetensors": ("workers/models/checkpoints/checkpoint.py", "workers/training/"),
     "hqq": ("workers/models/substitutes/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),

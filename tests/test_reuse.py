@@ -6,7 +6,7 @@ import pytest
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from support.stacks import PROMPTS
 
 TOKENS = 40

@@ -39,7 +39,7 @@ from dovetail.protocol.settings import Sampling, Settings, byte_count
 from dovetail.workers.peers.generated import Generated
 
 if TYPE_CHECKING:
-    from dovetail.runtime.text import TextCodec
+    from dovetail.runtime.text.tokenizer import TextCodec
 
 ASSISTED = "assisted"
 MODULE = "dovetail.launch.bench.assisted"
@@ -246,7 +246,7 @@ class _Assisted:
     """Both models and the tokenizer."""
 
     def __init__(self, settings: Settings) -> None:
-        from dovetail.runtime.text import TextCodec
+        from dovetail.runtime.text.tokenizer import TextCodec
         from dovetail.workers.peers.assisted import (
             AssistedModel,
         )  # torch comes in here, after the binding

@@ -17,7 +17,7 @@ from dovetail.launch.chat.conversation import Answer, Manner, Paint
 from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Described, Emitted, Failed, Finished
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 
 CANCEL_GRACE_S = 2.0
 LOOK_EVERY_S = 0.05

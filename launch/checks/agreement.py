@@ -24,7 +24,7 @@ from dovetail.protocol.messages import (
     WorkerState,
 )
 from dovetail.protocol.settings import Sampling, byte_count
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 
 if TYPE_CHECKING:
     from dovetail.workers.models.checkpoints.checkpoint import Checkpoint

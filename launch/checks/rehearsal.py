@@ -47,8 +47,8 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.playback import Asked, Difference, own_verdicts, short
-from dovetail.runtime.tape import Recording
+from dovetail.runtime.record.recording import Recording
+from dovetail.runtime.record.replay import Asked, Difference, own_verdicts, short
 
 
 @dataclass

@@ -19,7 +19,7 @@ from dovetail.protocol.messages import (
     Message,
     Welcome,
 )
-from dovetail.runtime.playback import Asked
+from dovetail.runtime.record.replay import Asked
 
 POLL_MS = 250
 EPOCH = 1

@@ -19,8 +19,8 @@ from dovetail.launch.processes.child import end_when_told, end_with, show_stacks
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.links import open_hub
-from dovetail.runtime.loop import coordinate
-from dovetail.runtime.recording import Recorder
+from dovetail.runtime.engine.loop import coordinate
+from dovetail.runtime.record.recorder import Recorder
 
 STDIN = 0
 

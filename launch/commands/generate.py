@@ -33,7 +33,7 @@ from dovetail.launch.settings.catalog import ALL_SECTIONS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
-from dovetail.runtime.trace import write_trace
+from dovetail.runtime.telemetry.trace import write_trace
 
 
 @click.command(cls=HelpCommand)

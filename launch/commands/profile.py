@@ -29,7 +29,7 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal, writing
-from dovetail.runtime.trace import write_trace
+from dovetail.runtime.telemetry.trace import write_trace
 
 SHIPPED = 4
 """Prompts of the shipped file that are taken where none are named."""

@@ -13,8 +13,8 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import counted, spinner
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.runtime.playback import Difference, Playback
-from dovetail.runtime.tape import Recording, read_recording
+from dovetail.runtime.record.recording import Recording, read_recording
+from dovetail.runtime.record.replay import Difference, Playback
 
 
 @click.command(cls=HelpCommand)

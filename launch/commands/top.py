@@ -1,8 +1,8 @@
 """`dovetail top`: what happens in a coordinator, live: the dashboard's figures in a terminal.
 
 Asks once a second, the coordinator itself or a server over HTTP; both give the same picture
-(`runtime/lately.py`). When nobody answers any more, it says so and goes on asking. Knows keys and
-time; how a picture looks, `screen.py` knows.
+(`runtime/telemetry/live_stats.py`). When nobody answers any more, it says so and goes on asking.
+Knows keys and time; how a picture looks, `screen.py` knows.
 """
 
 import json
@@ -30,8 +30,8 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.messages import Reported
 from dovetail.runtime.client import Client
-from dovetail.runtime.lately import FORMAT, Lately, Spell, label
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.telemetry.live_stats import FORMAT, Lately, Spell, label
+from dovetail.runtime.text.tokenizer import TextCodec
 
 EVERY_S = 1.0
 MOST_WAIT_S = 15.0

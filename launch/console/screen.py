@@ -1,5 +1,5 @@
-"""How `dovetail top` looks: a picture (`runtime/lately.py`) as lines of a terminal, 80 columns or
-more. rich obeys NO_COLOR.
+"""How `dovetail top` looks: a picture (`runtime/telemetry/live_stats.py`) as lines of a terminal,
+80 columns or more. rich obeys NO_COLOR.
 
 Nothing is told by colour alone: marks and words say the same. Knows no keys, no time and nobody to
 ask.

@@ -328,7 +328,7 @@ def model_of(configuration: Configuration, role: Role) -> str:
 def _check_text(source: str) -> None:
     """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
     before the weights are read."""
-    from dovetail.runtime.text import TextCodec
+    from dovetail.runtime.text.tokenizer import TextCodec
     from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
     from dovetail.workers.models.checkpoints.hub import find_folder
 

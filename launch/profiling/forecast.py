@@ -11,9 +11,9 @@ from dovetail.launch.profiling.rounds import PARTS
 from dovetail.launch.profiling.timeline import NS
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.costs import RowCosts
+from dovetail.runtime.control.costs import RowCosts
+from dovetail.runtime.control.tree_size import cut
 from dovetail.runtime.planner import DRAFTED_HOPS, PLAIN_HOPS
-from dovetail.runtime.policies import cut
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
 SWITCHED = 8

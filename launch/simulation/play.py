@@ -25,7 +25,7 @@ from dovetail.protocol.messages import (
     Submit,
 )
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.coordinator import Coordinator
+from dovetail.runtime.engine.coordinator import Coordinator
 
 TARGET, DRAFT, CLIENT = b"\1target", b"\2draft", b"\3client"
 EPOCH = 3

@@ -31,7 +31,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes, best_first
 from dovetail.workers.speculation.policies import root_pass

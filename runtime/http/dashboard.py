@@ -20,7 +20,7 @@ from fastapi.responses import Response
 
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway, Target
-from dovetail.runtime.lately import Lately, label
+from dovetail.runtime.telemetry.live_stats import Lately, label
 
 Shown = Literal["full", "anonymous", "off"]
 

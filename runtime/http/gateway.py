@@ -47,7 +47,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 
 log = logging.getLogger("dovetail.http")
 

@@ -17,7 +17,7 @@ from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Target
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.reply import Part, Reply, ShownToken
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0

@@ -10,7 +10,7 @@ from dovetail.runtime.http.decoding import ended_early
 from dovetail.runtime.http.errors import of_failure
 from dovetail.runtime.http.gateway import Target, Told
 from dovetail.runtime.http.orders import Order
-from dovetail.runtime.text import Detokenizer
+from dovetail.runtime.text.tokenizer import Detokenizer
 
 
 @dataclass(frozen=True)

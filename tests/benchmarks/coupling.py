@@ -26,7 +26,7 @@ from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 REJECTED = Sampling(temperature=1.0, acceptance="rejection")

@@ -36,7 +36,7 @@ from dovetail.launch.console.terminal import print_table
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.speculation.growth import GrowingTree, Nodes
 from dovetail.workers.speculation.heterospec import Heterospec

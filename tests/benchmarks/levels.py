@@ -27,7 +27,7 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Draft
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.kernels import PackedMatrix
 
 REPEATS = 5

@@ -33,7 +33,7 @@ from dovetail.protocol.messages import Drafted, SeenRound, SeenSpan
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.client import Client
-from dovetail.runtime.observing import OURS, Observing
+from dovetail.runtime.telemetry.event_log import OURS, Observing
 
 BETWEEN = ("handle", "queue", "link", "lost")
 """What a round has beside the work that it waits for."""

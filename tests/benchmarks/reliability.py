@@ -33,7 +33,7 @@ from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 
 SMALLEST = 1e-6
 """No guess counts as less likely, or as surer, in the logarithmic loss."""

@@ -28,7 +28,7 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings, byte_count
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers import kernels
 from dovetail.workers.drafters.model import SHARPENING, SUBSTITUTE_SHARPENING, Drafter
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession

@@ -23,7 +23,7 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.settings import Sampling
-from dovetail.runtime.comparison import NEAR_TIE, Difference
+from dovetail.runtime.record.comparison import NEAR_TIE, Difference
 from support.models import tiny_llama, tiny_qwen2
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,7 +17,7 @@ from dovetail.launch.simulation.recording import About, Folder
 from dovetail.protocol.errors import OutputError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import Sampling
-from dovetail.runtime.trace import write_trace
+from dovetail.runtime.telemetry.trace import write_trace
 
 RECORD = RoundRecord(
     round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5

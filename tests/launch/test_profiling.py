@@ -52,7 +52,7 @@ from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.protocol.profile import Limits
 from dovetail.protocol.settings import TargetSettings
-from dovetail.runtime.costs import RowCosts
+from dovetail.runtime.control.costs import RowCosts
 from support.profiled import made_up_run
 from support.sysfs import ONE_NODE, SPARSE, TWO_SOCKETS, WITH_CXL, FakeNode, write_machine
 

@@ -26,9 +26,9 @@ from dovetail.protocol.messages import (
     Reads,
     Verified,
 )
-from dovetail.runtime.playback import Asked
-from dovetail.runtime.recording import Recorder
-from dovetail.runtime.tape import Recording, read_recording
+from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.record.recording import Recording, read_recording
+from dovetail.runtime.record.replay import Asked
 from support.houses import House
 from support.recorded import recordings
 from support.scripted import (

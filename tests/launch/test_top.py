@@ -26,7 +26,7 @@ from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.tree import MARKS
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
-from dovetail.runtime.lately import Lately
+from dovetail.runtime.telemetry.live_stats import Lately
 from support.scripted import ScriptedTarget
 from support.web import Backend, api, backend
 

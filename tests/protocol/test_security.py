@@ -20,7 +20,7 @@ from dovetail.protocol.links import Link, ZmqHub, open_hub, open_link
 from dovetail.protocol.messages import Dismissed, Failed, Finished, Hello
 from dovetail.protocol.settings import CoordinatorSettings, HttpSettings, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import Coordinator
+from dovetail.runtime.engine.coordinator import Coordinator
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, hello
 from support.wires import PATIENCE_S, Wire, readable, until
 

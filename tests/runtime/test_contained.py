@@ -25,18 +25,18 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime import post
-from dovetail.runtime.answers import Answers
-from dovetail.runtime.coordinator import DEFAULTS
-from dovetail.runtime.dispatch import Dispatch
-from dovetail.runtime.live import Live
-from dovetail.runtime.liveness import DEAF
-from dovetail.runtime.observing import Observing
-from dovetail.runtime.pilot import Pilot
-from dovetail.runtime.recording import Recorder
-from dovetail.runtime.session import Session
-from dovetail.runtime.swap import Change
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.control.controller import Pilot
+from dovetail.runtime.engine import outgoing as post
+from dovetail.runtime.engine.coordinator import DEFAULTS
+from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.sending import Dispatch
+from dovetail.runtime.engine.session import Session
+from dovetail.runtime.engine.worker_events import Answers
+from dovetail.runtime.fleet.liveness import DEAF
+from dovetail.runtime.fleet.steps import Change
+from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.text.tokenizer import TextCodec
 from support import scripted
 from support.faulty import CarefulTarget
 from support.houses import PROMPT, House

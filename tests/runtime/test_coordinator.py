@@ -37,14 +37,14 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
-from dovetail.runtime import answers, post
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import DEFAULTS, MAX_STRIKES
-from dovetail.runtime.live import Live
-from dovetail.runtime.metrics import RoundTimes
-from dovetail.runtime.pilot import Plan
-from dovetail.runtime.registry import MAX_CLIENTS, MAX_WORKERS, Registry
-from dovetail.runtime.session import Session
+from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.engine import outgoing, worker_events
+from dovetail.runtime.engine.coordinator import DEFAULTS, MAX_STRIKES
+from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.session import Session
+from dovetail.runtime.fleet.registry import MAX_CLIENTS, MAX_WORKERS, Registry
+from dovetail.runtime.telemetry.metrics import RoundTimes
 from support.houses import PROMPT, House, pumped
 from support.scripted import (
     END,
@@ -629,7 +629,7 @@ def test_a_client_that_reads_late_misses_nothing() -> None:
 def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(post, "MAX_BACKLOG", 50)
+    monkeypatch.setattr(outgoing, "MAX_BACKLOG", 50)
     house = House()
     house.hub.send = lambda peer, frames, send=house.hub.send: _busy(peer, frames, send, house)  # type: ignore[method-assign,misc]
     other = house.connect()
@@ -649,7 +649,7 @@ def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(
 def test_the_last_thing_that_a_client_hears_of_each_request_is_that_it_read_nothing(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(post, limit, 20)
+    monkeypatch.setattr(outgoing, limit, 20)
     house = House()
     house.hub.send = lambda peer, frames, send=house.hub.send: _busy(peer, frames, send, house)  # type: ignore[method-assign,misc]
     other = house.connect()
@@ -1119,7 +1119,7 @@ def test_a_draft_that_is_asked_now_and_then_gets_all_that_was_committed_meanwhil
 def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answers, "MAX_HELD_BYTES", 10 * READS.row * 2)
+    monkeypatch.setattr(worker_events, "MAX_HELD_BYTES", 10 * READS.row * 2)
     house = House(reads=READS)
     house.coordinator.plan = lambda live: None  # type: ignore[method-assign]
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
@@ -1138,7 +1138,7 @@ def test_a_draft_whose_session_ends_is_not_given_up_once_more(
     house.coordinator.plan = lambda live: None  # type: ignore[method-assign]
     rounds = 20
     monkeypatch.setattr(
-        answers, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2
+        worker_events, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2
     )  # the last verdict is the first that is too much
     house.complete(max_tokens=1 + rounds)
     report = house.report()

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
-from dovetail.runtime.costs import FIRST_ROWS, KEPT, Average, Lags, PairCosts, RowCosts, bucket
+from dovetail.runtime.control.costs import (
+    FIRST_ROWS,
+    KEPT,
+    Average,
+    Lags,
+    PairCosts,
+    RowCosts,
+    bucket,
+)
 
 PROFILE = tuple(
     ContextCurve(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
-from dovetail.runtime.text import Detokenizer
+from dovetail.runtime.text.tokenizer import Detokenizer
 
 PIECES = [
     *(

@@ -7,7 +7,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime.kept import MAX_KEPT, WORTH, Base, Kept, Shelf, bases, common_tokens, pack
+from dovetail.runtime.fleet.prefix_cache import (
+    MAX_KEPT,
+    WORTH,
+    Base,
+    Kept,
+    Shelf,
+    bases,
+    common_tokens,
+    pack,
+)
 
 LOG = tuple(range(100, 140))
 logs = st.builds(

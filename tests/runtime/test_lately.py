@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.protocol.messages import Reported, RoundRecord, Seen, SeenRound, SeenWorker
-from dovetail.runtime.lately import (
+from dovetail.runtime.telemetry.live_stats import (
     HISTORY_S,
     MAX_LABEL,
     MAX_NODES,

@@ -9,9 +9,9 @@ import pytest
 
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.loads import ALONE, Load
-from dovetail.runtime.policies import worth_waiting
-from dovetail.runtime.switches import Experience, Switch
+from dovetail.runtime.control.loads import ALONE, Load
+from dovetail.runtime.control.switch import Experience, Switch
+from dovetail.runtime.control.tree_size import worth_waiting
 from support.loaded import FIXED, GOODPUT, Crowded, Pace, drafted, rate
 
 INSISTED = TreeSettings(policy="dynamic", gamma=15, depth=8, insist=True)

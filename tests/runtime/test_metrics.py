@@ -3,8 +3,8 @@
 import pytest
 
 from dovetail.protocol.messages import Drafted, SeenSpan
-from dovetail.runtime.metrics import Accounts, extent_ns
-from dovetail.runtime.trace import trace_events
+from dovetail.runtime.telemetry.metrics import Accounts, extent_ns
+from dovetail.runtime.telemetry.trace import trace_events
 
 
 def test_extent_reaches_from_the_first_start_to_the_last_end() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from dovetail.protocol.messages import Open
-from dovetail.runtime.briefing import Joining
-from dovetail.runtime.effects import Break, Follow, Forget, Say
-from dovetail.runtime.session import Ask, State
+from dovetail.runtime.engine.draft_sync import Joining
+from dovetail.runtime.engine.effects import Break, Follow, Forget, Say
+from dovetail.runtime.engine.session import Ask, State
 from support.houses import House
 from support.scripted import ScriptedDraft
 

@@ -7,9 +7,9 @@ import pytest
 
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs import PairCosts
-from dovetail.runtime.metrics import RoundTimes
-from dovetail.runtime.pilot import Pair, Pilot, Round
+from dovetail.runtime.control.controller import Pair, Pilot, Round
+from dovetail.runtime.control.costs import PairCosts
+from dovetail.runtime.telemetry.metrics import RoundTimes
 
 PROPOSAL = Drafted(
     epoch=1,

@@ -7,10 +7,10 @@ import pytest
 from dovetail.protocol.messages import Finished, Limits, Open
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs import PairCosts
-from dovetail.runtime.pilot import Pair
-from dovetail.runtime.placement import best, candidates, draft_rate, target_rate
-from dovetail.runtime.registry import Registry, Worker
+from dovetail.runtime.control.controller import Pair
+from dovetail.runtime.control.costs import PairCosts
+from dovetail.runtime.fleet.placement import best, candidates, draft_rate, target_rate
+from dovetail.runtime.fleet.registry import Registry, Worker
 from support.houses import House
 from support.scripted import (
     ROOMY,

@@ -14,10 +14,10 @@ from hypothesis import Phase, given, settings
 from dovetail.protocol.codec import COMMAND, EVENT, encode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Finished
-from dovetail.runtime.playback import Difference, Playback
-from dovetail.runtime.recording import Recorder
-from dovetail.runtime.session import Session
-from dovetail.runtime.tape import Recording, Said, Step, read_recording
+from dovetail.runtime.engine.session import Session
+from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.record.recording import Recording, Said, Step, read_recording
+from dovetail.runtime.record.replay import Difference, Playback
 from support import schedules
 from support.houses import DYNAMIC, House
 from support.recorded import correct, recordings

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime.policies import MOST_FLOOR, cut, floor_of
+from dovetail.runtime.control.tree_size import MOST_FLOOR, cut, floor_of
 
 OFFER = st.lists(st.floats(-6.0, -0.01), max_size=5).map(
     lambda scores: sorted(scores, reverse=True)

@@ -17,12 +17,13 @@ from dovetail.protocol.codec import COMMAND, EVENT, REPLY, REQUEST
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import Emitted, Finished, Probe, Submit, Welcome
-from dovetail.runtime import scribe, tape
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import Coordinator
-from dovetail.runtime.recording import STEPS, Recorder
-from dovetail.runtime.session import Action, Ask, Session
-from dovetail.runtime.tape import Recording, Said, Step, read_recording
+from dovetail.runtime.engine.coordinator import Coordinator
+from dovetail.runtime.engine.session import Action, Ask, Session
+from dovetail.runtime.record import recording as tape
+from dovetail.runtime.record import writer as scribe
+from dovetail.runtime.record.recorder import STEPS, Recorder
+from dovetail.runtime.record.recording import Recording, Said, Step, read_recording
 from support.houses import House
 from support.recorded import recordings
 from support.scripted import READS, ScriptedTarget, continuation, tokenizer_bytes

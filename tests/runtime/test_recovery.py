@@ -28,7 +28,7 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
-from dovetail.runtime.live import MOST_BREAKS, MOST_LOSSES
+from dovetail.runtime.engine.running import MOST_BREAKS, MOST_LOSSES
 from support.houses import PROMPT, House
 from support.scripted import (
     READS,

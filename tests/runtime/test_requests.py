@@ -19,7 +19,7 @@ from dovetail.protocol.messages import (
     TokenLogprobs,
     Verified,
 )
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from support.houses import PROMPT, House
 from support.scripted import (
     END,

@@ -13,7 +13,7 @@ from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import Failed, Feed, Finished, Limits, Open, Reads
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.kept import WORTH
+from dovetail.runtime.fleet.prefix_cache import WORTH
 from support.houses import DYNAMIC, House, pumped
 from support.scripted import (
     READS,

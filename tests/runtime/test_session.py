@@ -24,11 +24,20 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
-from dovetail.runtime.briefing import Briefing, Joining
-from dovetail.runtime.metrics import Accounts
-from dovetail.runtime.pilot import Plan
-from dovetail.runtime.session import Ask, Emit, Finish, NextRound, Request, Score, Session, State
-from dovetail.runtime.text import Detokenizer
+from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.engine.draft_sync import Briefing, Joining
+from dovetail.runtime.engine.session import (
+    Ask,
+    Emit,
+    Finish,
+    NextRound,
+    Request,
+    Score,
+    Session,
+    State,
+)
+from dovetail.runtime.telemetry.metrics import Accounts
+from dovetail.runtime.text.tokenizer import Detokenizer
 from support.scripted import END, READS, VOCABULARY, features, tokenizer_bytes
 
 PLAN = Plan()

@@ -32,7 +32,7 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
-from dovetail.runtime.swap import SILENT_NS
+from dovetail.runtime.fleet.steps import SILENT_NS
 from support.houses import House
 from support.scripted import (
     READS,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dovetail.runtime.switches import (
+from dovetail.runtime.control.switch import (
     BLOCK,
     FIRST_PAUSE,
     LASTING,

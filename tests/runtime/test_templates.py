@@ -11,8 +11,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dovetail.runtime import templates
-from dovetail.runtime.templates import ChatTemplate
+from dovetail.runtime.text import templates
+from dovetail.runtime.text.templates import ChatTemplate
 from hostile.templates import EVIL, FILLING, LASTING, REACHING, try_template
 
 ONE_OF_TODAY = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.runtime.http.reply import Tokens
-from dovetail.runtime.text import Detokenizer, StopStrings, TextCodec
+from dovetail.runtime.text.tokenizer import Detokenizer, StopStrings, TextCodec
 from support.scripted import tokenizer_bytes
 
 TEMPLATE = (

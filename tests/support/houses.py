@@ -8,8 +8,8 @@ from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import Finished, Limits, Reads, Reported
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import DEFAULTS, Coordinator
-from dovetail.runtime.recording import Recorder
+from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
+from dovetail.runtime.record.recorder import Recorder
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker
 
 PROMPT = (5, 6, 7)

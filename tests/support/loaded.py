@@ -37,7 +37,7 @@ from dovetail.protocol.noise import mix
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.coordinator import Coordinator
+from dovetail.runtime.engine.coordinator import Coordinator
 from support.scripted import VOCABULARY, hello
 from support.timed import choice
 

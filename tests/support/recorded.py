@@ -33,7 +33,8 @@ def correct(source: Path, out: Path) -> None:
     """Keep a recording with the actions of today, each command as a whole, up to the first that are
     others than those recorded, or to its end."""
     tape, playback = (
-        importlib.import_module(f"dovetail.runtime.{name}") for name in ("tape", "playback")
+        importlib.import_module(f"dovetail.runtime.{name}")
+        for name in ("record.recording", "record.replay")
     )
     recording = tape.read_recording(source)
     played = playback.Playback(recording)

@@ -39,8 +39,8 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
-from dovetail.runtime.coordinator import Coordinator
-from dovetail.runtime.live import MOST_LOSSES
+from dovetail.runtime.engine.coordinator import Coordinator
+from dovetail.runtime.engine.running import MOST_LOSSES
 from support.faulty import LOAD_NS, MS, CarefulDraft, CarefulTarget, FaultyHub, Process, S, Time
 from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedWorker
 

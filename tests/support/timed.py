@@ -32,7 +32,7 @@ from dovetail.protocol.noise import mix
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.client import Client
-from dovetail.runtime.coordinator import Coordinator
+from dovetail.runtime.engine.coordinator import Coordinator
 from support.scripted import VOCABULARY, ScriptedWorker
 
 HOST_S = 1e-4

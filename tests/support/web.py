@@ -19,8 +19,8 @@ from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.runtime.coordinator import DEFAULTS, Coordinator
-from dovetail.runtime.loop import PROBE_EVERY_S
+from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
+from dovetail.runtime.engine.loop import PROBE_EVERY_S
 from support.scripted import (
     END,
     VOCABULARY,

@@ -12,7 +12,7 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.decode import Model, speculative_decode

@@ -30,7 +30,7 @@ from dovetail.launch.settings.embedded import with_target
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling, Settings, TargetSettings
-from dovetail.runtime.text import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.peers.generated import Generated, Round
 
 LLAMA = "llama.cpp"

@@ -9,7 +9,7 @@ from dovetail.launch.console.terminal import SAY_EVERY_S, Intervals, loading_tex
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.messages import LoadingState
-from dovetail.runtime.registry import LOADING_NS, MAX_WORKERS, Registry
+from dovetail.runtime.fleet.registry import LOADING_NS, MAX_WORKERS, Registry
 from dovetail.workers.serving.loading import TELL_EVERY_S, Telling
 from support.scripted import ScriptedTarget
 from support.web import Backend, api, backend

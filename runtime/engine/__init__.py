@@ -1,0 +1,1 @@
+"""The engine: sessions, the coordinator that carries them, what workers and clients are told."""

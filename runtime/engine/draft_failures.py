@@ -1,0 +1,88 @@
+"""Drafts that fail: what is said of one that could not do what was asked of it, though its sessions
+go on without it.
+
+A draft counts as failing until a request that began after its last failure has been drafted for to
+its end. Knows workers by their addresses; no messages but what is reported of them, and no clock.
+"""
+
+from dataclasses import dataclass
+
+from dovetail.protocol.messages import DraftFailure, Fault
+from dovetail.runtime.engine.running import Live
+from dovetail.runtime.fleet.registry import Worker
+
+MAX_WORDS = 512
+"""Characters of a failure; the words are a worker's own."""
+
+
+@dataclass
+class _Failing:
+    """What is known of one draft."""
+
+    name: str
+    words: str
+    """Of its first failure."""
+    began_ns: int
+    last_ns: int
+    count: int = 1
+
+    def fault(self, now_ns: int) -> Fault:
+        often = "" if self.count == 1 else f" ({self.count} failures so far)"
+        return Fault(
+            part=f"{self.name} worker"[-MAX_WORDS:],
+            why=self.words[: MAX_WORDS - len(often)] + often,
+            since_s=(now_ns - self.began_ns) / 1e9,
+        )
+
+
+class FailingDrafts:
+    """The drafts that are registered and fail."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Failures in all, of whatever draft."""
+        self._failing: dict[bytes, _Failing] = {}
+
+    def failed(self, draft: Worker, live: Live | None, why: str, now_ns: int) -> None:
+        """Note that a draft failed, in a session or in what it does ahead of its orders, and when
+        it was the session's first failure note it there."""
+        where = (
+            "in what it does ahead of its orders"
+            if live is None
+            else f"in round {live.session.round} of session {live.session.number}"
+        )
+        self.count += 1
+        if (known := self._failing.get(draft.peer)) is not None:
+            known.count, known.last_ns = known.count + 1, now_ns
+        else:
+            self._failing[draft.peer] = _Failing(draft.name, f"{why}, {where}", now_ns, now_ns)
+        if live is not None:
+            note_failure(live, draft, why, now_ns)
+
+    def drafted(self, live: Live, rounds: int) -> None:
+        """Note that a session has ended with its draft, after so many rounds with a proposal of
+        it."""
+        if live.draft is None or not rounds or live.draft_failure is not None:
+            return
+        known = self._failing.get(live.draft.peer)
+        if known is not None and live.session.accounts.began_ns >= known.last_ns:
+            del self._failing[live.draft.peer]
+
+    def forget(self, worker: Worker) -> None:
+        """Forget a worker that is not here any more."""
+        self._failing.pop(worker.peer, None)
+
+    def faults(self, now_ns: int) -> list[Fault]:
+        """Return what is to be said of those that fail."""
+        return [failing.fault(now_ns) for failing in self._failing.values()]
+
+
+def note_failure(live: Live, draft: Worker, why: str, now_ns: int) -> None:
+    """Have a session's result tell of the first failure of its draft."""
+    if live.draft_failure is None:
+        live.draft_failure = DraftFailure(
+            draft=draft.name[:MAX_WORDS],
+            error=why[:MAX_WORDS],
+            round=live.session.round,
+            after_s=max(0, now_ns - live.session.accounts.began_ns) / 1e9,
+        )

@@ -1,0 +1,160 @@
+"""What the coordinator sends, and to whom: commands to workers at once, to clients in order, as
+soon as they take it.
+
+Whoever cannot be reached is lost; what that means the coordinator knows.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from dovetail.protocol.codec import encode
+from dovetail.protocol.errors import LinkError, PeerBusy
+from dovetail.protocol.links import Hub
+from dovetail.protocol.messages import Message
+from dovetail.runtime.engine.faults import reraise_exits
+from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.telemetry.event_log import Observing
+
+log = logging.getLogger("dovetail.coordinator")
+
+MAX_BACKLOG = 16384
+"""Messages that wait for a client: one that lets more come together is let go."""
+MAX_TOKENS_WAITING = 1 << 20
+"""Tokens that do."""
+MAX_FAREWELLS = 64
+"""Clients that were let go and have not been told yet; of more the first are not."""
+
+Later = Callable[[float, Callable[[], None]], object]
+"""Does something after so many seconds."""
+
+Sent = Callable[[Worker | ClientPeer, Message, Sequence[bytes]], None]
+"""Hears of what was sent."""
+
+
+class Post:
+    """Encodes and sends."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        observing: Observing,
+        later: Later,
+        *,
+        sent: Sent,
+        worker_lost: Callable[[Worker], None],
+        client_lost: Callable[[ClientPeer], None],
+        client_deaf: Callable[[ClientPeer], None],
+        unsaid: Callable[[ClientPeer, int | None, BaseException], None],
+    ) -> None:
+        """`client_deaf` hears of one that reads nothing. `unsaid` hears of a request of which
+        something could not be said; None: it was about none."""
+        self._hub, self._observing, self._later = hub, observing, later
+        self._sent, self._worker_lost, self._client_lost, self._unsaid = (
+            sent,
+            worker_lost,
+            client_lost,
+            unsaid,
+        )
+        self._client_deaf = client_deaf
+        self._farewells: dict[bytes, deque[Message]] = {}
+        """Last words to clients that read nothing, by address."""
+
+    def now_ns(self) -> int:
+        """The coordinator's clock."""
+        return self._observing.now_ns()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after so many seconds."""
+        self._later(seconds, action)
+
+    def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
+        """Bytes sent, and since when they are on their way: the worker may begin before we are back
+        from sending. One that cannot be reached is lost."""
+        began_ns = self._observing.began_ns
+        frames = encode(message)
+        began_ns = self._observing.finely("encode", began_ns, message)
+        left_ns = self._observing.now_ns()
+        try:
+            self._hub.send(worker.peer, frames)
+        except LinkError as error:
+            log.debug("%s", error)
+            self._worker_lost(worker)
+            return 0, left_ns
+        self._observing.finely("send", began_ns, message)
+        self._sent(worker, message, frames)
+        size = sum(map(len, frames))
+        worker.traffic.sent_bytes += size
+        return size, left_ns
+
+    def to_client(self, client: ClientPeer, message: Message) -> None:
+        """Send to a client, in order, now or soon; what we have asked for ourselves is heard at
+        once."""
+        if client.hear is not None:
+            client.hear(message)
+            return
+        client.outbox.add(message)
+        if len(client.outbox) > MAX_BACKLOG or client.outbox.tokens > MAX_TOKENS_WAITING:
+            self._client_deaf(client)
+        elif client.outbox.due(self._observing.now_ns()):
+            self.flush(client)
+        elif client.outbox.remind():
+            self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
+
+    def flush(self, client: ClientPeer) -> None:
+        """Send what waits for a client. What cannot be put into a message concerns the request that
+        it is about, and nobody else."""
+        while True:
+            try:
+                client.outbox.send(
+                    lambda message: self._deliver(client, message), self._observing.now_ns()
+                )
+            except LinkError as error:
+                log.info(
+                    "client %s (pid %d) cannot be told any more: %s",
+                    client.hello.name,
+                    client.hello.pid,
+                    error,
+                )
+                self._client_lost(client)
+            except BaseException as error:
+                reraise_exits(error)
+                self._unsaid(client, client.outbox.drop(), error)
+                continue
+            return
+
+    def _deliver(self, client: ClientPeer, message: Message) -> None:
+        began_ns = self._observing.began_ns
+        frames = encode(message)
+        began_ns = self._observing.finely("encode", began_ns, message)
+        self._hub.send(client.peer, frames)
+        self._observing.finely("send", began_ns, message)
+        self._sent(client, message, frames)
+
+    def see_off(self, peer: bytes, words: Sequence[Message]) -> None:
+        """Have these be the last that somebody hears who reads nothing, as soon as he reads."""
+        self._farewells[peer] = deque(words)
+        while len(self._farewells) > MAX_FAREWELLS:
+            del self._farewells[next(iter(self._farewells))]
+
+    def bid_farewell(self) -> None:
+        """Tell those who were let go, as far as they read."""
+        for peer, words in [*self._farewells.items()]:
+            try:
+                while words:
+                    self._hub.send(peer, encode(words[0]))
+                    words.popleft()
+            except PeerBusy:
+                continue
+            except LinkError as error:
+                log.debug("%s", error)
+            del self._farewells[peer]
+
+    def to_peer(self, peer: bytes, message: Message) -> bool:
+        """Whether a message to somebody who may not be registered was sent."""
+        try:
+            self._hub.send(peer, encode(message))
+        except LinkError as error:
+            log.debug("a reply to peer %s was not delivered: %s", peer.hex()[:12], error)
+            return False
+        return True

@@ -1,0 +1,132 @@
+"""A client's request in tokens, checked against what its target can hold. Knows no sessions and no
+sockets."""
+
+import secrets
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Submit
+from dovetail.protocol.noise import session_key
+from dovetail.protocol.settings import misfit
+from dovetail.runtime.engine.faults import reraise_exits, told
+from dovetail.runtime.engine.session import Request
+from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.text.tokenizer import TextCodec
+
+
+def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
+    """A client's request in tokens, within the limits of the target; `RequestError` names what does
+    not fit. `client`: its key, empty over ipc."""
+    if submit.vocabulary not in ("", target.facts.digest):
+        has, asked = target.facts.digest[:16], submit.vocabulary[:16]
+        text = (
+            f"the token ids are of the vocabulary {asked}, the target {target.model} has "
+            f"{has}: ask what the target is and read the prompt again"
+        )
+        raise RequestError("vocabulary", text)
+    context = target.limits.context
+    least = sum(map(target.text.least_tokens, (submit.text or "", *(submit.turns or ()))))
+    prompt = _prompt(submit, target.text) if least < context else ()
+    if max(least, len(prompt)) >= context:
+        count = f"at least {least}" if least >= context else f"{len(prompt)}"
+        text = (
+            f"the prompt has {count} tokens, the target {target.hello.model} holds "
+            f"{context}: shorten it to at most {context - 1}"
+        )
+        raise RequestError("prompt_too_long", text)
+    if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
+        raise RequestError(
+            "settings",
+            f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}",
+        )
+    _check_sampling(submit, target)
+    seed = secrets.randbits(63) if submit.seed is None else submit.seed
+    return Request(
+        prompt=prompt,
+        key=session_key(seed, submit.sample, prompt),
+        seed=seed,
+        sampling=submit.sampling,
+        max_tokens=min(submit.max_tokens, context - len(prompt)),
+        tree=submit.tree,
+        end=target.facts.end if submit.end is None else submit.end,
+        vocabulary_size=target.facts.size,
+        stop=submit.stop,
+        record=submit.record,
+        logprobs=submit.logprobs,
+        scored=submit.scored,
+        owner=f"{client}/{submit.owner}",
+    )
+
+
+def _check_sampling(submit: Submit, target: Worker) -> None:
+    sampling = submit.sampling
+    if (
+        bad := next((token for token, _ in sampling.logit_bias if token >= target.facts.size), None)
+    ) is not None:
+        raise RequestError(
+            "settings",
+            f"token id {bad} of logit_bias is beyond the target's vocabulary of "
+            f"{target.facts.size}",
+        )
+    if (
+        bad := next((token for token in submit.end or () if token >= target.facts.size), None)
+    ) is not None:
+        raise RequestError(
+            "settings",
+            f"token id {bad} of end is beyond the target's vocabulary of {target.facts.size}",
+        )
+    if submit.scored and submit.logprobs is None:
+        raise RequestError(
+            "settings",
+            "the log-probabilities of the prompt are asked for, those of tokens are not: say "
+            "how many alternatives, 0 for none",
+        )
+    if (why := misfit(sampling, submit.tree)) is not None:
+        raise RequestError("settings", why)
+    if isinstance(submit.tree.thresholds, str) and submit.tree.thresholds:
+        text = (
+            f"tree.thresholds is the name of a file, {submit.tree.thresholds[:200]!r}, "
+            "which is not read here: send the numbers that it holds"
+        )
+        raise RequestError("settings", text)
+    if sampling.min_tokens > submit.max_tokens:
+        raise RequestError(
+            "settings",
+            f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({submit.max_tokens}): "
+            "lower one or raise the other",
+        )
+
+
+def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
+    """`read_request`, with its error as a value: it is called where nobody catches."""
+    try:
+        return read_request(submit, target, client)
+    except RequestError as error:
+        return error
+    except BaseException as error:
+        # a tokenizer is a program of the checkpoint's, in a sense: its panics too concern this
+        # request alone
+        reraise_exits(error)
+        return RequestError("internal", f"the prompt could not be read: {told(error)}")
+
+
+def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:
+    given = [f for f in (submit.tokens, submit.text, submit.turns) if f is not None]
+    if len(given) != 1:
+        raise RequestError(
+            "settings", "a request has a prompt in exactly one form: token ids, text or turns"
+        )
+    if submit.tokens is not None:
+        prompt = submit.tokens
+    elif submit.text is not None:
+        prompt = text.encode(submit.text)
+    else:
+        prompt = text.encode_turns(submit.turns or ())
+    if not prompt and text.facts.begin is not None:
+        prompt = (text.facts.begin,)
+    if not prompt:
+        raise RequestError(
+            "settings",
+            "the prompt is empty, and the target has no token that begins a text: give it at "
+            "least one token",
+        )
+    return prompt

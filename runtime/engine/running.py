@@ -1,0 +1,350 @@
+"""A session on its workers: who serves it, for whom, and where its time goes.
+
+Every nanosecond from the request's arrival on is put down to one account; `mark_ns` is the time up
+to which that has been done. Times are handed in.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verify
+from dovetail.protocol.spans import Span
+from dovetail.runtime.control.controller import Pilot
+from dovetail.runtime.control.loads import Load
+from dovetail.runtime.engine.session import Action, Session, State
+from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.telemetry.event_log import Observing, Waits, offset
+from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
+
+P = ParamSpec("P")
+Actions = TypeVar("Actions", bound=Sequence[Action])
+Heard = Callable[[str, Sequence[Any], Sequence[Action], BaseException | None], None]
+"""Hears of an event of a session: its name, its arguments, the actions that followed, and the
+exception that it ended with instead."""
+
+ACCOUNT_OF: dict[State, Account] = {
+    State.WAITING: "queue",
+    State.OPENING: "prefill",
+    State.DRAFTING: "draft_exposed",
+    State.VERIFYING: "verify",
+    State.READY: "coordinator",
+    State.BETWEEN: "coordinator",
+}
+SPAN_OF: dict[Account, str] = {
+    "coordinator": "handle",
+    "queue": "queue",
+    "prefill": "queue",
+    "draft_exposed": "lost",
+    "verify": "lost",
+}
+"""What stands in a trace for the time between two answers."""
+
+MOST_LOSSES = 3
+"""Targets whose processes may end under one session, while they work on it, without a token in
+between."""
+MOST_BREAKS = 12
+"""Targets that may be lost so in any way: what only a connection did not survive was more likely
+the connection's fault."""
+JOIN_WORTH = 16
+"""Tokens that must still be able to come for a draft to read the log of a session in its midst: a
+few rounds."""
+RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
+AWAITED: dict[State, type[Message]] = {
+    State.OPENING: Open,
+    State.DRAFTING: Draft,
+    State.VERIFYING: Verify,
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A target was lost: when, and in words."""
+
+    since_ns: int
+    words: str
+
+
+@dataclass
+class Live:
+    """A session with its client, its workers, and the time up to which its life has been accounted
+    for."""
+
+    session: Session
+    client: ClientPeer
+    request: int
+    target: Worker
+    """While it waits for another, the one that was lost."""
+    draft: Worker | None
+    mark_ns: int
+    trace: bool
+    pilot: Pilot
+    queued: bool = False
+    sent: bool = False
+    observing: Observing | None = None
+    """Hears where its time goes."""
+    recorded: Heard | None = None
+    """Called with every event of the session."""
+    times: RoundTimes = field(default_factory=RoundTimes)
+    """Of the round that runs."""
+    opened_ns: int | None = None
+    """When the target had read the prompt, as long as the draft has not."""
+    reading_ns: int = 0
+    """What the draft has taken so far for what it reads before it can be asked."""
+    other_rows: int = 1
+    """Rows of the pass that the session waits for, without its own nodes: what it would have
+    without a draft."""
+    drafts: bool = False
+    """Whether the request is to be drafted for."""
+    joining: bool = False
+    """Whether its draft has not been ready since it was taken in the midst of the session."""
+    draft_failure: DraftFailure | None = None
+    """The first one of its draft."""
+    shunned: set[bytes] = field(default_factory=set)
+    """Drafts that the session has parted with for what they did or could not do."""
+    loss: Loss | None = None
+    """Of its target, while it waits for another."""
+    losses: list[tuple[str, int] | None] = field(default_factory=list)
+    """Of targets, since the last token: host and number of each one's process, None if that was
+    heard of again."""
+    told_ns: int | None = None
+    """When its client was last told a token."""
+    _prompts: int = 0
+    """That its workers had been given to read when the round began."""
+    _read: bool = False
+    """Whether one of them was reading then."""
+
+    def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
+        """Give the session an event, which is one of its methods, and return the actions that
+        follow. All events of a session pass here."""
+        if self.recorded is None:
+            return event(*what, **named)
+        actions: Sequence[Action] = ()
+        error = None
+        try:
+            actions = event(*what, **named)
+        except BaseException as raised:  # a library's panic too
+            error = raised
+            raise
+        finally:
+            self.recorded(event.__name__, what, actions, error)
+        return actions
+
+    @property
+    def running(self) -> bool:
+        """Whether it takes part in the passes of its target."""
+        return self.session.state in RUNNING
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Those that hold the session."""
+        held = [self.target] if self.loss is None else []
+        return held if self.draft is None or self.draft in held else [*held, self.draft]
+
+    @property
+    def trial(self) -> bool:
+        """Whether it is run for the sake of its workers: nobody else hears of it, and it goes on on
+        no others."""
+        return self.client.hear is not None
+
+    @property
+    def doomed(self) -> bool:
+        """Whether one target after the other was lost while it worked on the session, so that the
+        next one is not given to it; nor is it to a trial."""
+        ended = sum(loss is not None for loss in self.losses)
+        return self.trial or ended >= MOST_LOSSES or len(self.losses) >= MOST_BREAKS
+
+    def heard_of(self, worker: Worker) -> None:
+        """A worker has registered: if it is one that was lost, what did not survive was its
+        connection."""
+        self.losses = [None if loss == worker.process else loss for loss in self.losses]
+
+    def awaited(self) -> Worker | None:
+        """The worker whose answer the session waits for."""
+        if self.session.state is State.WAITING:
+            return None
+        return self.draft if self.session.state is State.DRAFTING else self.target
+
+    def check_asked(self) -> None:
+        """Raise `RuntimeError` if the session waits for a worker that was not asked."""
+        awaited = self.awaited()
+        if awaited is not None and not awaited.turns.busy_with(self.session.number):
+            raise RuntimeError(f"it waits for {awaited.name}, which was not asked")
+
+    def awaits(self, worker: Worker, command: Message) -> bool:
+        """Whether this is the command that the session waits for, and not something beside it such
+        as the draft worker's Open."""
+        return self.awaited() is worker and isinstance(command, AWAITED.get(self.session.state, ()))
+
+    def left(self, now_ns: int, size: int) -> None:
+        """The command that the session waits for has been sent."""
+        self._spend("queue" if self.queued else "coordinator", now_ns)
+        self.session.accounts.bytes += size
+        self.queued, self.sent = False, True
+
+    def waits(self, now_ns: int) -> None:
+        """The command that the session waits for has to wait for its worker."""
+        self._spend("coordinator", now_ns)
+        self.queued = True
+
+    def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
+        """The answer that the session waits for has come."""
+        waited = now_ns - self.mark_ns
+        worked = self.session.accounts.reply(ACCOUNT_OF[self.session.state], waited, spans)
+        if self.session.state is State.DRAFTING:
+            self.times.draft_ns += worked
+            self.times.draft_hop_ns += waited - worked
+        elif self.session.state is State.VERIFYING or self.session.round:
+            self.times.verify_ns += worked
+            self.times.target_hop_ns += waited - worked
+        self.session.accounts.bytes += size
+        self._travelled(worker, now_ns, waited - worked, spans)
+        self.mark_ns, self.sent = now_ns, False
+
+    def interrupted(self, now_ns: int) -> None:
+        """The session waits no longer for what it waited for."""
+        self._spend("queue" if self.queued else ACCOUNT_OF[self.session.state], now_ns)
+        self.queued = self.sent = False
+
+    def passed_on(self, size: int) -> None:
+        """Features have come from the target, or gone to the draft."""
+        self.session.accounts.bytes += size
+
+    def target_read(self, now_ns: int) -> None:
+        """The target has read the prompt."""
+        self.opened_ns = now_ns
+        if self.draft is not None and not self.draft.turns.reads(self.session.number):
+            self._draft_ready(now_ns)
+
+    def draft_read(self, now_ns: int, spans: Sequence[Span]) -> None:
+        """The draft has read a part of the prompt. What a session waits until it has read all of it
+        belongs to the prefill."""
+        if self.session.state is State.DRAFTING and self.queued:
+            self._spend("prefill", now_ns)
+        self.reading_ns += extent_ns(spans)
+        if self.draft is None or self.draft.turns.reads(self.session.number):
+            return
+        if self.session.briefed:
+            self.pilot.prompt_read(self.session.to_brief, self.reading_ns / 1e9)
+            self.reading_ns = 0
+        self._draft_ready(now_ns)
+
+    def _draft_ready(self, now_ns: int) -> None:
+        """The draft has read all that it was given; note by how much later than the target."""
+        if self.opened_ns is None:
+            return
+        self.pilot.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
+        self.opened_ns = None
+
+    def round_ended(self) -> RoundTimes:
+        """Where the time of the round went; that of the next begins."""
+        ended, self.times = self.times, RoundTimes()
+        return ended
+
+    def disturbed(self) -> bool:
+        """Return whether one of its workers has read a part of a prompt since this was last
+        asked."""
+        before, self._prompts = self._prompts, sum(worker.prompts for worker in self.workers)
+        read, self._read = self._read, any(worker.turns.reading for worker in self.workers)
+        return read or self._prompts != before
+
+    def tell_round(self) -> None:
+        """Have whoever looks hear of the round that has ended, if one has."""
+        ended, self.session.ended = self.session.ended, None
+        if ended is not None and self.observing is not None and not self.trial:
+            self.observing.round_ended(
+                self.session.number, self.draft, self.target, self.mark_ns, ended.light().record
+            )
+
+    def over(self, now_ns: int) -> None:
+        """The session has ended; what was handled since its last round belongs to none."""
+        self.session.accounts.add("coordinator", now_ns - self.mark_ns)
+        if self.observing is not None:
+            self.observing.add_ours(
+                (("handle", self.mark_ns, now_ns - self.mark_ns),), self.session.number
+            )
+
+    def _travelled(
+        self, worker: Worker, now_ns: int, travel_ns: int, spans: Sequence[Span]
+    ) -> None:
+        """Command and answer have been on their way for so long; when the worker began says which
+        of them was for how long, as far as its clock is known."""
+        if self.observing is None:
+            return
+        began_ns = min((start for _, start, _ in spans), default=0) - offset(worker.clock)
+        there_ns = min(max(0, began_ns - self.mark_ns), travel_ns)
+        number, round = self.session.number, self.session.round
+        back_ns = travel_ns - there_ns
+        self.observing.add_ours(
+            (("link", self.mark_ns, there_ns), ("link", now_ns - back_ns, back_ns)), number, round
+        )
+
+    def _spend(self, account: Account, now_ns: int) -> None:
+        """Put down the time since the mark to an account, and have whoever looks hear of it."""
+        self.session.accounts.add(account, now_ns - self.mark_ns)
+        self._time(account, now_ns - self.mark_ns)
+        if self.observing is not None:
+            self.observing.add_ours(
+                ((SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns),),
+                self.session.number,
+                self.session.round,
+            )
+        self.mark_ns = now_ns
+
+    def _time(self, account: Account, duration_ns: int) -> None:
+        """The same for the round that runs."""
+        times, drafting = self.times, self.session.state is State.DRAFTING
+        if account == "coordinator":
+            times.coordinator_ns += duration_ns
+        elif account == "draft_exposed":
+            times.draft_ns += duration_ns
+        elif account == "verify":
+            times.verify_ns += duration_ns
+        elif drafting:
+            times.draft_queue_ns += duration_ns
+        else:
+            times.target_queue_ns += duration_ns
+
+
+class Census:
+    """Counts the sessions that run on the same workers as another one. What was counted holds until
+    `forget` is called, since many ask while one message is handled."""
+
+    def __init__(self, lives: Mapping[int, Live]) -> None:
+        """`lives`: the sessions by their numbers."""
+        self._lives = lives
+        self._counted: dict[tuple[int, int, bool], Load] = {}
+
+    def forget(self) -> None:
+        """Count anew from now on, because sessions may have begun, ended or moved."""
+        self._counted.clear()
+
+    def load(self, live: Live, *, opening: bool = False) -> Load:
+        """Return how much runs on a session's workers. `opening`: sessions whose prompts are being
+        read count, too."""
+        key = id(live.target), id(live.draft), opening
+        if (known := self._counted.get(key)) is None:
+            known = self._counted[key] = self._count(live, opening)
+        return known
+
+    def _count(self, live: Live, opening: bool) -> Load:
+        states = (*RUNNING, State.OPENING) if opening else RUNNING
+        on_target = on_draft = 0
+        for other in self._lives.values():
+            if other.session.state in states:
+                on_target += other.target is live.target
+                on_draft += other.draft is live.draft
+        return Load(max(1, on_target), max(1, on_draft if live.draft is not None else 0))
+
+
+def waits(worker: Worker, lives: Iterable[Live]) -> Waits:
+    """What a worker waits for: nothing while it owes an answer; else what the sessions wait for
+    that it holds."""
+    if worker.turns.owed:
+        return ""
+    states = {live.session.state for live in lives if worker in live.workers}
+    if states & {State.VERIFYING, State.OPENING, State.WAITING}:
+        return "target"
+    if State.DRAFTING in states:
+        return "draft"
+    return "coordinator" if states else "no work"

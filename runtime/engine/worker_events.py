@@ -1,0 +1,464 @@
+"""What workers answer: each event goes to the session that waits for it, and what follows from it
+is returned as effects, which the coordinator carries out.
+
+An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the
+session that it is about: a draft's is done without, a target's ends the request. Turns are the
+scheduler's business, what an event means to a request is the session's.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeVar
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
+from dovetail.protocol.messages import (
+    Close,
+    Closed,
+    Draft,
+    Drafted,
+    Event,
+    Failed,
+    Fed,
+    Hello,
+    Opened,
+    Prefilled,
+    Probed,
+    Refed,
+    Scored,
+    Verified,
+    VerifiedItem,
+)
+from dovetail.protocol.spans import Span
+from dovetail.runtime.control.controller import Round
+from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
+from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Lose, Say, Send
+from dovetail.runtime.engine.faults import reraise_exits
+from dovetail.runtime.engine.running import Census, Live
+from dovetail.runtime.engine.scheduler import Owed
+from dovetail.runtime.engine.session import MAX_HELD_BYTES, Action, State
+from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.metrics import Dropped, RoundTimes, extent_ns
+
+log = logging.getLogger("dovetail.coordinator")
+E = TypeVar("E", Prefilled, Refed, Drafted)
+
+
+class Answers:
+    """Takes the events of workers."""
+
+    def __init__(
+        self,
+        epoch: int,
+        live: Mapping[int, Live],
+        census: Census,
+        registry: Registry,
+        moving: Moving,
+        failing: FailingDrafts,
+        changes: Changes,
+        observing: Observing,
+        dropped: Dropped,
+    ) -> None:
+        """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
+        self._epoch, self._live, self._census, self._registry = epoch, live, census, registry
+        self._moving, self._failing = moving, failing
+        self._changes, self._observing, self._dropped = changes, observing, dropped
+
+    def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None]:
+        """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other
+        exception ends the session that the event is about."""
+        if event.epoch != worker.hello.epoch:
+            raise StaleError(f"an event of another incarnation of {worker.name}")
+        worker.traffic.received_bytes += size
+        worker.silent = False
+        worker.liveness.heard()
+        try:
+            self._aside(worker, lambda: self._observing.event(worker, event))
+            if (effects := self._take(worker, event, now_ns, size)) is not None:
+                yield from effects
+        except StaleError:
+            raise
+        except BaseException as error:
+            reraise_exits(error)
+            if not (about := _about(worker, event)):
+                raise
+            for session, answer in about:
+                yield from self._broken(worker, session, answer, error)
+
+    def _broken(
+        self, worker: Worker, session: int, answer: Owed | None, error: BaseException
+    ) -> Effects[None]:
+        """An answer that we could not handle: its session ends, and the worker is free for the
+        others."""
+        if answer is not None:
+            worker.turns.settle(session, answer)
+        if (live := self._live.get(session)) is None:
+            raise error
+        yield Break(live, error)
+
+    def _aside(self, worker: Worker, note: Callable[[], None]) -> None:
+        """Note what is about no session; what goes wrong there changes nothing for anybody."""
+        try:
+            note()
+        except Exception:
+            log.exception("what %s says of its time could not be noted", worker.name)
+
+    def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None] | None:
+        match event:
+            case Drafted():
+                return self._drafted(worker, event, now_ns, size)
+            case Verified():
+                return self._verified(worker, event, now_ns, size)
+            case Opened():
+                return self._opened(worker, event, now_ns, size)
+            case Prefilled():
+                return self._prefilled(worker, event, size)
+            case Scored():
+                return self._scored(worker, event, size)
+            case Refed():
+                return self._refed(worker, event, size)
+            case Probed():
+                return self._probed(worker, event, now_ns)
+            case Failed():
+                return self._worker_failed(worker, event)
+            case Fed():
+                self._fed(worker, event, now_ns, size)
+            case Hello():
+                raise StaleError(f"{worker.name} said Hello again")
+            case Closed():
+                pass
+        return None
+
+    def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
+        live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
+        if worker is not live.target:
+            live.draft_read(now_ns, event.spans)
+            return
+        if event.bonus is not None and event.bonus >= worker.facts.size:
+            yield Fail(
+                live,
+                RequestError(
+                    "internal",
+                    f"the target worker {worker.name} chose token {event.bonus}, beyond its "
+                    "vocabulary",
+                ),
+            )
+            return
+        live.answered(worker, now_ns, size, event.spans)
+        live.losses.clear()
+        if not live.session.round:
+            live.target_read(now_ns)
+        if live.draft is not None and not live.session.complete:
+            yield from self._go_on_alone(live, worker, "fewer features than were asked for")
+        times = live.round_ended() if live.session.round else None
+        yield from self._believe(
+            live, lambda: live.give(live.session.opened, event, now_ns, times), asked=True
+        )
+
+    def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> Effects[None]:
+        """Features of a part of a prompt; the answer to Open is still owed."""
+        live = self._live.get(event.session)
+        if live is None or live.target is not worker:
+            raise StaleError(f"session {event.session} reads nothing of {worker.name}")
+        yield from self._sensible(live, worker, live.session.prefilled, event)
+        live.passed_on(size)
+
+    def _scored(self, worker: Worker, event: Scored, size: int) -> Effects[None]:
+        """What the target thinks of a part of a prompt; the answer to Open is still owed."""
+        live = self._live.get(event.session)
+        if live is None or live.target is not worker:
+            raise StaleError(f"session {event.session} asks {worker.name} nothing")
+        live.passed_on(size)
+        yield from self._believe(live, lambda: live.give(live.session.scored, event))
+
+    def _believe(
+        self, live: Live, handle: Callable[[], list[Action]], *, asked: bool = False
+    ) -> Effects[None]:
+        """Do what follows from the word of a session's target; one that makes no sense ends the
+        request. `asked`: no other will come in its place."""
+        try:
+            actions = handle()
+        except ProtocolError as error:
+            if isinstance(error, StaleError) and not asked:
+                raise
+            self._dropped.refused += 1
+            yield Fail(
+                live,
+                RequestError(
+                    "internal", f"the target worker {live.target.name} sent what cannot be: {error}"
+                ),
+            )
+            return
+        yield Follow(live, actions)
+
+    def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
+        live = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
+        live.passed_on(size)
+        live.draft_read(now_ns, event.spans)
+
+    def _refed(self, worker: Worker, event: Refed, size: int) -> Effects[None]:
+        live = self._answer(worker, event.session, Owed(Refed, event.round), "target")
+        live.passed_on(size)
+        yield from self._sensible(live, worker, live.session.refed, event)
+
+    def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> Effects[None]:
+        live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
+        if not live.session.wants_proposal(event.round):
+            raise StaleError(
+                f"session {event.session} has done without the proposal of round {event.round}"
+            )
+        worker.traffic.answered(size, 1)
+        live.answered(worker, now_ns, size, event.spans)
+        yield from self._sensible(live, worker, live.session.drafted, event)
+
+    def _sensible(
+        self, live: Live, worker: Worker, handle: Callable[[E], list[Action]], event: E
+    ) -> Effects[None]:
+        """Do what follows from a message that drafting needs; after one that makes no sense the
+        session goes on without its draft."""
+        try:
+            actions = live.give(handle, event)
+        except StaleError:
+            raise
+        except ProtocolError as error:
+            yield from self._go_on_alone(live, worker, error)
+        else:
+            yield Follow(live, actions)
+
+    def _go_on_alone(self, live: Live, worker: Worker, why: object) -> Effects[None]:
+        log.warning(
+            "%s sent what cannot be (%s): session %d goes on without its draft",
+            worker.name,
+            why,
+            live.session.number,
+        )
+        self._dropped.refused += 1
+        yield from self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
+
+    def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> Effects[None]:
+        """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
+        be or cannot be handled ends its session."""
+        self._aside(worker, lambda: self._passed(worker, event, size))
+        for item, features in zip(event.items, _shares(event), strict=True):
+            answer = Owed(Verified, item.round)
+            try:
+                live = self._answer(worker, item.session, answer, "target")
+            except StaleError:
+                self._dropped.stale += 1
+                continue
+            try:
+                yield from self._verdict(
+                    worker, live, item, features, now_ns, size // len(event.items), event.spans
+                )
+            except ProtocolError as error:
+                self._dropped.refused += 1
+                yield Fail(
+                    live,
+                    RequestError(
+                        "internal", f"the target worker {worker.name} sent no verdict: {error}"
+                    ),
+                )
+            except BaseException as error:
+                reraise_exits(error)
+                yield from self._broken(worker, item.session, answer, error)
+
+    def _verdict(
+        self,
+        worker: Worker,
+        live: Live,
+        item: VerifiedItem,
+        features: Array | None,
+        now_ns: int,
+        size: int,
+        spans: Sequence[Span],
+    ) -> Effects[None]:
+        live.answered(worker, now_ns, size, spans)
+        times = self._learn(live, item)
+        if not live.session.readable(features, len(item.accepted)):
+            yield from self._go_on_alone(
+                live,
+                worker,
+                f"features {features and features.shape} with a path of {len(item.accepted)}",
+            )
+        yield Follow(live, live.give(live.session.verified, item, features, times))
+        yield from self._relieve(live)
+
+    def _passed(self, worker: Worker, event: Verified, size: int) -> None:
+        """Remember what the pass took that these are the first verdicts of."""
+        if worker.passing is not None and any(
+            item.session in worker.turns.owed for item in event.items
+        ):
+            rows, context = worker.passing
+            worker.passing = None
+            worker.traffic.answered(size, len(event.items))
+            worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
+
+    def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
+        """A round has ended: what it cost and brought says how the next is drafted."""
+        times, session = live.round_ended(), live.session
+        done = Round(
+            times,
+            session.length,
+            1 + len(item.accepted),
+            session.verifying,
+            session.proposal,
+            live.other_rows,
+            self._census.load(live),
+            live.disturbed(),
+        )
+        live.pilot.learn(done)
+        return times
+
+    def _relieve(self, live: Live) -> Effects[None]:
+        """A draft that has not been asked for long would have too much to catch up with."""
+        if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
+            yield Say(
+                f"session {live.session.number} gives its draft up: "
+                f"{live.session.held_bytes >> 20} MiB of features wait for it"
+            )
+            yield from self._moving.drop_draft(live, shun=True)
+
+    def _answer(
+        self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
+    ) -> Live:
+        """The session that waits for this answer of this worker in one of these roles; `StaleError`
+        if none does, and then it waits on."""
+        live = self._live.get(session)
+        meant = [live.target if role == "target" else live.draft for role in roles] if live else []
+        if live and worker in (live.target, live.draft) and worker not in meant:
+            raise StaleError(f"{worker.name} spoke out of its role")
+        worker.stuck &= worker.turns.owed.get(session) != answer
+        wanted = worker.turns.answered(session, answer)
+        if not wanted or live is None or worker not in meant:
+            raise StaleError(
+                f"nobody waits for round {answer.round} of session {session} from {worker.name}"
+            )
+        return live
+
+    def _worker_failed(self, worker: Worker, event: Failed) -> Effects[None]:
+        """A worker could not do what was asked: a draft is done without, a target that does not
+        have the session is to read it anew, and any other word of a target's ends the request."""
+        if event.session is None:
+            self._failed_ahead(worker, event.text)
+            return
+        live = self._live.get(event.session)
+        owed = worker.turns.owed.get(event.session)
+        if owed is None or event.round not in (None, owed.round):
+            raise StaleError(f"{worker.name} failed in something that was not asked of it")
+        if not worker.turns.answered(event.session, owed) or live is None:
+            return
+        log.warning(
+            "%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code
+        )
+        if owed.type is Opened and (yield from self._open_anew(live, worker, event)):
+            return
+        if self._changes.failed(live, worker, event.text):
+            if worker is live.target and worker.peer in self._registry.workers:
+                yield from self._moving.lose_target(live, "could not do what was asked of it")
+                yield from self._moving.resettle()
+            return
+        if worker is live.draft and worker is not live.target:
+            yield from self._moving.draft_failed(live, event.text)
+        elif owed.type is Refed:
+            yield from self._moving.draft_failed(
+                live, f"the target worker {worker.name} cannot show what it reads: {event.text}"
+            )
+        elif worker is live.target and event.code == "protocol" and live.session.doubtful:
+            yield from self._verify_without_tree(live, event.text)
+        elif (
+            worker is live.target and event.code in ("session", "prefix") and owed.type is Verified
+        ):
+            yield from self._moving.lose_target(live, "does not have its session any more")
+            yield from self._moving.resettle()
+        elif worker is live.target:
+            yield Fail(live, RequestError(event.code, event.text))
+
+    def _failed_ahead(self, worker: Worker, why: str) -> None:
+        """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on
+        with what it answers."""
+        log.error("%s failed in what it does ahead of its orders: %s", worker.name, why)
+        now_ns = self._observing.now_ns()
+        if worker.plays("draft"):
+            self._failing.failed(worker, None, why, now_ns)
+        for live in self._live.values():
+            if live.draft is worker:
+                note_failure(live, worker, why, now_ns)
+
+    def _open_anew(self, live: Live, worker: Worker, event: Failed) -> Effects[bool]:
+        """Whether a worker reads the whole prompt, since it does not have what its session should
+        have gone on from."""
+        role = "target" if worker is live.target else "draft"
+        if (base := live.session.base(role)) is None:
+            return False
+        yield Send(worker, Close(epoch=self._epoch, session=base.session))
+        if event.code != "prefix" or (
+            role == "draft"
+            and live.session.brief is not None
+            and live.session.brief.reads is not None
+        ):
+            return False
+        if role == "target":
+            live.interrupted(self._observing.now_ns())
+            yield Follow(live, live.give(live.session.base_refused, role))
+            return True
+        orders = worker.turns.withdraw(live.session.number, Draft)
+        yield Follow(live, live.give(live.session.base_refused, role))
+        for order in orders:  # it may have been waiting for the prompt to be read
+            worker.turns.resume(live.session.number)
+            worker.turns.ask(live.session.number, order)
+        return True
+
+    def _verify_without_tree(self, live: Live, why: str) -> Effects[None]:
+        """The target can make nothing of what the draft proposed, such as laws that its nodes
+        cannot have been drawn from; that changed nothing there."""
+        if live.draft is not None:
+            yield from self._go_on_alone(live, live.draft, why)
+        live.interrupted(self._observing.now_ns())
+        yield Follow(live, live.give(live.session.tree_refused))
+
+    def _probed(self, worker: Worker, event: Probed, now_ns: int) -> Effects[None]:
+        worker.awaiting_probe = False
+        worker.probed = event
+        if event.sent_ns <= now_ns:
+            worker.trips.append(now_ns - event.sent_ns)
+            worker.round_trip_ns = min(worker.trips)
+            worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
+        if worker.liveness.has_forgotten(event, worker.turns.owed):
+            yield Lose(worker, "owes an answer and says that it has nothing to do")
+
+
+def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
+    """The sessions that an event is about, and the answer that it is to each; of several only those
+    whose answer has not been looked at."""
+    match event:
+        case Opened() | Drafted() | Refed():
+            return [(event.session, Owed(type(event), event.round))]
+        case Fed():
+            return [(event.session, Owed(Fed, event.round, event.start))]
+        case Prefilled() | Scored():
+            return [(event.session, None)]
+        case Failed() if event.session is not None:
+            return [(event.session, worker.turns.owed.get(event.session))]
+        case Verified():
+            answers = [(item.session, Owed(Verified, item.round)) for item in event.items]
+            return [
+                (session, answer)
+                for session, answer in answers
+                if worker.turns.owed.get(session) == answer
+            ]
+        case _:
+            return []
+
+
+def _shares(event: Verified) -> list[Array | None]:
+    """Each item's rows of the features of a pass; where these are not as many as they should be,
+    none."""
+    stops = [*itertools.accumulate(1 + len(item.accepted) for item in event.items)]
+    features = event.features
+    if features is None or features.shape[:1] != (stops[-1],):
+        return [None] * len(event.items)
+    return [features.rows(start, stop) for start, stop in itertools.pairwise([0, *stops])]

@@ -1,0 +1,321 @@
+"""Which workers serve a session: those with which its tokens should come fastest; and what of an
+ended session each of them goes on from.
+
+What a worker's passes cost with one session more is predicted from what they have cost, or from its
+profile; where that is not known of all who are there, the one with the fewest sessions gets it, and
+is known soon. Workers are looked at, and nothing is sent.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import PairState, Submit
+from dovetail.runtime.control.controller import Pilot
+from dovetail.runtime.control.costs import PairCosts
+from dovetail.runtime.control.pairs import Pair, share_device
+from dovetail.runtime.engine.draft_sync import Briefing
+from dovetail.runtime.engine.running import JOIN_WORTH, Live
+from dovetail.runtime.engine.session import Request, Session
+from dovetail.runtime.fleet.prefix_cache import WORTH, Base, bases
+from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.telemetry.metrics import Accounts, Tally
+
+ROWS = 4.0
+"""Of a session in a pass, where no pair has told how many they are."""
+REFEED_WORTH = 64
+"""`JOIN_WORTH` where the draft reads its target, which then has to read the whole log once more."""
+
+Peers = tuple[bytes, bytes]
+
+
+class Placement:
+    """Chooses among the workers that are registered, and keeps what drafts and targets have learned
+    together."""
+
+    def __init__(
+        self, registry: Registry, epoch: int, *, reuse: bool, say: Callable[[str], None]
+    ) -> None:
+        """`reuse`: sessions go on from what the workers still hold of those that have ended. `say`
+        hears of every decision about a session's drafting."""
+        self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
+        self._pairs: dict[Peers, Pair] = {}
+        """By the addresses of draft and target."""
+        self._alone: dict[bytes, PairCosts] = {}
+        """What rounds of a target alone cost, by its address."""
+        self._sessions = 0
+
+    # -- what they have learned --------------------------------------------------------------------
+
+    def pair(self, draft: Worker | None, target: Worker) -> tuple[Pair | None, PairCosts]:
+        """What these two have learned together, and what their rounds cost; or those of the target
+        alone."""
+        if draft is None:
+            return None, self._alone.setdefault(target.peer, PairCosts(target.verifying))
+        key = (draft.peer, target.peer)
+        if key not in self._pairs:
+            costs = PairCosts(target.verifying, draft.drafting)
+            self._pairs[key] = Pair(
+                draft.name,
+                target.name,
+                costs,
+                shared=share_device(draft.hello, target.hello),
+                reads=draft.hello.reads is not None,
+            )
+        return self._pairs[key], self._pairs[key].costs
+
+    def forget(self, worker: Worker) -> None:
+        """It is not here any more."""
+        self._alone.pop(worker.peer, None)
+        self._pairs = {
+            peers: pair for peers, pair in self._pairs.items() if worker.peer not in peers
+        }
+
+    def states(self) -> Sequence[PairState]:
+        return [pair.state() for pair in self._pairs.values()]
+
+    # -- who serves --------------------------------------------------------------------------------
+
+    def target(
+        self, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
+    ) -> Worker | None:
+        """The wanted target with room and the highest predicted rate, for a session of about so
+        many tokens."""
+        targets = [
+            target
+            for target in candidates(self._registry.workers.values(), "target")
+            if wanted(target)
+        ]
+        return best(targets, [target_rate(target, self._pairs, context) for target in targets])
+
+    def reader(self) -> Worker | None:
+        """The target for which requests are read, whose limits are theirs: that with the longest
+        context, so that how long one may be hangs on no placement."""
+        targets = [
+            worker
+            for worker in self._registry.workers.values()
+            if worker.plays("target") and worker.available
+        ]
+        longest = max((target.limits.context for target in targets), default=0)
+        roomiest = [target for target in targets if target.limits.context == longest]
+        return self.target(roomiest.__contains__) or next(iter(roomiest), None)
+
+    def draft(
+        self, target: Worker, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
+    ) -> Worker | None:
+        """The same of the drafts, for a session on this target."""
+        drafts = [
+            draft
+            for draft in candidates(self._registry.workers.values(), "draft")
+            if self.goes_with(draft, target) and wanted(draft)
+        ]
+        return best(
+            drafts,
+            [
+                draft_rate(draft, target, self._pairs.get((draft.peer, target.peer)), context)
+                for draft in drafts
+            ],
+        )
+
+    def goes_with(self, draft: Worker, target: Worker) -> bool:
+        """Whether a draft can draft for a target: one that shares a process with a target reads
+        that one's rows, and no other's."""
+        own = [
+            other
+            for other in self._registry.workers.values()
+            if other.plays("target") and other.process == draft.process
+        ]
+        return not own or any(other.process == target.process for other in own)
+
+    def settle(self, target: Worker, request: Request) -> Worker | RequestError:
+        """Where a request runs that was read for this target: on the best one with its tokens that
+        can hold it.
+
+        Where there is none, since it has gone, it is still this one, and the session has to wait.
+        """
+        best = self.target(
+            lambda other: other.reads_as(target) and request.capacity <= other.limits.context,
+            context=len(request.prompt),
+        )
+        if (
+            best is None
+            and target.peer in self._registry.workers
+            and target.sessions >= target.limits.sessions
+        ):
+            text = (
+                f"the target worker {target.name} holds {target.sessions} sessions, its "
+                "limit: try again when one has ended"
+            )
+            return RequestError("capacity", text)
+        return best or target
+
+    def house(
+        self,
+        client: ClientPeer,
+        submit: Submit,
+        target: Worker,
+        request: Request,
+        tally: Tally,
+        now_ns: int,
+    ) -> Live:
+        """A session for a request, on its target and on the draft worker that promises most."""
+        drafts = submit.speculate and bool(submit.tree.gamma) and submit.max_tokens > 0
+        draft = self.draft(target, context=len(request.prompt)) if drafts else None
+        reads = draft.hello.reads if draft is not None else None
+        target_base = draft_base = None
+        if self._reuse and request.may_reuse and draft is not target:
+            shelf = draft.shelf if draft is not None else None
+            target_base, draft_base = bases(
+                request.packed, target.shelf, shelf, owner=request.owner, reads=reads is not None
+            )
+        brief = (
+            Briefing(len(request.prompt), reads=reads, base=draft_base)
+            if draft is not None
+            else None
+        )
+        live = self._live(
+            client, submit, target, draft, request, brief, Accounts(now_ns, tally), now_ns
+        )
+        live.session.target_base, live.drafts = target_base, drafts
+        return live
+
+    def try_out(
+        self,
+        client: ClientPeer,
+        submit: Submit,
+        target: Worker,
+        draft: Worker | None,
+        request: Request,
+        now_ns: int,
+    ) -> Live:
+        """A session on these workers, of which nothing counts."""
+        brief = (
+            Briefing(len(request.prompt), reads=draft.hello.reads) if draft is not None else None
+        )
+        return self._live(client, submit, target, draft, request, brief, Accounts(now_ns), now_ns)
+
+    def _live(
+        self,
+        client: ClientPeer,
+        submit: Submit,
+        target: Worker,
+        draft: Worker | None,
+        request: Request,
+        brief: Briefing | None,
+        accounts: Accounts,
+        now_ns: int,
+    ) -> Live:
+        self._sessions += 1
+        session = Session(
+            number=self._sessions,
+            epoch=self._epoch,
+            request=request,
+            detokenizer=target.text.detokenizer(),
+            accounts=accounts,
+            fingerprint=str(target.hello.fingerprint),
+            brief=brief,
+        )
+        pair, costs = self.pair(draft, target)
+        greedy, drawn = request.sampling.temperature == 0.0, request.sampling.rejects
+        pilot = Pilot(
+            self._sessions,
+            tree=request.tree,
+            pair=pair,
+            costs=costs,
+            greedy=greedy,
+            ahead=submit.ahead,
+            say=self._say,
+            drawn=drawn,
+        )
+        return Live(session, client, submit.request, target, draft, now_ns, submit.trace, pilot)
+
+    # -- who takes over ----------------------------------------------------------------------------
+
+    def joining(self, live: Live) -> Worker | None:
+        """A draft for a session that has none, or whose own is not available any more, where that
+        is worth it."""
+        return self.draft(
+            live.target,
+            lambda draft: self._is_worth_joining(draft, live),
+            context=live.session.length,
+        )
+
+    def _is_worth_joining(self, draft: Worker, live: Live) -> bool:
+        """Whether enough may still come for a draft to be worth what it has to read; one that reads
+        its target is to have paid of late, too."""
+        if draft.peer in live.shunned or draft is live.draft:
+            return False
+        if draft.hello.reads is None:
+            return live.session.room >= JOIN_WORTH
+        pair, _ = self.pair(draft, live.target)
+        return live.session.room >= REFEED_WORTH and pair is not None and live.pilot.hopeful(pair)
+
+    def draft_base(self, live: Live, draft: Worker) -> Base | None:
+        """What a draft that joins a session goes on from; its shelf lends it. It reads all but the
+        last token of the log."""
+        session = live.session
+        if not (self._reuse and session.request.may_reuse) or draft is live.target:
+            return None
+        base = draft.shelf.find(
+            session.packed(session.length - 1),
+            owner=session.request.owner,
+            known=int(draft.hello.reads is not None),
+        )
+        if base is not None:
+            draft.shelf.lend(base.session)
+        return base
+
+    def target_base(self, live: Live, target: Worker) -> Base | None:
+        """The same of another target of a session, which reads the whole log; nobody wants features
+        any more of what it leaves out."""
+        session = live.session
+        if not (self._reuse and session.request.may_reuse) or live.draft is target:
+            return None
+        base = target.shelf.find(session.packed(), owner=session.request.owner)
+        if base is None or (tokens := min(base.tokens, session.shown_from)) < WORTH:
+            return None
+        target.shelf.lend(base.session)
+        return Base(base.session, tokens)
+
+
+def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
+    """Those of a role that may be given one session more."""
+    return [
+        worker
+        for worker in workers
+        if worker.plays(role) and worker.available and worker.sessions < worker.limits.sessions
+    ]
+
+
+def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
+    """By rate where all are known (0: not), of equals and otherwise by how few sessions they hold,
+    of those with as few one that is not known yet."""
+    known = all(rates)
+    ranked = [
+        (-rate if known else 0.0, worker.sessions, rate > 0.0, place)
+        for place, (worker, rate) in enumerate(zip(workers, rates, strict=True))
+    ]
+    return workers[min(ranked)[-1]] if ranked else None
+
+
+def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> float:
+    """Rounds a second with one session more, each with as many rows as they have there; 0: not
+    known. What a round brings is the draft's merit."""
+    if not target.verifying.known:
+        return 0.0
+    gammas = [
+        pair.gamma.value
+        for (_, peer), pair in pairs.items()
+        if peer == target.peer and pair.gamma.known
+    ]
+    rows = 1.0 + sum(gammas) / len(gammas) if gammas else ROWS
+    return 1.0 / (target.verifying.at(round(rows * (target.sessions + 1)), context) + target.hop_s)
+
+
+def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
+    """Tokens a second of one session more, 0: not known. Its drafting waits for that of all others
+    there, its verification is one pass with theirs."""
+    if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
+        return 0.0
+    verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)
+    draft_s = pair.costs.exposed_s.value * (draft.sessions + 1)
+    return pair.tokens.value / (verify_s + draft_s + draft.hop_s + target.hop_s)

@@ -1,0 +1,95 @@
+"""How sessions whose target was lost go on: on which targets, for how long they wait, and when it
+is enough.
+
+A session that has told its client something goes on where the same bytes are computed, or, if the
+user allows it, where its tokens are tokens; one that has told nothing goes on wherever its tokens
+are tokens. Pure: decides, and does nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from dovetail.protocol.errors import RequestError
+from dovetail.runtime.engine.running import Live, Loss
+from dovetail.runtime.fleet.registry import Worker
+
+MARGIN_S = 30.0
+LOADS = 2.0
+"""A target that is started again is waited for so long, and so many times as long as the lost one
+took to load: one try may fail."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The settings coordinator.recovery_s and coordinator.move."""
+
+    recovery_s: float | Literal["auto"] = "auto"
+    move: Literal["same", "any"] = "same"
+
+    def suits(self, live: Live, target: Worker) -> bool:
+        """Whether a session may go on on this target."""
+        if (
+            not target.reads_as(live.target)
+            or live.session.request.capacity > target.limits.context
+        ):
+            return False
+        return (
+            self.move == "any"
+            or live.session.unheard
+            or target.hello.fingerprint == live.target.hello.fingerprint
+        )
+
+    def patience_s(self, live: Live) -> float:
+        """How long a session that lost its target waits for another one."""
+        return (
+            MARGIN_S + LOADS * live.target.hello.load_s
+            if self.recovery_s == "auto"
+            else self.recovery_s
+        )
+
+    def lost(self, live: Live, why: str, now_ns: int) -> None:
+        """Note that its target has gone; with it a target was lost under the session if it was at
+        work on it."""
+        if live.sent and live.awaited() is live.target:
+            live.losses.append(live.target.process)
+        live.loss = Loss(
+            now_ns,
+            f"the target worker {live.target.whereabouts} {why} after "
+            f"{len(live.session.tokens)} tokens",
+        )
+
+    def end_of(self, live: Live, others: Iterable[Worker], now_ns: int) -> RequestError | None:
+        """Why a session that waits is not to wait any longer, if that is so. `others`: the workers
+        that are here."""
+        assert live.loss is not None
+        if live.trial:
+            return RequestError("worker_lost", live.loss.words)
+        if live.doomed:
+            text = (
+                f"{live.loss.words}, and {len(live.losses)} in a row were lost without a "
+                "token in between: look at why targets end that read this request"
+            )
+            return RequestError("worker_lost", text)
+        if now_ns - live.loss.since_ns < self.patience_s(live) * 1e9:
+            return None
+        waited = f"{self.patience_s(live):.3g} s"
+        if self.move == "same" and any(
+            other.plays("target") and other.reads_as(live.target) for other in others
+        ):
+            text = (
+                f"and within {waited} none of its fingerprint was free: start one, or let "
+                "requests go on on another with coordinator.move = 'any'"
+            )
+        else:
+            text = f"and within {waited} no other was free: start another and ask again"
+        return RequestError("worker_lost", f"{live.loss.words}, {text}")
+
+    def words(self, live: Live, now_ns: int) -> str:
+        """Of a session that waits, for `status`."""
+        assert live.loss is not None
+        left_s = max(0.0, self.patience_s(live) - (now_ns - live.loss.since_ns) / 1e9)
+        return (
+            f"session {live.session.number} waits for a target, for {left_s:.0f} s at most: "
+            f"{live.loss.words}"
+        )

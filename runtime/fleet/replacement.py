@@ -1,0 +1,504 @@
+"""The one change of workers that is under way, if there is one: what `steps.py` decides, done with
+the coordinator's workers and sessions.
+
+A client asks for it and is told how far it has come. Knows which workers and sessions there are;
+how a session is tried out or goes over is the coordinator's business.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Protocol
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import (
+    Dismiss,
+    Dismissed,
+    Engage,
+    Failed,
+    Finished,
+    Message,
+    Progressed,
+    Role,
+    Submit,
+    Swap,
+    Swapped,
+)
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.session import State
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.fleet.steps import (
+    Action,
+    Change,
+    End,
+    Keep,
+    LetGo,
+    Move,
+    Party,
+    Phase,
+    Redirect,
+    Say,
+    Standing,
+    TakeBack,
+    Trial,
+    TrialName,
+    Try,
+)
+
+TRIAL_TEXT = "one two three, one two three, one two three, one"
+"""Its words come again, so that a draft that looks back has something to find."""
+TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
+TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
+"""A policy that every kind of draft knows, and that drafts whether it pays or not."""
+
+
+class House(Protocol):
+    """What the coordinator does for a change."""
+
+    epoch: int
+
+    @property
+    def lives(self) -> Collection[Live]:
+        """All sessions, trials too."""
+
+    def try_out(
+        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
+    ) -> Live:
+        """Run a request on these workers, for us; `RequestError` if it cannot be read."""
+
+    def abandon(self, live: Live) -> None:
+        """Forget a session: nobody waits for it."""
+
+    def refuge(self, live: Live) -> Worker | None:
+        """Another target on which a session may go on."""
+
+    def move(self, live: Live, target: Worker) -> None:
+        """Have a session go on on another target."""
+
+    def change_draft(self, live: Live) -> None:
+        """Have a session part with its draft, which gets no more sessions."""
+
+    def send_to(self, worker: Worker, message: Message) -> None:
+        """Send to a worker."""
+
+    def let_go(self, worker: Worker) -> None:
+        """A worker that holds no session ends."""
+
+    def tell(self, client: ClientPeer, message: Message) -> None:
+        """Send to a client."""
+
+    def drained(self, worker: Worker) -> None:
+        """An operator had a worker go, without another one in its place."""
+
+    def joined(self, worker: Worker) -> None:
+        """A worker is there for sessions from now on."""
+
+    def decide(self, words: str) -> None:
+        """Keep for `status` what was decided."""
+
+
+class Changes:
+    """Takes the requests Swap and Dismiss, one at a time."""
+
+    def __init__(self, house: House, registry: Registry, placement: Placement) -> None:
+        self._house, self._registry, self._placement = house, registry, placement
+        self._change: Change | None = None
+        self._client: ClientPeer | None = None
+        self._request = 0
+        self._newcomer: Worker | None = None
+        self._old: Worker | None = None
+        self._trials: dict[TrialName, Live] = {}
+        self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
+        """Trials, of which one learns in the middle of something else. The last value: whether its
+        draft did what was asked of it."""
+        self._heard = False
+        """Whether a trial has got on."""
+        self._reading: set[tuple[bytes, int]] = set()
+        """Requests that were being read for the old target when it was to get no more."""
+
+    @property
+    def under_way(self) -> bool:
+        return self._change is not None
+
+    @property
+    def words(self) -> str:
+        """What is going on; empty: nothing."""
+        return self._change.words if self._change is not None else ""
+
+    # -- what is asked for -------------------------------------------------------------------------
+
+    def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> None:
+        """Begin; `RequestError` says why not."""
+        newcomer = self._registry.of_epoch(asked.newcomer)
+        if newcomer is None or not newcomer.standby:
+            raise RequestError(
+                "swap",
+                "the worker that should be put in place is not on standby here any more: start "
+                "it again",
+            )
+        self._check_free()
+        role: Role = "target" if newcomer.plays("target") else "draft"
+        old = None if asked.old is None else self._leaver(asked.old)
+        if old is not None and not old.plays(role):
+            raise RequestError(
+                "swap",
+                f"{old.name} is no {role} worker: name one that {newcomer.name} can take the "
+                "place of",
+            )
+        self._registry.check_place(newcomer)
+        change = Change(
+            role,
+            _party(newcomer),
+            _party(old) if old is not None else None,
+            self._trials_of(newcomer, role, old),
+        )
+        self._begin(change, client, asked.request, newcomer, old, now_ns)
+
+    def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> None:
+        """The same."""
+        self._check_free()
+        old = self._leaver(asked.worker)
+        role: Role = "target" if old.plays("target") else "draft"
+        others = [
+            other
+            for other in self._registry.workers.values()
+            if other.plays("target") and other.serves and other is not old
+        ]
+        if role == "target" and old.serves and not others and not asked.last:
+            text = (
+                f"{old.name} is the only target: put another in its place with `dovetail "
+                "swap`, or have requests refused from then on with --last"
+            )
+            raise RequestError("swap", text)
+        self._begin(Change(role, None, _party(old)), client, asked.request, None, old, now_ns)
+
+    def _check_free(self) -> None:
+        if self._change is not None:
+            raise RequestError(
+                "swap", f"a change is under way, {self._change.words}: wait until it is over"
+            )
+
+    def _leaver(self, epoch: int) -> Worker:
+        worker = self._registry.of_epoch(epoch)
+        if worker is None:
+            raise RequestError(
+                "swap",
+                "the worker that should be let go is not registered any more: `dovetail "
+                "status` shows who is",
+            )
+        return worker
+
+    def _trials_of(self, newcomer: Worker, role: Role, old: Worker | None) -> Sequence[Trial]:
+        """What a newcomer is tried with: as a draft, drafting for the target that is there; as a
+        target alone, then with the draft that is there, and beside a target that should decide the
+        same."""
+        if role == "draft":
+            target = self._placement.target(
+                lambda target: self._placement.goes_with(newcomer, target)
+            )
+            if target is None:
+                raise RequestError(
+                    "no_target",
+                    f"no target worker is there that {newcomer.name} could be tried with: "
+                    "start one first",
+                )
+            return [Trial("drafted", target.peer, newcomer.peer)]
+        draft = self._placement.draft(newcomer)
+        same = [
+            other
+            for other in self._registry.workers.values()
+            if other.plays("target") and other.available and _decides_as(other, newcomer)
+        ]
+        reference = old if old in same else next(iter(same), None)
+        return [
+            Trial("alone", newcomer.peer),
+            *([Trial("drafted", newcomer.peer, draft.peer)] if draft is not None else []),
+            *([Trial("before", reference.peer)] if reference is not None else []),
+        ]
+
+    def _begin(
+        self,
+        change: Change,
+        client: ClientPeer,
+        request: int,
+        newcomer: Worker | None,
+        old: Worker | None,
+        now_ns: int,
+    ) -> None:
+        self._change, self._client, self._request, self._newcomer, self._old = (
+            change,
+            client,
+            request,
+            newcomer,
+            old,
+        )
+        self._perform(change.begin(now_ns))
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def step(self, now_ns: int) -> None:
+        """Something was handled, or time has passed: see what follows."""
+        if self._change is not None and self._heard:
+            self._change.heard(now_ns)
+            self._heard = False
+        while self._ended and self._change is not None:
+            name, end, drafted = self._ended.popleft()
+            self._trials.pop(name, None)
+            self._perform(self._change.tried(name, end, drafted=drafted))
+        if self._change is not None:
+            self._perform(self._change.look(now_ns))
+        if (
+            self._change is not None
+            and self._change.phase is Phase.MOVING
+            and not self._still_reading()
+        ):
+            self._perform(
+                self._change.step(
+                    {
+                        live.session.number: self._standing(live)
+                        for live in self._house.lives
+                        if not live.trial
+                    }
+                )
+            )
+
+    def break_off(self, why: str) -> None:
+        """End the change that is under way for a fault of ours: the old worker stays, and a
+        newcomer that is not in place is let go."""
+        if self._old is not None:
+            self._old.leaving = False
+        for live in [*self._trials.values()]:
+            self._house.abandon(live)
+        self._trials.clear()
+        if self._newcomer is not None and self._newcomer.standby:
+            self._house.let_go(self._newcomer)
+        self._end(
+            f"the change was broken off, since the coordinator failed at it ({why}); its log "
+            "says where"
+        )
+
+    def lost(self, worker: Worker, why: str) -> None:
+        """A worker has gone."""
+        if self._change is not None:
+            self._perform(self._change.lost(worker.peer, f"it {why}"))
+
+    def failed(self, live: Live, worker: Worker, why: str) -> bool:
+        """A worker could not do for a session what was asked of it; whether it is the newcomer that
+        is taken back for that."""
+        if self._change is None or live.trial:
+            return False
+        actions = self._change.failed(
+            worker.peer, f"it failed in session {live.session.number}: {why}"
+        )
+        self._perform(actions)
+        return bool(actions)
+
+    def client_lost(self, client: ClientPeer) -> None:
+        """Whoever has asked may have gone."""
+        if self._change is not None and client is self._client:
+            self._client = None
+            self._perform(self._change.abandoned())
+
+    def paused(self, pause_ns: int) -> None:
+        """A client has waited so long for its next token."""
+        if self._change is not None:
+            self._change.longest_pause_ns = max(self._change.longest_pause_ns, pause_ns)
+
+    def _still_reading(self) -> bool:
+        """Whether a request is being read that was meant for the old worker when it began to
+        leave."""
+        self._reading = {
+            (peer, request)
+            for peer, request in self._reading
+            if (client := self._registry.clients.get(peer)) is not None
+            and request in client.reading
+        }
+        return bool(self._reading)
+
+    def _standing(self, live: Live) -> Standing:
+        assert self._change is not None
+        if self._change.role == "draft":
+            return (
+                "movable"
+                if live.draft is self._old is not None
+                else "coming"
+                if live.joining
+                else "over"
+            )
+        if live.target is not self._old or live.loss is not None:
+            return "coming" if live.session.state in (State.WAITING, State.OPENING) else "over"
+        begun = live.session.state in (State.DRAFTING, State.VERIFYING)
+        return "movable" if begun and self._house.refuge(live) is not None else "held"
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Do these, as long as the change is not over."""
+        change = self._change
+        for action in actions:
+            if self._change is not change:
+                return
+            match action:
+                case Try(trial):
+                    self._try(trial)
+                case Redirect():
+                    self._put_in_place()
+                case Move(session):
+                    self._move(session)
+                case Keep():
+                    if self._old is not None:
+                        self._old.leaving = False
+                case TakeBack():
+                    self._take_back()
+                case LetGo(party):
+                    self._let_go(party)
+                case Say(text):
+                    self._house.decide(text)
+                    self._answer(
+                        Progressed(epoch=self._house.epoch, request=self._request, text=text)
+                    )
+                case End(why):
+                    self._end(why)
+
+    def _try(self, trial: Trial) -> None:
+        """Run a trial; what its client would hear, the change does."""
+        submit = Submit(
+            epoch=self._house.epoch,
+            request=0,
+            text=TRIAL_TEXT,
+            sampling=Sampling(temperature=1.0),
+            max_tokens=TRIAL_TOKENS,
+            seed=TRIAL_SEED,
+            end=(),
+            tree=TRIAL_TREE,
+        )
+        target, draft = (
+            self._registry.workers.get(trial.target),
+            self._registry.workers.get(trial.draft or b""),
+        )
+        if target is None or (trial.draft is not None and draft is None):
+            self._ended.append(
+                (
+                    trial.name,
+                    Failed(
+                        epoch=self._house.epoch, code="worker_lost", text="its partner disconnected"
+                    ),
+                    False,
+                )
+            )
+            return
+        try:
+            self._trials[trial.name] = self._house.try_out(
+                submit, target, draft, partial(self._hear, trial.name, draft)
+            )
+        except RequestError as error:
+            self._ended.append(
+                (
+                    trial.name,
+                    Failed.model_validate(
+                        {"epoch": self._house.epoch, "code": error.code, "text": str(error)}
+                    ),
+                    False,
+                )
+            )
+
+    def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
+        """What the client of a trial is told. A draft that has gone meanwhile has not failed at
+        it."""
+        self._heard = True
+        if isinstance(message, Finished | Failed):
+            brief, gone = (
+                self._trials[name].session.brief,
+                draft is not None and draft.peer not in self._registry.workers,
+            )
+            self._ended.append((name, message, gone or (brief is not None and brief.rows > 0)))
+
+    def _put_in_place(self) -> None:
+        """The newcomer gets sessions, and the old worker none any more; unless it does not go
+        together with who has come meanwhile."""
+        if self._old is not None:
+            self._old.leaving = True
+            self._reading = {
+                (client.peer, request)
+                for client in self._registry.clients.values()
+                for request in client.reading
+            }
+        if self._newcomer is None or self._change is None:
+            return
+        try:
+            self._registry.check_place(self._newcomer)
+        except RequestError as misfit:
+            self._perform(self._change.failed(self._newcomer.peer, str(misfit)))
+            return
+        self._newcomer.standby = False
+        self._house.send_to(self._newcomer, Engage(epoch=self._house.epoch))
+        self._house.joined(self._newcomer)
+
+    def _take_back(self) -> None:
+        """Old worker and newcomer change places."""
+        assert self._old is not None
+        assert self._newcomer is not None
+        kept, self._old, self._newcomer = self._old, self._newcomer, None
+        kept.leaving, self._old.leaving = False, True
+        self._reading = {
+            (client.peer, request)
+            for client in self._registry.clients.values()
+            for request in client.reading
+        }
+        self._house.joined(kept)
+
+    def _move(self, number: int) -> None:
+        live = next(live for live in self._house.lives if live.session.number == number)
+        if live.draft is self._old:
+            self._house.change_draft(live)
+        elif (target := self._house.refuge(live)) is not None:
+            self._house.move(live, target)
+
+    def _let_go(self, party: Party) -> None:
+        for live in self._trials.values():
+            self._house.abandon(live)
+        self._trials.clear()
+        if (worker := self._registry.workers.get(party.peer)) is not None:
+            self._house.let_go(worker)
+
+    def _end(self, why: str) -> None:
+        """Tell how it ended; the next change may come."""
+        assert self._change is not None
+        change, about = self._change, {"epoch": self._house.epoch, "request": self._request}
+        what = {
+            "moved": change.moved,
+            "stayed": change.stayed,
+            "longest_pause_s": change.longest_pause_ns / 1e9,
+        }
+        if why:
+            self._house.decide(why)
+            self._answer(
+                Failed(epoch=self._house.epoch, session=self._request, code="swap", text=why)
+            )
+        elif self._newcomer is not None:
+            self._answer(Swapped.model_validate({**about, **what}))
+        else:
+            if self._old is not None:
+                self._house.drained(self._old)
+            self._house.decide(
+                f"{self._old.name if self._old is not None else 'a worker'} was let go"
+            )
+            self._answer(Dismissed.model_validate({**about, **what}))
+        self._change = self._client = self._newcomer = self._old = None
+        self._ended.clear()
+        self._reading.clear()
+
+    def _answer(self, message: Message) -> None:
+        if self._client is not None:
+            self._house.tell(self._client, message)
+
+
+def _party(worker: Worker) -> Party:
+    return Party(worker.peer, worker.name)
+
+
+def _decides_as(one: Worker, other: Worker) -> bool:
+    """Whether two targets compute the same for the same tokens."""
+    return one.hello.fingerprint == other.hello.fingerprint and one.reads_as(other)

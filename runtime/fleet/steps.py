@@ -1,0 +1,322 @@
+"""How a worker takes the place of another, or leaves: which steps that takes, in which order, and
+what is taken back where one fails.
+
+A newcomer is on standby. It is tried with short sessions; then it is put in place, so that new
+sessions come to it and none to the old worker. Those that the old one has go over to whoever is
+there: from a draft at their next round; from a target one after the other, so that none waits for
+longer than its own log takes to be read, and those that may not, or have not begun, end where they
+are. When none is left and the newcomer is ready for all that came to it the old worker is let go.
+If the newcomer fails before that, the old one stays and it is let go itself: a target that was in
+place as the old one would have been, since only it can end what it has begun. A worker that leaves
+without a newcomer goes the same way, without the trials.
+
+Pure: what happens is told, what is to be done comes back. Knows workers by address and name,
+sessions by number, and of a trial how it ended.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from dovetail.protocol.messages import Failed, Finished, Role
+from dovetail.runtime.record.comparison import first_difference
+
+SILENT_NS = 30_000_000_000
+"""Without a token of any trial for so long the newcomer has failed: far longer than a pass takes
+anywhere."""
+
+TrialName = Literal["alone", "drafted", "before"]
+Standing = Literal["held", "movable", "coming", "over"]
+"""Of a session: it is on the old worker, to stay or to go; on another one that does not serve it
+yet; on another one."""
+
+
+@dataclass(frozen=True)
+class Party:
+    """A worker that has a part in a change."""
+
+    peer: bytes
+    name: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short session that is run for the newcomer's sake: always the same request, on these
+    workers and no others."""
+
+    name: TrialName
+    target: bytes
+    draft: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Try:
+    """Run this trial."""
+
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Redirect:
+    """Give the newcomer sessions from now on, and the old worker none."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Have this session leave the old worker."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """Nobody needs this worker any more."""
+
+    party: Party
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The old worker gets sessions again."""
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """Give the old worker sessions again, and the newcomer none: it is the one that leaves."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """How far it has come."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """It is over; `why` it has failed, empty if it has not."""
+
+    why: str = ""
+
+
+Action = Try | Redirect | Move | LetGo | Keep | TakeBack | Say | End
+
+
+class Phase(Enum):
+    TRYING = "trying"
+    MOVING = "moving"
+    OVER = "over"
+
+
+@dataclass
+class Change:
+    """A worker comes, goes, or takes the place of another; every method returns the actions that
+    follow."""
+
+    role: Role
+    newcomer: Party | None
+    old: Party | None
+    trials: Sequence[Trial] = ()
+    """Of the newcomer: as a target alone, on a draft's proposals, and `before` on a target of equal
+    fingerprint; as a draft, for a target."""
+    phase: Phase = Phase.TRYING
+    longest_pause_ns: int = 0
+    _heard_ns: int = 0
+    _ends: dict[TrialName, Finished] = field(default_factory=dict)
+    _held: set[int] = field(default_factory=set)
+    """Sessions that the old worker has had since it gets no more; `_asked`: that were told to leave
+    it; `_gone`: that did."""
+    _asked: set[int] = field(default_factory=set)
+    _gone: set[int] = field(default_factory=set)
+    _waits: bool = False
+    """Whether it was said that sessions end where they are."""
+    _failure: str = ""
+    """Why the newcomer is taken back."""
+    _leaves: str = field(init=False)
+    """Who leaves, by name: it may be gone before its sessions are over."""
+
+    def __post_init__(self) -> None:
+        self._leaves = self.old.name if self.old is not None else ""
+
+    @property
+    def moved(self) -> int:
+        """Sessions that went over."""
+        return len(self._gone)
+
+    @property
+    def stayed(self) -> int:
+        """Sessions that ended on the old worker, or are still there."""
+        return len(self._held) - len(self._gone)
+
+    @property
+    def words(self) -> str:
+        """What is going on, for `status`."""
+        if self.newcomer is None:
+            return f"{self._leaves} leaves"
+        place = f" takes the place of {self.old.name}" if self.old is not None else " joins"
+        return f"{self.newcomer.name}{place}{', it is being tested' if self.phase is Phase.TRYING else ''}"  # noqa: E501
+
+    def begin(self, now_ns: int) -> list[Action]:
+        self._heard_ns = now_ns
+        if self.newcomer is None:
+            return self._move_over()
+        return [Say(f"{self.newcomer.name} is tested"), *map(Try, self.trials)]
+
+    # -- the trials --------------------------------------------------------------------------------
+
+    def heard(self, now_ns: int) -> None:
+        """A trial gets on."""
+        self._heard_ns = now_ns
+
+    def tried(self, name: TrialName, end: Finished | Failed, *, drafted: bool) -> list[Action]:
+        """A trial is over. `drafted`: where it has a draft, whether that was asked, answered and
+        understood to the end."""
+        if self.phase is not Phase.TRYING:
+            return []
+        if isinstance(end, Failed):
+            return (
+                self._without_comparison()
+                if name == "before"
+                else self._fail(f"its trial failed: {end.text}")
+            )
+        if name == "drafted" and not drafted:
+            return self._fail(
+                "it offered nothing that its target could read"
+                if self.role == "draft"
+                else "it could not verify what was drafted for it"
+            )
+        self._ends[name] = end
+        if why := self._contradiction(name, end):
+            return self._fail(why)
+        return self._move_over() if len(self._ends) == len(self.trials) else []
+
+    def _without_comparison(self) -> list[Action]:
+        """The target that the newcomer was to be compared with does not answer, which may be why it
+        is replaced."""
+        self.trials = [trial for trial in self.trials if trial.name != "before"]
+        return self._move_over() if len(self._ends) == len(self.trials) else []
+
+    def _contradiction(self, name: TrialName, end: Finished) -> str:
+        """Why an answer cannot be right beside the others; empty if it may be. Every trial has the
+        same answer, but for near-ties."""
+        for other_name, other in self._ends.items():
+            parted = first_difference(end, other)
+            if parted is None or parted.near_tie:
+                continue
+            if "before" in (name, other_name):
+                return (
+                    "it has the fingerprint of a target that is here, and decides "
+                    f"otherwise from token {parted.position} on"
+                )
+            return (
+                "with drafted tokens it decides otherwise than without, from token "
+                f"{parted.position} on"
+            )
+        return ""
+
+    def look(self, now_ns: int) -> list[Action]:
+        """Whether a trial takes too long."""
+        if self.phase is Phase.TRYING and now_ns - self._heard_ns > SILENT_NS:
+            return self._fail(f"nothing came of its trial for {SILENT_NS // 10**9} s")
+        return []
+
+    # -- the sessions ------------------------------------------------------------------------------
+
+    def _move_over(self) -> list[Action]:
+        self.phase = Phase.MOVING
+        said = [] if self.newcomer is None else [Say(f"{self.newcomer.name} is in place")]
+        return [Redirect(), *said]
+
+    def step(self, standings: Mapping[int, Standing]) -> list[Action]:
+        """Something has changed. `standings`: of all sessions that run; who is not there has
+        ended."""
+        if self.phase is not Phase.MOVING:
+            return []
+        here = [number for number, standing in standings.items() if standing in ("held", "movable")]
+        self._held |= set(here)
+        self._gone |= {
+            number for number in self._held if standings.get(number) in ("coming", "over")
+        }
+        coming = any(standings.get(number) == "coming" for number in self._gone)
+        if not here and not coming:
+            self.phase = Phase.OVER
+            return [*([LetGo(self.old)] if self.old is not None else []), End(self._failure)]
+        movable = [number for number in here if standings[number] == "movable"]
+        moves = self._moves(movable, coming=coming)
+        self._asked |= set(moves)
+        return [*map(Move, moves), *self._wait_for(here, movable, coming=coming)]
+
+    def _moves(self, movable: Sequence[int], *, coming: bool) -> Sequence[int]:
+        """The sessions that leave now."""
+        if self.role == "draft":
+            return [number for number in movable if number not in self._asked]
+        return [] if coming else movable[:1]
+
+    def _wait_for(
+        self, here: Collection[int], movable: Collection[int], *, coming: bool
+    ) -> list[Action]:
+        """Say once that the last sessions end where they are, which may take its time."""
+        if self._waits or coming or movable or not here or self.old is None:
+            return []
+        self._waits = True
+        return [Say(f"sessions that end on {self.old.name}: {len(here)}")]
+
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def lost(self, peer: bytes, why: str) -> list[Action]:
+        """A worker has gone."""
+        if self.phase is Phase.OVER:
+            return []
+        if self.newcomer is not None and peer == self.newcomer.peer:
+            return self._fail(why)
+        if self.old is None or peer != self.old.peer:
+            return []
+        self.old = None  # its sessions go on as after any loss
+        return []
+
+    def failed(self, peer: bytes, why: str) -> list[Action]:
+        """A worker could not do for a session what was asked of it. A newcomer that nobody could
+        take back from is a worker like any other."""
+        if (
+            self.phase is not Phase.MOVING
+            or self.newcomer is None
+            or self.old is None
+            or peer != self.newcomer.peer
+        ):
+            return []
+        return self._fail(why) if self.role == "draft" else self._take_back(why)
+
+    def _take_back(self, why: str) -> list[Action]:
+        """Have a target leave that was in place, in the same way as the old one was to."""
+        assert self.newcomer is not None
+        self._failure, self._leaves = self._told(why), self.newcomer.name
+        self.newcomer, self.old = None, self.newcomer
+        self._held, self._asked, self._gone, self._waits = set(), set(), set(), False
+        return [TakeBack(), Say(f"{self._leaves} is taken back: {why}")]
+
+    def abandoned(self) -> list[Action]:
+        """Whoever asked for it has gone. What has been begun for the sessions is brought to its
+        end."""
+        return (
+            self._fail("the client that asked for it disconnected")
+            if self.phase is Phase.TRYING and self.newcomer is not None
+            else []
+        )
+
+    def _fail(self, why: str) -> list[Action]:
+        """Take everything back."""
+        assert self.newcomer is not None
+        end, in_place, self.phase = End(self._told(why)), self.phase is Phase.MOVING, Phase.OVER
+        return [*([Keep()] if in_place else []), LetGo(self.newcomer), end]
+
+    def _told(self, why: str) -> str:
+        """What became of the newcomer, and why."""
+        assert self.newcomer is not None
+        what = (
+            "was in place and was removed again"
+            if self.phase is Phase.MOVING
+            else "was not put in place"
+        )
+        stays = f"; {self.old.name} stays" if self.old is not None else ""
+        return f"{self.newcomer.name} {what}: {why}{stays}"

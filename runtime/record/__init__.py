@@ -1,0 +1,1 @@
+"""Recordings of sessions: writing them, reading them back, playing them again."""

@@ -1,0 +1,418 @@
+"""Records sessions: each into a file of its own, with all that was said about it and every event
+that it was given.
+
+Nothing waits for it. What happens is remembered, packed when the workers have been told what they
+wait for, and every quarter of a second handed to a thread, which writes it (`writer.py`). What a
+recording may take is bounded: in its file, in the folder, where the oldest go, and in memory,
+should the disk not keep up. A recording that goes beyond, or cannot be written, ends there and says
+so; its session does not notice. What has not been written when the process is killed is lost. How
+entries look is `recording.py`'s business, what a step means `session.py`'s.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Container, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.messages import (
+    VERSION,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    Submit,
+    Verified,
+    VerifiedItem,
+    Verify,
+)
+from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.engine.draft_sync import Briefing, Joining
+from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.session import (
+    Action,
+    Ask,
+    Emit,
+    Finish,
+    NextRound,
+    Note,
+    Score,
+    Session,
+)
+from dovetail.runtime.fleet.prefix_cache import Base
+from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.record import recording
+from dovetail.runtime.record.writer import MAX_WAITING_BYTES, Scribe
+from dovetail.runtime.telemetry.metrics import RoundTimes
+
+log = logging.getLogger("dovetail.coordinator")
+
+STEPS = (
+    "begin",
+    "base_refused",
+    "prefilled",
+    "refed",
+    "scored",
+    "opened",
+    "drafted",
+    "sent",
+    "verified",
+    "draft_lost",
+    "target_lost",
+    "recovered",
+    "tree_refused",
+    "next_round",
+    "cancel",
+    "abandon",
+)
+"""The methods of a session that change it."""
+PIECE_BYTES = 256 << 10
+"""What is kept of a recording until the thread gets it before its time."""
+MAX_SUBMITTED = 256
+"""Requests that have arrived and whose sessions have not begun."""
+MAX_NOTES = 1024
+"""What is remembered and not packed."""
+MAX_WORDS = 4096
+"""Of an exception."""
+
+
+class Recorder:
+    """Notes what happens in a coordinator's sessions.
+
+    What happens is only remembered at first, which takes a microsecond, and packed when `settle` is
+    called: when the workers have been told what they wait for.
+    """
+
+    def __init__(self, folder: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """`UserError` if no file can be made in the folder, which is made if it is not there."""
+        self._folder, self._now = folder, clock_ns
+        self._scribe = Scribe(folder)
+        self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """What has happened and has not been packed."""
+        self._tapes: dict[int, _Tape] = {}
+        """By session."""
+        self._requests: dict[tuple[bytes, int], _Tape] = {}
+        """The same by client and request, until that has been told its end."""
+        self._over: set[int] = set()
+        """Sessions that had ended when it was looked at last."""
+        self._submitted: dict[tuple[bytes, int], tuple[int, Sequence[bytes]]] = {}
+        """Requests whose sessions have not begun: when each came, and its frames."""
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def begin(self, live: Live) -> None:
+        """A session is about to begin: from now on its steps are noted, and the messages about
+        it."""
+        session, began = live.session, datetime.now(UTC)
+        epoch = f"{session.epoch & 0xFFFFFFFF:08x}"
+        name = f"{began:%Y%m%dT%H%M%S}-{epoch}-{session.number}{recording.SUFFIX}"
+        new = _Tape(self._folder / name, self._scribe, self._now(), timed=session.request.record)
+        live.recorded = partial(self._step, new)
+        self._note(
+            self._begin,
+            new,
+            live.client,
+            live.request,
+            session.number,
+            _begun(session, began),
+            live.target.hello,
+        )
+
+    def received(
+        self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]
+    ) -> None:
+        """A message has come, and is handled now."""
+        self._note(self._say, "in", self._now(), peer, message, frames)
+
+    def sent(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
+        """A message has been sent."""
+        self._note(self._say, "out", self._now(), peer, message, frames)
+
+    def _step(
+        self,
+        about: "_Tape",
+        name: str,
+        arguments: Sequence[Any],
+        actions: Sequence[Action],
+        error: BaseException | None,
+    ) -> None:
+        """A session was given an event."""
+        self._note(about.add_step, self._now(), name, arguments, actions, error)
+
+    def _note(self, write: Callable[..., None], *what: Any) -> None:
+        self._notes.append((write, what))
+        if len(self._notes) > MAX_NOTES:
+            self.settle()
+
+    # -- what becomes of it ------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Pack what has happened. What cannot be packed is our mistake: it is told, and disturbs
+        nobody."""
+        notes, self._notes = self._notes, []
+        for write, what in notes:
+            try:
+                write(*what)
+            except Exception:
+                log.exception("something could not be recorded")
+
+    def tick(self, running: Container[int]) -> None:
+        """Have everything written; what is still said of a session that has ended is noted until
+        the next time. `running`: the sessions that have not."""
+        self.settle()
+        over = {number for number in self._tapes if number not in running}
+        ended = [self._tapes.pop(number) for number in over & self._over]
+        self._over = over - self._over
+        if ended:
+            self._requests = {
+                key: about for key, about in self._requests.items() if about not in ended
+            }
+        for about in ended:
+            about.end("the session has ended", whole=True)
+        for kept in self._tapes.values():
+            kept.hand_over()
+
+    def close(self) -> None:
+        """Write everything, and end. No session runs any more."""
+        self.settle()
+        for kept in self._tapes.values():
+            kept.end("the session has ended", whole=True)
+        self._scribe.close()
+
+    def _begin(
+        self,
+        new: "_Tape",
+        client: ClientPeer,
+        request: int,
+        session: int,
+        begun: dict[str, Any],
+        target: Hello,
+    ) -> None:
+        self._tapes[session] = self._requests[client.peer, request] = new
+        new.add(begun)
+        if target.tokenizer is not None:
+            new.add_tokenizer(target.tokenizer.data)
+        if (submitted := self._submitted.pop((client.peer, request), None)) is not None:
+            new.add_message("in", submitted[0], client, submitted[1])
+
+    def _say(
+        self,
+        direction: str,
+        at_ns: int,
+        peer: Worker | ClientPeer,
+        message: Message,
+        frames: Sequence[bytes],
+    ) -> None:
+        """A message, to all the recordings that it belongs into."""
+        tapes: Sequence[_Tape]
+        if isinstance(message, Verified | Verify):
+            numbers = dict.fromkeys(item.session for item in message.items)
+            tapes = [self._tapes[number] for number in numbers if number in self._tapes]
+        elif isinstance(peer, ClientPeer):
+            tapes = self._of_request(direction, at_ns, peer, message, frames)
+        else:
+            tapes = (
+                [self._tapes[number]]
+                if (number := getattr(message, "session", None)) in self._tapes
+                else []
+            )
+        for about in tapes:
+            about.add_message(direction, at_ns, peer, frames)
+
+    def _of_request(
+        self,
+        direction: str,
+        at_ns: int,
+        client: ClientPeer,
+        message: Message,
+        frames: Sequence[bytes],
+    ) -> Sequence["_Tape"]:
+        request = (
+            message.session if isinstance(message, Failed) else getattr(message, "request", None)
+        )
+        if request is None:
+            return []
+        found = self._requests.get((client.peer, request))
+        if found is None and isinstance(message, Submit):
+            if len(self._submitted) >= MAX_SUBMITTED:
+                self._submitted.pop(next(iter(self._submitted)))
+            self._submitted[client.peer, request] = at_ns, frames
+        if direction == "out" and isinstance(message, Finished | Failed):
+            self._requests.pop((client.peer, request), None)
+            self._submitted.pop((client.peer, request), None)
+        return [] if found is None else [found]
+
+
+class _Tape:
+    """What is packed of one session and has not been handed to the thread that writes it."""
+
+    def __init__(self, path: Path, scribe: Scribe, began_ns: int, *, timed: bool) -> None:
+        """`timed`: what is said of rounds says how long they took."""
+        self._path, self._scribe, self._began_ns, self._timed = path, scribe, began_ns, timed
+        self._peers: dict[bytes, int] = {}
+        self._pieces: list[bytes] = []
+        self._waiting = self._size = 0
+        self._ended = False
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Pack an entry, if there is room for it."""
+        if self._ended:
+            return
+        piece = recording.pack_entry(entry)
+        self._size += len(piece)
+        if self._size > recording.MAX_FILE_BYTES:
+            self.end(f"it has grown beyond {recording.MAX_FILE_BYTES >> 20} MiB", whole=False)
+            return
+        self._pieces.append(piece)
+        self._waiting += len(piece)
+        if self._waiting > PIECE_BYTES:
+            self.hand_over()
+
+    def add_tokenizer(self, content: bytes) -> None:
+        self.hand_over()
+        self._scribe.add_tokenizer(self._path, content)
+
+    def add_message(
+        self, direction: str, at_ns: int, peer: Worker | ClientPeer, frames: Sequence[bytes]
+    ) -> None:
+        number = self._peers.get(peer.peer)
+        if number is None:
+            number = self._peers[peer.peer] = len(self._peers)
+            self.add(
+                {
+                    "type": "peer",
+                    "number": number,
+                    "hello": peer.hello.model_dump(exclude={"tokenizer"}),
+                }
+            )
+        self.add({"type": direction, "at": self._since(at_ns), "peer": number, "frames": frames})
+
+    def add_step(
+        self,
+        at_ns: int,
+        name: str,
+        arguments: Sequence[Any],
+        actions: Sequence[Action],
+        error: BaseException | None,
+    ) -> None:
+        """A step, and what followed."""
+        entry: dict[str, Any] = {
+            "type": "step",
+            "at": self._since(at_ns),
+            "name": name,
+            "arguments": [self._plain(value) for value in arguments],
+        }
+        if actions:
+            entry["actions"] = [outline(action) for action in actions]
+        if error is not None:
+            entry["raised"] = (type(error).__name__, str(error)[:MAX_WORDS])
+        self.add(entry)
+
+    def _since(self, at_ns: int) -> int:
+        """Since the session began; its request came before that."""
+        return max(0, at_ns - self._began_ns)
+
+    def _plain(self, value: Any) -> Any:
+        """An argument of a step; None where it is the message in hand, or features of it."""
+        match value:
+            case Message() | Array():
+                return None
+            case VerifiedItem():
+                return value.round
+            case RoundTimes():
+                return vars(value) if self._timed else None
+            case Base() | Plan():
+                return vars(value)
+            case Joining():
+                return {
+                    "reads": value.reads and value.reads.model_dump(),
+                    "base": _base(value.base),
+                }
+            case _:
+                return value
+
+    def hand_over(self) -> None:
+        """Give the thread what there is."""
+        if not self._pieces:
+            return
+        pieces, self._pieces, self._waiting = self._pieces, [], 0
+        if not self._scribe.add(self._path, pieces):
+            self._ended = True
+            log.warning(
+                "the recording %s ends early: %d MiB wait for the disk",
+                self._path,
+                MAX_WAITING_BYTES >> 20,
+            )
+
+    def end(self, why: str, *, whole: bool) -> None:
+        """Nothing more is noted."""
+        if self._ended:
+            return
+        self._ended = True
+        self._pieces.append(recording.pack_entry({"type": "end", "whole": whole, "why": why}))
+        self.hand_over()
+        self._scribe.finish(self._path)
+
+
+def _begun(session: Session, began: datetime) -> dict[str, Any]:
+    """The first entry of a recording."""
+    request = session.request
+    wanted = {
+        "prompt": request.packed,
+        "key": request.key,
+        "seed": request.seed,
+        "sampling": request.sampling.model_dump(),
+        "max_tokens": request.max_tokens,
+        "tree": request.tree.model_dump(),
+        "end": request.end,
+        "vocabulary_size": request.vocabulary_size,
+        "stop": request.stop,
+        "record": request.record,
+        "logprobs": request.logprobs,
+        "scored": request.scored,
+    }
+    return {
+        "type": "recording",
+        "format": recording.FORMAT,
+        "protocol": VERSION,
+        "began": f"{began:%Y-%m-%d %H:%M:%S} UTC",
+        "session": session.number,
+        "epoch": session.epoch,
+        "request": wanted,
+        "fingerprint": session.fingerprint,
+        "draft": None if session.brief is None else _drafting(session.brief),
+        "target_base": _base(session.target_base),
+    }
+
+
+def _drafting(brief: Briefing) -> dict[str, Any]:
+    return {
+        "tokens": brief.tokens,
+        "reads": brief.reads and brief.reads.model_dump(),
+        "base": _base(brief.base),
+    }
+
+
+def _base(base: Base | None) -> dict[str, int] | None:
+    return None if base is None else {"session": base.session, "tokens": base.tokens}
+
+
+def outline(action: Action) -> tuple[Any, ...]:
+    """What a recording says of an action. What exactly a worker is asked stands in the message that
+    it is sent, if it still is."""
+    match action:
+        case Ask():
+            return ("ask", action.role, action.command.type)
+        case Emit():
+            return ("emit", action.tokens, action.drafted, action.text)
+        case Score():
+            return ("score", action.start, len(action.logprobs))
+        case Note():
+            return ("note", action.record.round)
+        case NextRound():
+            return ("next_round",)
+        case Finish():
+            return ("finish", action.reason)

@@ -1,0 +1,278 @@
+"""What a recording of a session is made of, and reading it back.
+
+A recording is a file of MessagePack maps, one behind the other: the session as it began, the
+tokenizer of its target, the peers as they are first heard of or spoken to, then in order every
+message (its frames as they were), every event of the session with what it was handed beside the
+message, and at last why it ends. A coordinator that was killed leaves a file that ends
+anywhere. Written by `recorder.py`, one entry at a time; knows no sessions that run.
+
+A recording holds what the user and the models said. The keys of links are in no message, and the
+`key` of a session is the one its noise is derived from.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgpack
+from pydantic import Field, TypeAdapter, ValidationError
+
+from dovetail.protocol.arrays import MAX_ARRAY_BYTES
+from dovetail.protocol.errors import UserError, printable
+from dovetail.protocol.messages import Count, Ends, Hello, Name, Reads, Role, Text, Version
+from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
+
+FORMAT = 2
+SUFFIX = ".messages"
+MAX_FILE_BYTES = 64 << 20
+"""Of one recording, without its tokenizer."""
+MAX_ENTRY_BYTES = MAX_FILE_BYTES + MAX_ARRAY_BYTES
+
+
+class Wanted(Frozen):
+    """`session.Request`."""
+
+    prompt: bytes
+    """Four bytes a token, as `kept.pack` has them."""
+    key: bytes
+    seed: Count
+    sampling: Sampling
+    max_tokens: Count
+    tree: TreeSettings
+    end: Ends
+    vocabulary_size: Count
+    stop: tuple[Text, ...]
+    record: bool
+    logprobs: int | None
+    scored: bool
+
+
+class From(Frozen):
+    """`kept.Base`."""
+
+    session: Count
+    tokens: Count
+
+
+class Drafting(Frozen):
+    """What a draft is told of the log when a session begins: the beginning of a
+    `briefing.Briefing`."""
+
+    tokens: Count
+    reads: Reads | None
+    base: From | None
+
+
+class Joined(Frozen):
+    """`briefing.Joining`."""
+
+    reads: Reads | None
+    base: From | None
+
+
+class Begin(Frozen):
+    """A session as it begins."""
+
+    type: Literal["recording"] = "recording"
+    format: int
+    protocol: Version
+    began: Name
+    """Date and time, UTC. All other times are nanoseconds since then."""
+    session: Count
+    epoch: Count
+    request: Wanted
+    fingerprint: Name
+    draft: Drafting | None
+    target_base: From | None
+
+
+class Deflated(Frozen):
+    """The target's tokenizer.json, by zlib."""
+
+    type: Literal["tokenizer"] = "tokenizer"
+    deflated: bytes
+
+
+class Peer(Frozen):
+    """Somebody who said or was told something of the session; the first one is number 0."""
+
+    type: Literal["peer"] = "peer"
+    number: Count
+    hello: Hello
+    """Without the tokenizer."""
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return self.hello.roles
+
+    @property
+    def words(self) -> str:
+        return f"{'/'.join(self.roles)} {self.hello.name}"
+
+
+class Said(Frozen):
+    """A message: "in" to the coordinator, or "out" of it."""
+
+    type: Literal["in", "out"]
+    at: Count
+    peer: Count
+    frames: tuple[bytes, ...]
+
+
+class Step(Frozen):
+    """An event of the session: a call of a method of `session.Session`. What it was handed of a
+    message, it was handed of the last one that came in."""
+
+    type: Literal["step"] = "step"
+    at: Count
+    name: Name
+    arguments: tuple[Any, ...] = ()
+    actions: tuple[tuple[Any, ...], ...] = ()
+    """What followed, as `recording.outline` has it."""
+    raised: tuple[Name, Text] | None = None
+    """What went wrong instead: the name of an exception and its words."""
+
+
+class End(Frozen):
+    """The last entry. `whole`: everything is there."""
+
+    type: Literal["end"] = "end"
+    whole: bool
+    why: Name
+
+
+Entry = Begin | Deflated | Peer | Said | Step | End
+_ENTRY: TypeAdapter[Any] = TypeAdapter(Annotated[Entry, Field(discriminator="type")])
+_PACKER = msgpack.Packer()
+
+
+def pack_entry(entry: Mapping[str, Any]) -> bytes:
+    """An entry as it stands in the file; its fields are those of one of the classes above. For one
+    thread."""
+    packed: bytes = _PACKER.pack(entry)
+    return packed
+
+
+def deflated(tokenizer: bytes) -> bytes:
+    """The entry of a tokenizer; takes half a second for a large one."""
+    return bytes(msgpack.packb({"type": "tokenizer", "deflated": zlib.compress(tokenizer)}))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A file that was read."""
+
+    path: Path
+    begin: Begin
+    entries: tuple[Entry, ...]
+    """All behind the first."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the session is there to its end."""
+        last = self.entries[-1] if self.entries else None
+        return isinstance(last, End) and last.whole
+
+    @property
+    def words(self) -> str:
+        """Why it ends where it does."""
+        last = self.entries[-1] if self.entries else None
+        return (
+            last.why if isinstance(last, End) else "its coordinator was killed, or still writes it"
+        )
+
+    @cached_property
+    def peers(self) -> Mapping[int, Peer]:
+        return {entry.number: entry for entry in self.entries if isinstance(entry, Peer)}
+
+    @cached_property
+    def tokenizer(self) -> bytes:
+        """The bytes of tokenizer.json; `UserError` if they are not there."""
+        found = next((entry for entry in self.entries if isinstance(entry, Deflated)), None)
+        if found is None:
+            raise UserError(
+                f"the recording {self.path} ends before the tokenizer of its target: there is "
+                "nothing to play"
+            )
+        inflater = zlib.decompressobj()
+        try:
+            content = inflater.decompress(found.deflated, MAX_ARRAY_BYTES)
+        except zlib.error as error:
+            raise UserError(f"the tokenizer in {self.path} cannot be read: {error}") from None
+        if not inflater.eof:
+            raise UserError(
+                f"the tokenizer in {self.path} is cut short, or beyond {MAX_ARRAY_BYTES >> 20} MiB"
+            )
+        return content
+
+
+def read_recording(path: Path) -> Recording:
+    """The recording in a file, as far as it goes; `UserError` if the file is none."""
+    try:
+        entries = list(_entries(path))
+    except OSError as error:
+        raise UserError(f"the recording {path} cannot be read: {error.strerror}") from None
+    if not entries or not isinstance(begin := entries[0], Begin):
+        raise UserError(
+            f"{path} is no recording of a session: they are made by a coordinator with "
+            "--record-messages FOLDER"
+        )
+    recording = Recording(path, begin, tuple(entries[1:]))
+    for number, entry in enumerate(recording.entries, start=1):
+        if isinstance(entry, Said) and entry.peer not in recording.peers:
+            raise UserError(
+                f"{path} is damaged: entry {number} is of peer {entry.peer}, which it does not name"
+            )
+    return recording
+
+
+def _entries(path: Path) -> Iterator[Entry]:
+    """Every entry that is there as a whole."""
+    with path.open("rb") as file:
+        unpacker = msgpack.Unpacker(
+            file, use_list=False, strict_map_key=True, max_buffer_size=MAX_ENTRY_BYTES
+        )
+        number = 0
+        while True:
+            try:
+                content = unpacker.unpack()
+            except msgpack.exceptions.OutOfData:
+                return
+            except (
+                ValueError,
+                TypeError,
+                RecursionError,
+                msgpack.exceptions.UnpackException,
+            ) as error:
+                raise UserError(
+                    f"{path} is no recording of a session: entry {number}: "
+                    f"{printable(f'{type(error).__name__}: {error}'[:200])}"
+                ) from None
+            yield _entry(path, number, content)
+            number += 1
+
+
+def _entry(path: Path, number: int, content: Any) -> Entry:
+    if (
+        number == 0
+        and isinstance(content, dict)
+        and content.get("type") == "recording"
+        and content.get("format") != FORMAT
+    ):
+        written = printable(str(content.get("format"))[:20])
+        raise UserError(
+            f"the recording {path} is of format {written}, this release reads {FORMAT}: use "
+            "the one that wrote it"
+        )
+    try:
+        entry: Entry = _ENTRY.validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        complaint = f"{'.'.join(str(part)[:64] for part in first['loc'][:8])}: {first['msg'][:200]}"
+        raise UserError(
+            f"{path} is no recording of a session: entry {number}, {printable(complaint)}"
+        ) from None
+    return entry

@@ -1,0 +1,421 @@
+"""Plays a recording into the session logic of today: do the same actions follow?
+
+Every step of the recording is taken again, with what was handed to it then, and the actions that
+follow are compared with those that followed; what a worker was sent is compared with what it is
+asked now, and what the client was told with what it is told now. The first difference ends it: what
+came later was an answer to something else. Knows no workers and no clock.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.codec import COMMAND, EVENT, REPLY, Dialect, encode
+from dovetail.protocol.errors import DecodeError, UserError
+from dovetail.protocol.messages import (
+    Command,
+    Draft,
+    Emitted,
+    Event,
+    Feed,
+    Finished,
+    Open,
+    PromptScored,
+    Recorded,
+    Refeed,
+    Reply,
+    Verified,
+    VerifiedItem,
+    Verify,
+)
+from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.engine.draft_sync import Briefing, Joining
+from dovetail.runtime.engine.faults import reraise_exits, told
+from dovetail.runtime.engine.session import Action, Ask, Emit, Note, Request, Score, Session
+from dovetail.runtime.fleet.prefix_cache import TOKEN_BYTES, Base
+from dovetail.runtime.record.recorder import MAX_WORDS, STEPS, outline
+from dovetail.runtime.record.recording import Entry, From, Joined, Recording, Said, Step
+from dovetail.runtime.telemetry.metrics import Accounts, RoundTimes
+from dovetail.runtime.text.tokenizer import open_detokenizer
+
+Asked = Open | Feed | Refeed | Draft | Verify
+"""What a session asks a worker. Close is the coordinator's word too."""
+TOLD: tuple[tuple[type[Action], type[Reply], Sequence[str]], ...] = (
+    (Emit, Emitted, ("tokens", "text", "logprobs")),
+    (Score, PromptScored, ("logprobs",)),
+    (Note, Recorded, ("record",)),
+)
+"""What a client is told of an action, and in which fields."""
+MOST_WORDS = 300
+"""Characters of one side of a difference."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where what follows today is not what followed then."""
+
+    entry: int
+    """Of the file, from 0 on."""
+    at_s: float
+    """Since the session began."""
+    where: str
+    recorded: str
+    now: str
+
+    def __str__(self) -> str:
+        return (
+            f"entry {self.entry} ({self.at_s:.6f} s), {self.where}: recorded "
+            f"{self.recorded}, now {self.now}"
+        )
+
+
+class _Differs(Exception):
+    """Ends a playback; recorded and now, in words."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step as it is recorded today, with all of the commands that follow, and what follows."""
+
+    step: Step
+    actions: Sequence[Action]
+
+
+@dataclass
+class Playback:
+    """One recording and the session that takes its steps."""
+
+    recording: Recording
+    taken: list[Taken] = field(default_factory=list)
+    """The steps, the one that differs with them."""
+    commands: int = 0
+    """That have been compared."""
+    difference: Difference | None = None
+    _place: int = 0
+    _in_hand: Said | None = None
+    """The last message that has come."""
+    _asked: list[Ask] = field(default_factory=list)
+    """What has not been seen to be sent; it need not be, if the session has ended meanwhile or the
+    worker was lost."""
+    _told: list[Reply] = field(default_factory=list)
+    """What the client was told then, but for the end."""
+
+    def __post_init__(self) -> None:
+        self.session = _session(self.recording)
+
+    def play(self) -> Difference | None:
+        """The first difference, if there is one; `UserError` if the recording makes no sense."""
+        try:
+            for place, entry in enumerate(self.recording.entries):
+                self._place = place
+                self._take(entry)
+            self._compare_told()
+        except _Differs as differs:
+            at_ns = getattr(self.recording.entries[self._place], "at", 0)
+            self.difference = Difference(1 + self._place, at_ns / 1e9, *differs.args)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise UserError(
+                f"{self.recording.path} is damaged: its entry {1 + self._place} makes no sense "
+                f"({told(error)})"
+            ) from error
+        return self.difference
+
+    def _take(self, entry: Entry) -> None:
+        if isinstance(entry, Step):
+            self._step(entry)
+        elif isinstance(entry, Said) and entry.type == "in":
+            self._in_hand = entry
+        elif isinstance(entry, Said):
+            self._sent(entry)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _step(self, step: Step) -> None:
+        """Take a step again."""
+        if step.name not in STEPS:
+            raise UserError(
+                f"{self.recording.path} has a step {step.name[:64]!r} that this release does not "
+                "know: use the one that wrote it"
+            )
+        raised, actions = None, list[Action]()
+        method, arguments = getattr(self.session, step.name), self._arguments(step)
+        try:
+            actions = method(*arguments)
+        except BaseException as error:
+            reraise_exits(error)
+            raised = (type(error).__name__, str(error)[:MAX_WORDS])
+        today = step.model_copy(update={"actions": tuple(map(whole, actions)), "raised": raised})
+        self.taken.append(Taken(today, actions))
+        self._compare(step, actions, raised)
+        self._asked += [
+            action
+            for action in actions
+            if isinstance(action, Ask) and isinstance(action.command, Asked)
+        ]
+
+    def _where(self, step: Step) -> str:
+        return f"step {step.name} of round {self.session.round}"
+
+    def _compare(
+        self, step: Step, actions: Sequence[Action], raised: tuple[str, str] | None
+    ) -> None:
+        """Passes what followed then. Where a recording has the whole of a command, that is
+        compared."""
+        then = [action[:3] if action[:1] == ("ask",) else action for action in step.actions]
+        now = [outline(action) for action in actions]
+        if (then, step.raised) != (now, raised):
+            raise _Differs(self._where(step), _words(then, step.raised), _words(now, raised))
+        for whole, action in zip(step.actions, actions, strict=True):
+            if isinstance(action, Ask) and len(whole) > 3:
+                self._compare_commands(
+                    self._where(step), _decoded(COMMAND, whole[3]), action.command
+                )
+
+    def _arguments(self, step: Step) -> Sequence[Any]:
+        """What the method is called with."""
+        plain = step.arguments
+        match step.name:
+            case "prefilled" | "refed" | "scored" | "drafted":
+                return [self._event()]
+            case "opened":
+                return [self._event(), plain[1], *map(_times, plain[2:])]
+            case "verified":
+                item, features = self._verdict(plain[0])
+                return [item, features, *map(_times, plain[2:])]
+            case "recovered":
+                return [plain[0], *(_base(base and From(**base)) for base in plain[1:])]
+            case "next_round":
+                plan, joined = plain[0] and Plan(**plain[0]), plain[1] and Joined(**plain[1])
+                return [plan, joined and Joining(joined.reads, _base(joined.base))]
+            case _:
+                return plain
+
+    def _event(self) -> Event:
+        if self._in_hand is None:
+            raise UserError(
+                f"{self.recording.path} has a step before any message: it is no recording of a "
+                "session"
+            )
+        event: Event = _decoded(EVENT, self._in_hand.frames)
+        return event
+
+    def _verdict(self, round: int) -> tuple[VerifiedItem, Array | None]:
+        """The item of this session and round of the message in hand, and its features."""
+        event = self._event()
+        found = next(
+            (pair for pair in own_verdicts(event, self.session.number) if pair[0].round == round),
+            None,
+        )
+        if found is None:
+            raise UserError(
+                f"{self.recording.path} has no verdict of round {round} where one was taken: "
+                "it is no recording of a session"
+            )
+        return found
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _sent(self, said: Said) -> None:
+        """A message that went out then: it is asked for today too."""
+        peer = self.recording.peers[said.peer]
+        if peer.roles == ("client",):
+            reply = _decoded(REPLY, said.frames)
+            if isinstance(reply, Finished):
+                self._compare_result(reply)
+            else:
+                self._told.append(reply)
+            return
+        command = _decoded(COMMAND, said.frames)
+        if not isinstance(command, Asked):
+            return
+        where = f"{command.type} of {peer.words}"
+        then = own_part(command, self.session.number) if isinstance(command, Verify) else command
+        asked = [
+            ask for ask in self._asked if ask.role in peer.roles and type(ask.command) is type(then)
+        ]
+        if not asked:
+            raise _Differs(where, "a command", "none")
+        place = next(
+            (place for place, ask in enumerate(asked) if _is_sent_as(ask.command, then)), None
+        )
+        if place is None:
+            self._compare_commands(where, then, asked[-1].command)
+        for ask in asked[: (place or 0) + 1]:  # those before it were withdrawn
+            self._asked.remove(ask)
+        self.commands += 1
+
+    def _compare_commands(self, where: str, then: Command, now: Command) -> None:
+        """Passes what was sent then."""
+        if _is_sent_as(now, then):
+            return
+        name = next(
+            (
+                name
+                for name in type(now).model_fields
+                if getattr(then, name, None) != getattr(now, name)
+            ),
+            "type",
+        )
+        raise _Differs(
+            f"{where}, {name}", short(getattr(then, name, None)), short(getattr(now, name))
+        )
+
+    def _compare_told(self) -> None:
+        """Passes what the client was told, piece by piece or in one; it need not have been told
+        everything."""
+        actions = [action for taken in self.taken for action in taken.actions]
+        for kind, told_as, names in TOLD:
+            for name in names:
+                then = _joined(
+                    name, [message for message in self._told if isinstance(message, told_as)]
+                )
+                now = _joined(name, [action for action in actions if isinstance(action, kind)])
+                if then != now[: len(then)]:
+                    raise _Differs(f"{name} that the client is told", short(then), short(now))
+
+    def _compare_result(self, finished: Finished) -> None:
+        now = self.session.result(finished.result.rounds, finished.result.finish_reason)
+        for name in (
+            "token_ids",
+            "text",
+            "prompt_tokens",
+            "seed",
+            "fingerprint",
+            "fingerprints",
+            "moves",
+            "reused_tokens",
+            "rounds",
+            "accepted_tokens",
+        ):
+            if (then := getattr(finished.result, name)) != getattr(now, name):
+                raise _Differs(f"{name} of the result", short(then), short(getattr(now, name)))
+        if finished.margins != tuple(self.session.margins):
+            raise _Differs(
+                "margins of the result", short(finished.margins), short(tuple(self.session.margins))
+            )
+
+
+def _session(recording: Recording) -> Session:
+    """The session as it began."""
+    begin, wanted = recording.begin, recording.begin.request
+    fields: dict[str, Any] = {
+        name: getattr(wanted, name) for name in type(wanted).model_fields if name != "prompt"
+    }
+    tokens = memoryview(wanted.prompt[: len(wanted.prompt) // TOKEN_BYTES * TOKEN_BYTES]).cast("I")
+    return Session(
+        number=begin.session,
+        epoch=begin.epoch,
+        request=Request(prompt=tuple(tokens), **fields),
+        detokenizer=open_detokenizer(recording.tokenizer),
+        accounts=Accounts(0),
+        fingerprint=begin.fingerprint,
+        brief=None
+        if begin.draft is None
+        else Briefing(begin.draft.tokens, reads=begin.draft.reads, base=_base(begin.draft.base)),
+        target_base=_base(begin.target_base),
+    )
+
+
+def whole(action: Action) -> tuple[Any, ...]:
+    """What a recording may say of an action that needs no message to compare it with: with all of a
+    command."""
+    told = outline(action)
+    return (*told, tuple(encode(action.command))) if isinstance(action, Ask) else told
+
+
+def own_part(verify: Verify, session: int) -> Verify:
+    """Of a pass of several sessions, what is this one's."""
+    first = 0
+    for item in verify.items:
+        rows = 1 + len(item.tokens)
+        if item.session == session:
+            drawn = {
+                name: _rows(getattr(verify, name), first, first + rows)
+                for name in ("candidates", "probabilities")
+            }
+            return verify.model_copy(update={"items": (item,), **drawn})
+        first += rows
+    return verify
+
+
+def own_verdicts(event: Event, session: int) -> Sequence[tuple[VerifiedItem, Array | None]]:
+    """Of the verdicts of a pass, those of this session, each with its features; none where they are
+    not as many as there should be."""
+    if not isinstance(event, Verified):
+        return []
+    found, first = [], 0
+    whole = event.features is not None and event.features.shape[:1] == (
+        sum(1 + len(item.accepted) for item in event.items),
+    )
+    for item in event.items:
+        rows = 1 + len(item.accepted)
+        if item.session == session:
+            found.append((item, _rows(event.features if whole else None, first, first + rows)))
+        first += rows
+    return found
+
+
+def _rows(array: Array | None, start: int, stop: int) -> Array | None:
+    return None if array is None else array.rows(start, stop)
+
+
+def _is_sent_as(asked: Command, sent: Command) -> bool:
+    """Whether this is what was asked, or of a tree that was not drawn from a law the beginning."""
+    if isinstance(asked, Verify) and isinstance(sent, Verify) and asked.candidates is None:
+        (item,), nodes = asked.items, len(sent.items[0].tokens)
+        asked = asked.model_copy(
+            update={
+                "items": (
+                    item.model_copy(
+                        update={"tokens": item.tokens[:nodes], "parents": item.parents[:nodes]}
+                    ),
+                )
+            }
+        )
+    return asked == sent
+
+
+def _decoded(dialect: Dialect[Any], frames: Sequence[bytes]) -> Any:
+    try:
+        return dialect.decode(frames)
+    except DecodeError as error:
+        raise UserError(
+            f"a message of the recording cannot be read: {error}; use the release that wrote it"
+        ) from None
+
+
+def _base(base: From | None) -> Base | None:
+    return None if base is None else Base(base.session, base.tokens)
+
+
+def _times(times: Mapping[str, int] | None) -> RoundTimes | None:
+    return None if times is None else RoundTimes(**times)
+
+
+def _joined(name: str, pieces: Sequence[Any]) -> Any:
+    """A field of all of these, in one."""
+    parts = [getattr(piece, name) for piece in pieces]
+    return (
+        "".join(parts)
+        if name == "text"
+        else tuple(
+            part
+            for several in parts
+            for part in (several if isinstance(several, tuple) else (several,))
+        )
+    )
+
+
+def _words(actions: Sequence[Sequence[Any]], raised: Sequence[str] | None) -> str:
+    if raised is not None:
+        return f"{raised[0]}: {raised[1]}"[:MOST_WORDS]
+    return short(", ".join(" ".join(map(str, action)) for action in actions) or "nothing")
+
+
+def short(value: object) -> str:
+    """In words, not too many."""
+    words = str(value)
+    return (
+        words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]}... ({len(words)} characters)"
+    )

@@ -1,0 +1,152 @@
+"""The thread that writes recordings, so that nobody waits for a disk.
+
+It makes their files, which only their owner can read, and sees to it that all recordings of a
+folder together stay within a bound: the oldest go. A file that cannot be written is given up, and
+that is said once. Knows no entries: pieces of files are handed in.
+"""
+
+import logging
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import BinaryIO
+
+from dovetail.protocol.errors import UserError
+from dovetail.runtime.record import recording
+
+log = logging.getLogger("dovetail.coordinator")
+
+MAX_FOLDER_BYTES = 1 << 30
+"""Of all recordings in a folder, beside those that are being written."""
+MAX_WAITING_BYTES = 128 << 20
+"""What may wait for the disk."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Something for a file. `content` is asked for by the thread; None: nothing more comes."""
+
+    path: Path
+    size: int = 0
+    content: Callable[[], bytes] | None = None
+
+
+class Scribe:
+    """Writes into one folder. Its methods do not wait, but for `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        """`UserError` if no file can be made there; the folder is made if it is not there."""
+        self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._added = self._written = 0
+        """Bytes; the first counted by whoever adds, the second by the thread."""
+        self._files: dict[Path, BinaryIO | None] = {}
+        """None: it could not be written."""
+        self._tokenizer: tuple[bytes, bytes] = (b"", b"")
+        """The last one, and its entry."""
+        self._done = _recordings(folder)
+        """Files that nobody writes any more, with their sizes, oldest first."""
+        self._done_bytes = sum(size for _, size in self._done)
+        self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
+        self._thread.start()
+
+    def add(self, path: Path, pieces: Sequence[bytes]) -> bool:
+        """Whether these can be written behind what there is of a file; if not, its end has come."""
+        size = sum(map(len, pieces))
+        room = self._added - self._written + size <= MAX_WAITING_BYTES
+        if room:
+            self._added += size
+            self._queue.put(_Piece(path, size, lambda: b"".join(pieces)))
+        else:
+            self.finish(path)
+        return room
+
+    def add_tokenizer(self, path: Path, content: bytes) -> None:
+        """An entry of it, which is not made anew for every recording."""
+        self._queue.put(_Piece(path, 0, lambda: self._deflated(content)))
+
+    def finish(self, path: Path) -> None:
+        """Nothing more comes for this file."""
+        self._queue.put(_Piece(path))
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._queue.put(None)
+        self._thread.join()
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (piece := self._queue.get()) is not None:
+            try:
+                self._do(piece)
+            except OSError as error:
+                log.warning("the recording %s ends early: %s", piece.path, error.strerror or error)
+                self._close(piece.path)
+                if piece.content is not None:
+                    self._files[piece.path] = None
+            self._written += piece.size
+        for path in list(self._files):
+            self._close(path)
+
+    def _do(self, piece: _Piece) -> None:
+        if piece.content is None:
+            self._close(piece.path)
+            return
+        if piece.path not in self._files:
+            self._files[piece.path] = open(piece.path, "xb", buffering=0, opener=_for_its_owner)  # noqa: SIM115 - closed when it is done
+        file = self._files[piece.path]
+        left = memoryview(piece.content() if file is not None else b"")
+        while left and file is not None:
+            left = left[file.write(left) or 0 :]
+
+    def _deflated(self, content: bytes) -> bytes:
+        if self._tokenizer[0] != content:
+            self._tokenizer = content, recording.deflated(content)
+        return self._tokenizer[1]
+
+    def _close(self, path: Path) -> None:
+        """It is done, and for that the oldest may have to go."""
+        if (file := self._files.pop(path, None)) is None:
+            return
+        size = file.tell()
+        file.close()
+        self._done.append((path, size))
+        self._done_bytes += size
+        while self._done_bytes > MAX_FOLDER_BYTES:
+            oldest, size = self._done.popleft()
+            self._done_bytes -= size
+            try:
+                oldest.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning(
+                    "the recording %s should make room for others and stays: %s",
+                    oldest,
+                    error.strerror or error,
+                )
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _recordings(folder: Path) -> deque[tuple[Path, int]]:
+    """Those that are there, oldest first; `UserError` if there cannot be more."""
+    probe = folder / f"{secrets.token_hex(8)}.new"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe.touch(mode=0o600)
+        probe.unlink()
+        found = [(path, path.stat()) for path in folder.glob(f"*{recording.SUFFIX}")]
+    except OSError as error:
+        raise UserError(
+            f"cannot record into {folder} (coordinator.record): {error.strerror}; name a "
+            "folder that you can write to"
+        ) from None
+    return deque(
+        (path, state.st_size) for path, state in sorted(found, key=lambda one: one[1].st_mtime_ns)
+    )

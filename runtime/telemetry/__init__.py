@@ -1,0 +1,1 @@
+"""What the coordinator tells of its work: counts, recent rounds and spans, traces."""

@@ -1,0 +1,339 @@
+"""What has happened lately: a ring of rounds and spans, out of which Look is answered, and the
+spans of requests that are traced.
+
+What happens is only remembered, which takes a microsecond; what is shown is made when somebody
+asks. Rounds and spans share one numbering, so that whoever asks again with the last number gets
+what is new, and hears how much is gone. Fine spans are asked of the workers while somebody looks
+for spans, or a request is traced. Pure: the clock and the workers are handed in. Knows no sockets,
+and no session but by its number.
+
+A worker's spans are on its own clock. They are moved by what is known of its offset; one of which
+it is possible that it has our clock has it, as processes of one machine do.
+"""
+
+import itertools
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from dovetail.protocol.messages import (
+    MAX_SEEN_ROUNDS,
+    MAX_SEEN_SPANS,
+    Event,
+    Look,
+    RoundRecord,
+    Seen,
+    SeenRound,
+    SeenSpan,
+    SeenWorker,
+    Verified,
+)
+from dovetail.protocol.spans import ClockOffset, Span
+from dovetail.runtime.engine.session import Session
+from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.text.tokenizer import Writer
+
+MAX_HELD = 1 << 15
+"""Rounds and spans that are remembered: minutes of coarse ones; some 6 MiB."""
+MAX_TRACED = 1 << 16
+"""Spans of a request that is traced."""
+LATEST_NS = (1 << 63) - 1
+"""That a message can tell."""
+LOOKED_NS = 5_000_000_000
+"""Fine spans are recorded for so long after somebody has looked for spans."""
+OURS = "coordinator"
+"""The name of our own process."""
+BOUND_TO = re.compile(r"^full: .*memory of node ([\d,-]+)")
+"""The nodes in what a worker says of its binding."""
+
+Waits = Literal["", "draft", "target", "coordinator", "no work"]
+"""What a worker waits for; empty: it works."""
+Waiting = Callable[[Worker], Waits]
+
+
+class _Round(NamedTuple):
+    number: int
+    session: int
+    draft: str
+    target: str
+    at_ns: int
+    record: Callable[[], RoundRecord]
+
+
+class _Batch(NamedTuple):
+    """Spans of one process about one thing; `number` is that of the last of them."""
+
+    number: int
+    process: str
+    device: str
+    session: int | None
+    round: int | None
+    offset_ns: int
+    spans: Sequence[Span]
+    shared: Sequence[tuple[int, int]] = ()
+    """Session and round of each, where it was about several."""
+
+    def seen(self) -> Iterator[SeenSpan]:
+        """They, on our clock."""
+        for name, start_ns, duration_ns in self.spans:
+            yield SeenSpan.model_construct(
+                process=self.process,
+                device=self.device,
+                session=self.session,
+                round=self.round,
+                shared=tuple(self.shared),
+                span=(name, _on_ours(start_ns, self.offset_ns), duration_ns),
+            )
+
+
+class Observing:
+    """The ring, and who looks."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.now_ns = clock_ns
+        self.fine = False
+        """Whether fine spans are recorded."""
+        self._number = self._gone = 0
+        """The last one given, and the last one that is not there any more."""
+        self._ring: deque[_Round | _Batch] = deque()
+        self._until_ns = 0
+        self._told: set[int] = set()
+        """Epochs of the workers that record fine spans."""
+        self._traces: dict[int, list[SeenSpan]] = {}
+        """By session."""
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def add_ours(
+        self, spans: Sequence[Span], session: int | None = None, round: int | None = None
+    ) -> None:
+        """Spans of our own."""
+        self._add(OURS, "", session, round, 0, spans)
+
+    @property
+    def began_ns(self) -> int:
+        """Now, where fine spans are recorded: what begins one."""
+        return self.now_ns() if self.fine else 0
+
+    def finely(self, name: str, start_ns: int, about: Any) -> int:
+        """A fine span of our own about a message or a session, which ends now: when that is.
+        Nothing happens where none are recorded."""
+        if not self.fine:
+            return start_ns
+        now_ns = self.now_ns()
+        items: Sequence[Any] = getattr(about, "items", ())
+        about = items[0] if len(items) == 1 else about
+        session = getattr(about, "session", None)
+        number = getattr(about, "number", None) if session is None else session
+        self.add_ours(((name, start_ns, now_ns - start_ns),), number, getattr(about, "round", None))
+        return now_ns
+
+    def event(self, worker: Worker, event: Event) -> None:
+        """What an event says of its worker's time."""
+        spans, beside = getattr(event, "spans", ()), getattr(event, "beside", ())
+        if not spans and not beside:
+            return
+        name, device, offset_ns = worker.name, worker.hello.device, offset(worker.clock)
+        if spans and isinstance(event, Verified):
+            about = [(item.session, item.round) for item in event.items]
+            session, round = about[0] if len(about) == 1 else (None, None)
+            self._add(
+                name, device, session, round, offset_ns, spans, about if len(about) > 1 else ()
+            )
+        elif spans:
+            self._add(name, device, event.session, event.round, offset_ns, spans)  # type: ignore[union-attr]
+        for session, round, span in beside:
+            self._add(name, device, session, round, offset_ns, (span,))
+
+    def round_ended(
+        self,
+        session: int,
+        draft: Worker | None,
+        target: Worker,
+        at_ns: int,
+        record: Callable[[], RoundRecord],
+    ) -> None:
+        """A round has ended; what is to be said of it is asked for when somebody looks."""
+        self._number += 1
+        self._ring.append(
+            _Round(
+                self._number,
+                session,
+                draft.name if draft is not None else "",
+                target.name,
+                at_ns,
+                record,
+            )
+        )
+        self._trim()
+
+    def _add(
+        self,
+        process: str,
+        device: str,
+        session: int | None,
+        round: int | None,
+        offset_ns: int,
+        spans: Sequence[Span],
+        shared: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._number += len(spans)
+        batch = _Batch(self._number, process, device, session, round, offset_ns, spans, shared)
+        self._ring.append(batch)
+        self._trim()
+        if self._traces:
+            about: Sequence[tuple[int | None, int | None]] = shared or [(session, round)]
+            for traced, its_round in about:
+                if traced in self._traces and len(kept := self._traces[traced]) < MAX_TRACED:
+                    kept.extend(batch._replace(session=traced, round=its_round, shared=()).seen())
+
+    def _trim(self) -> None:
+        while self._number - self._gone > MAX_HELD and self._ring:
+            self._gone = self._ring.popleft().number
+
+    # -- requests that are traced ------------------------------------------------------------------
+
+    def begin(self, session: Session, *, trace: bool) -> None:
+        """A session begins; `trace`: what is about it is kept until it is taken."""
+        session.detokenizer = Timed(session.detokenizer, self, session)
+        if trace:
+            self._traces[session.number] = []
+
+    def traced(self, session: int) -> tuple[SeenSpan, ...]:
+        """What was kept of it; nothing is kept any more."""
+        return tuple(self._traces.pop(session, ())[:MAX_TRACED])
+
+    # -- who looks ---------------------------------------------------------------------------------
+
+    def orders(self, workers: Iterable[Worker]) -> list[tuple[Worker, bool]]:
+        """Which workers are to be told whether they record fine spans."""
+        self.fine = bool(self._traces) or (self._until_ns > 0 and self.now_ns() < self._until_ns)
+        if not self.fine and not self._told:
+            return []
+        said = [worker for worker in workers if (worker.hello.epoch in self._told) != self.fine]
+        for worker in said:
+            (self._told.add if self.fine else self._told.discard)(worker.hello.epoch)
+        if not self.fine:
+            self._told.clear()
+        return [(worker, self.fine) for worker in said]
+
+    def look(
+        self,
+        request: Look,
+        epoch: int,
+        workers: Collection[Worker],
+        waiting: Waiting,
+        *,
+        own: Collection[int] | None = None,
+    ) -> Seen:
+        """The answer to Look. `own`: the sessions that the client may read the tokens of; None:
+        all."""
+        now_ns = self.now_ns()
+        if request.spans:
+            self._until_ns = now_ns + LOOKED_NS
+        last, rounds, spans = (
+            min(max(request.after, self._gone), self._number),
+            list[SeenRound](),
+            list[SeenSpan](),
+        )
+        more = False
+        for entry in self._behind(last):
+            if isinstance(entry, _Round):
+                more = len(rounds) == MAX_SEEN_ROUNDS
+            elif request.spans:
+                more = len(spans) + len(entry.spans) > MAX_SEEN_SPANS
+            if more:
+                break
+            last = entry.number
+            if isinstance(entry, _Round):
+                rounds.append(_seen_round(entry, readable=own is None or entry.session in own))
+            elif request.spans:
+                spans += entry.seen()
+        return Seen(
+            epoch=epoch,
+            request=request.request,
+            at_ns=now_ns,
+            next=last,
+            missed=max(0, self._gone - request.after) if request.after else 0,
+            more=more,
+            workers=tuple(_seen_worker(worker, waiting(worker)) for worker in workers),
+            rounds=tuple(rounds),
+            spans=tuple(spans),
+        )
+
+    def _behind(self, number: int) -> Sequence[_Round | _Batch]:
+        """What has come behind a number: whoever asks often looks at few."""
+        found = list(itertools.takewhile(lambda entry: entry.number > number, reversed(self._ring)))
+        return found[::-1]
+
+
+class Timed:
+    """A detokenizer with a stopwatch."""
+
+    def __init__(self, detokenizer: Writer, observing: Observing, session: Session) -> None:
+        self._detokenizer, self._observing, self._session = detokenizer, observing, session
+
+    def push(self, token: int) -> str:
+        if not self._observing.fine:
+            return self._detokenizer.push(token)
+        began_ns = self._observing.began_ns
+        text = self._detokenizer.push(token)
+        self._observing.finely("detokenise", began_ns, self._session)
+        return text
+
+    @property
+    def fresh(self) -> str:
+        return self._detokenizer.fresh
+
+    def peek(self) -> str:
+        return self._detokenizer.peek()
+
+    def flush(self) -> str:
+        return self._detokenizer.flush()
+
+
+def offset(clock: ClockOffset) -> int:
+    """How far a worker's clock is ahead of ours: as was measured, or not at all where that may
+    be."""
+    return 0 if abs(clock.offset_ns) <= clock.bound_ns else clock.offset_ns
+
+
+def _on_ours(peer_ns: int, offset_ns: int) -> int:
+    """A worker's time on our clock, as far as a message may tell it: a clock that jumps must not
+    keep others from being seen."""
+    return min(max(0, peer_ns - offset_ns), LATEST_NS)
+
+
+def _seen_round(entry: _Round, *, readable: bool) -> SeenRound:
+    record = entry.record()
+    if not readable:
+        record = record.model_copy(update={"tokens": (0,) * len(record.tokens), "bonus": 0})
+    return SeenRound(
+        number=entry.number,
+        session=entry.session,
+        draft=entry.draft,
+        target=entry.target,
+        at_ns=entry.at_ns,
+        readable=readable,
+        record=record,
+    )
+
+
+def _seen_worker(worker: Worker, waiting: Waits) -> SeenWorker:
+    hello, probed, clock = worker.hello, worker.probed, worker.clock
+    bound = BOUND_TO.match(hello.binding)
+    return SeenWorker(
+        name=hello.name,
+        worker_epoch=hello.epoch,
+        roles=hello.roles,
+        host=hello.host,
+        device=hello.device,
+        cores=hello.cores,
+        node=bound[1] if bound else "",
+        busy_ns=probed.busy_ns if probed is not None else 0,
+        at_ns=_on_ours(probed.clock_ns, offset(clock)) if probed is not None else 0,
+        clock_bound_ns=clock.bound_ns if clock.known else None,
+        waiting=waiting,
+    )

@@ -1,0 +1,333 @@
+"""Text to token ids and back: the target's tokenizer, its chat template, and a detokenizer that
+never shows half a character and never raises.
+
+The only door to the `tokenizers` library. Everything comes from the bytes that the target sent with
+its Hello: the coordinator's machine needs no model files. Knows nothing of sessions. Special tokens
+written out in a prompt are read as special tokens, as transformers does.
+"""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer, decoders
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.runtime.text.decoders import flushed, open_stages, through
+from dovetail.runtime.text.stops import advance
+from dovetail.runtime.text.templates import ChatTemplate
+
+MAX_GROWTH = 64
+"""Letters that tokenizing and its inverse may make of one; those of today's models make one or
+two."""
+LARGEST_ID = (1 << 32) - 1
+"""That the tokenizers library takes for one."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextCodec:
+    """The tokenizer and the chat template of one target."""
+
+    def __init__(self, tokenizer: bytes, facts: VocabularyFacts) -> None:
+        self.facts = facts
+        self._tokenizer = _tokenizer(tokenizer)
+        self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._template = _template(facts.template) if facts.template else None
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer).get("decoder"))
+        self._pieces: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of plain text, with what the tokenizer itself puts around it; `special`:
+        whether it is to do that."""
+        return self._ids(_valid(text), special=special)
+
+    def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
+        """Token ids of a conversation (user first, then alternating) up to where the next reply
+        begins; plain text where there is no template."""
+        if self._template is None:
+            return self.encode("\n".join(turns))
+        return self.encode_messages(
+            [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
+        )
+
+    def encode_messages(
+        self, messages: Sequence[tuple[str, str]], *, reply: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation of (role, content), `reply`: up to where the next reply
+        begins; plain text where there is no template."""
+        if self._template is None:
+            return self.encode("\n".join(content for _, content in messages))
+        told = [{"role": role, "content": _valid(content)} for role, content in messages]
+        begin, end = (
+            self._tokenizer.id_to_token(i) if i is not None else ""
+            for i in (self.facts.begin, next(iter(self.facts.end), None))
+        )
+        try:
+            text = self._template.render(
+                messages=told,
+                add_generation_prompt=reply,
+                bos_token=begin or "",
+                eos_token=end or "",
+                tools=None,
+            )
+        except (
+            Exception
+        ) as error:  # a template is a program of the checkpoint's: it may raise anything
+            raise RequestError(
+                "settings",
+                "the chat template of the target fails on these turns: "
+                f"{type(error).__name__}: {str(error)[:300]}",
+            ) from None
+        return self._ids(text, special=False)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of token ids; `special`: with the special tokens written out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def token(self, index: int) -> str:
+        """A token as the vocabulary spells it; empty if there is none of this id."""
+        return self._tokenizer.id_to_token(index) or ""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text, in its middle; they need not be a whole character.
+        Special tokens are written out."""
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token)
+        return self._pieces[token]
+
+    def _piece(self, token: int) -> bytes:
+        spelt = self.token(token)
+        if token in self._added:
+            return spelt.encode()
+        if self._byte_level and all(letter in BYTE_OF_LETTER for letter in spelt):
+            return bytes(BYTE_OF_LETTER[letter] for letter in spelt)
+        if (byte := _BYTE_TOKEN.fullmatch(spelt)) is not None:
+            return bytes([int(byte[1], 16)])
+        before = self.decode(self._anchor, special=True)
+        return self.decode([*self._anchor, token], special=True)[len(before) :].encode()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _anchor(self) -> tuple[int, ...]:
+        """Something to stand before a token: decoders treat the first one of a text in a way of its
+        own."""
+        return self.encode("a", special=False)[-1:]
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without tokenizing it: no token is
+        longer than the longest of the vocabulary.
+
+        Half of what that gives, since a normalizer may drop characters.
+        """
+        return len(text) // (2 * self._longest)
+
+    def _ids(self, text: str, *, special: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
+
+    def detokenizer(self) -> "Detokenizer":
+        return Detokenizer(self._tokenizer, self._special)
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        return special_tokens(self._tokenizer)
+
+
+class Writer(Protocol):
+    """What makes text of tokens as they come: a Detokenizer, or what stands before one."""
+
+    @property
+    def fresh(self) -> str:
+        """Characters that the last token completed, and that a later one may still replace: they
+        have not been returned."""
+
+    def push(self, token: int, /) -> str:
+        """The text that a token completes."""
+
+    def peek(self) -> str:
+        """What `flush` would bring now."""
+
+    def flush(self) -> str:
+        """What is left when no token will follow."""
+
+
+class Detokenizer:
+    """Turns a growing list of token ids into text, as soon as it is certain: all pieces together
+    are what the tokenizer makes of all ids at once.
+
+    Ids that the vocabulary does not have are left out, special tokens too, as the tokenizer does
+    it. Nothing raises, whatever the ids are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: Set[str] | None = None) -> None:
+        """`special`: tokens that are left out; None: those that the tokenizer calls so."""
+        self._tokenizer = tokenizer
+        self._special = special_tokens(tokenizer) if special is None else special
+        self._stages = open_stages(_decoder_spec(tokenizer), _library, BYTE_OF_LETTER)
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often a word, sometimes nothing yet."""
+        spelt = self._tokenizer.id_to_token(token) if 0 <= token <= LARGEST_ID else None
+        return (
+            ""
+            if spelt is None or spelt in self._special
+            else through(self._stages, ((spelt, True),))
+        )
+
+    def flush(self) -> str:
+        """What is left when no token will follow: an incomplete character as replacement
+        characters."""
+        return flushed(self._stages)
+
+    @property
+    def fresh(self) -> str:
+        """Characters that the last token completed, and that a later one may still replace: then
+        they have not been shown."""
+        return "".join(stage.fresh for stage in self._stages)
+
+    def peek(self) -> str:
+        """What `flush` would bring now."""
+        return flushed(copy.deepcopy(self._stages))
+
+
+def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
+    """The tokens that a tokenizer leaves out of a text, as they are spelt."""
+    return frozenset(
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    )
+
+
+def _library(spec: Any) -> Callable[[list[str]], str]:
+    """The library's own decoder of such a description."""
+    decoder = decoders.Fuse()
+    decoder.__setstate__(json.dumps(spec).encode())
+    return lambda tokens: str(decoder.decode(tokens))
+
+
+def _decoder_spec(tokenizer: Tokenizer) -> Any:
+    """The decoder of a tokenizer as tokenizer.json has it."""
+    return None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+
+
+def open_detokenizer(tokenizer: bytes) -> Detokenizer:
+    """One for the bytes of a tokenizer.json."""
+    return Detokenizer(_tokenizer(tokenizer))
+
+
+class StopStrings:
+    """Cuts a text before the first stop string, and holds back what may turn out to be the
+    beginning of one. Takes time in proportion to the text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._matched = self._ahead = [0] * len(self._stops)
+        """How much of each stop string the text ends with; `_ahead`: the text with what is
+        foreseen."""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is safe to show, whether a stop string is complete)."""
+        if not self._stops or not text:
+            return text, False
+        before, self._held = len(self._held), self._held + text
+        self._matched, starts = self._advance(self._matched, text)
+        keep = max(self._matched)
+        if starts:
+            self._matched, keep = [0] * len(self._stops), 0
+        self._ahead = self._matched
+        cut = before + min(starts) if starts else len(self._held) - keep
+        shown, self._held = self._held[:cut], "" if starts else self._held[cut:]
+        return shown, bool(starts)
+
+    def foresees(self, text: str) -> bool:
+        """Whether a stop string will be complete if this text follows what was pushed and foreseen
+        since."""
+        if not self._stops or not text:
+            return False
+        self._ahead, starts = self._advance(self._ahead, text)
+        return bool(starts)
+
+    def peek(self, text: str) -> tuple[str, bool]:
+        """What `push` would return."""
+        return copy.copy(self).push(text)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, matched: Sequence[int], text: str) -> tuple[list[int], list[int]]:
+        """How much of each the text ends with now, and where those that are whole begin, counted
+        from where `text` does."""
+        moved = [
+            advance(stop, before, text) for stop, before in zip(self._stops, matched, strict=True)
+        ]
+        starts = [end - len(stop) for stop, (_, end) in zip(self._stops, moved, strict=True) if end]
+        return [now for now, _ in moved], starts
+
+
+def _byte_letters() -> Mapping[str, int]:
+    """The letters by which byte-level vocabularies spell bytes (GPT-2's): printable ones stand for
+    themselves, the rest follow from U+0100 on."""
+    themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in themselves]
+    return {
+        **{chr(byte): byte for byte in themselves},
+        **{chr(256 + place): byte for place, byte in enumerate(others)},
+    }
+
+
+BYTE_OF_LETTER = _byte_letters()
+
+
+def _valid(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "settings", "the prompt has lone surrogates: it is no valid Unicode text"
+        ) from None
+    return text
+
+
+def _tokenizer(content: bytes) -> Tokenizer:
+    try:
+        parts = json.loads(content)
+        growing = [
+            name for name in ("normalizer", "decoder") if _growth(parts.get(name)) > MAX_GROWTH
+        ]
+        if growing:
+            raise ValueError(f"its {growing[0]} may make more than {MAX_GROWTH} letters of one")
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise RequestError(
+            "vocabulary", f"tokenizer.json cannot be read: {str(error)[:300]}"
+        ) from None
+
+
+def _growth(part: Any) -> float:
+    """How many times longer a normalizer or a decoder may make a text, by what it replaces; a chain
+    of them multiplies."""
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Sequence":
+        return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
+    if part.get("type") != "Replace":
+        return 1.0
+    replaced = len(
+        str(part["pattern"].get("String", ""))
+    )  # an expression may fit between any two letters
+    return max(1.0, len(part["content"]) / replaced if replaced else 1 + len(part["content"]))
+
+
+def _template(text: str) -> ChatTemplate:
+    try:
+        return ChatTemplate(text)
+    except ValueError as error:
+        raise RequestError("settings", f"the chat template cannot be read: {error}") from None
