@@ -218,16 +218,27 @@ def test_the_command_that_continuous_integration_reads_is_there() -> None:
     assert ".venv/bin/python -m pytest" in first[1]
 
 
-def test_the_tree_names_what_is_there() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tree,) = [block for language, block in FENCE.findall(readme) if not language]
-    above = ROOT
+def test_trees_name_what_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        if section.splitlines()[:1] in (["The tree"], ["Files"], ["Rooms"]):
+            (tree,) = [block for language, block in FENCE.findall(section) if not language]
+            _check_tree(page.parent, tree)
+
+
+def _check_tree(root: Path, tree: str) -> None:
+    """Each line begins with names, those of a folder two columns deeper than its own; what they are
+    follows after two spaces."""
+    above = root
     for line in tree.splitlines():
-        names = re.findall(r"[\w.]+/", line[:60])
-        above = ROOT / names[0] if not line.startswith(" ") else above
-        for name in names if line.startswith(" ") else names[:1]:
-            base = ROOT if not line.startswith(" ") else above
-            assert (base / name).is_dir(), line
+        if line.startswith("   "):
+            continue  # the rest of the line before
+        names = re.split(r"\s{2,}", line.strip())[0].split()
+        base = above if line.startswith(" ") else root
+        for name in (n for n in names if re.fullmatch(r"[\w.]+(/|\.\w+)", n)):
+            assert (base / name).exists(), f"{root.name}: {line}"
+        if not line.startswith(" "):
+            above = root / names[0]
 
 
 def test_the_wire_is_described_in_the_version_that_is_spoken() -> None:
