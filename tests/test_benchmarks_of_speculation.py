@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -24,9 +23,9 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.workers.models.language_model import load_language_model
+from support.charts import shapes_of
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
-SVG = "{http://www.w3.org/2000/svg}"
 REPLY = Share(
     seconds=1.0,
     tokens=60,
@@ -128,10 +127,10 @@ def test_the_plot_of_ahead_has_a_curve_for_every_policy_that_had_the_figure() ->
         for policy in ("dynamic", "goodput")
         for place in (1.0, 0.1)
     ]
-    root = ElementTree.fromstring(ahead.draw([*rows[:3], {**rows[3], "hit_rate": None}]))
-    curves = [line.attrib["points"].split() for line in root.findall(f"{SVG}polyline")]
+    svg = ahead.draw([*rows[:3], {**rows[3], "hit_rate": None}])
+    curves = [points for _, points in shapes_of(svg, "curve")]
     assert [len(curve) for curve in curves] == [2, 2, 2, 2, 2, 2, 2, 1]
-    xs = [float(point.split(",")[0]) for point in curves[0]]
+    xs = [x for x, _ in curves[0]]
     assert xs == sorted(xs)
 
 

@@ -36,6 +36,7 @@ DOORS = {
     "llama_cpp": ("launch/bench/llama/",),
     "click": ("launch/",),
     "rich": ("launch/",),
+    "matplotlib": ("launch/files/charts.py", "launch/profiling/drawing.py"),
 }
 INSIDE_WORKERS = {
     "speculation": {"speculation"},

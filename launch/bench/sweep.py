@@ -15,7 +15,7 @@ from typing import Any
 from dovetail.launch.bench.methods import Method
 from dovetail.launch.bench.table import interval, number, share
 from dovetail.launch.console.terminal import print_table
-from dovetail.launch.files.chart import Curve, Panel, draw_panels
+from dovetail.launch.files.charts import Curve, Panel, draw_panels
 from dovetail.launch.settings.configure import parse_setting
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA, Settings

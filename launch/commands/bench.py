@@ -41,7 +41,7 @@ from dovetail.launch.bench.transport import measure_overhead
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import explained, spinner
-from dovetail.launch.files.chart import check_chart
+from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER

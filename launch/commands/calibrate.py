@@ -17,7 +17,7 @@ import click
 
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import note, progress_bar
-from dovetail.launch.files.chart import check_chart
+from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.directory import profile_path, writable_profile_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.machine.binding import Place

@@ -18,6 +18,7 @@ import click
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import counted, explained, in_print, note, print_table
+from dovetail.launch.files.charts import check_charts
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import Prompt, is_unicode, read_prompts
 from dovetail.launch.profiling import report
@@ -125,6 +126,7 @@ def command(
             "--seconds is how long others are watched: name them with --connect, and leave "
             "prompts out, or leave --seconds out"
         )
+    check_charts("the report")
     with _made(out):
         with ExitStack() as owned:
             if connect is None:

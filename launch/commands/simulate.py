@@ -18,7 +18,7 @@ from dovetail.launch.console.terminal import (
     explained,
     print_table,
 )
-from dovetail.launch.files.chart import check_chart
+from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags

@@ -19,7 +19,7 @@ import click
 from dovetail.launch.bench.turns import loop_begins
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import note, print_table, progress_bar, spinner
-from dovetail.launch.files.chart import Curve, Panel, check_chart, draw_panels
+from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import Connection

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from dovetail.launch.console.terminal import counted, print_table
-from dovetail.launch.files.chart import Curve, draw
+from dovetail.launch.files.charts import Curve, draw
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.protocol.profile import (
     Calibration,

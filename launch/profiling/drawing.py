@@ -1,28 +1,33 @@
 """Pictures of a profile as SVG: how devices spent their time, and rounds as bars. Narrow, so that
-they can be read on a phone; curves are `launch/files/chart.py`'s.
+they can be read on a phone; curves are drawn by `launch/files/charts.py` alone.
 
 Knows names and seconds. Readable on a light and on a dark page: where a viewer says that it is
-dark, other colours are taken.
+dark, other colours are taken. Every bar says what it is when it is pointed at.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from dovetail.launch.files.chart import escape
+from dovetail.launch.files.charts import drawing, plain, with_night, with_tips
 from dovetail.launch.profiling.rounds import Bar, Waterfall
 from dovetail.launch.profiling.timeline import BESIDE
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Rectangle
+
 WIDTH = 400
 EDGE = 10
-LANE, BAR = 44, 18
-"""Height of a lane, its label included, and of its bar."""
-HEAD = 28
-FOOT = 42
-LETTER = 5.9
-"""Width of a letter of 11 px, about."""
+LANE, BAR, NAME = 44, 18, 17
+"""Height of a lane, of its bar, and of its name above that."""
+HEAD, AXIS_HEIGHT, LINE = 28, 38, 17
+"""Height of the title, of the axis with its name, and of a line of the legend."""
+LETTER = 6.2
+"""Width of a letter of 11 units, about."""
 LEAST_SHOWN = 0.004
 """Share of a picture's width below which a bar is not drawn."""
-TICKS = 5
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,25 @@ COLOURS = {
     "idle": Colour("#e4e6e9", "#31363c"),
 }
 HATCHED = {
-    "waits draft": "draft",
-    "waits target": "target",
-    "waits coordinator": "coordinator",
-    "waits link": "link",
+    "waits draft": ("draft", "////"),
+    "waits target": ("target", "\\\\\\\\"),
+    "waits coordinator": ("coordinator", "||||"),
+    "waits link": ("link", "----"),
 }
-"""Patterns: stripes in the colour of what is waited for, on the ground of what is idle."""
-STRIPE = 6
+"""Stripes in the colour of what is waited for, on the ground of what is idle. They lean in a way of
+their own each, for those who see no colours."""
+INSIDE = {
+    (True, True): "#222220",
+    (True, False): "#222221",
+    (False, True): "#fffffe",
+    (False, False): "#fffffd",
+}
+"""Words upon a bar, by whether its colour is light by day and at night: dark or white by day, each
+with a shade of its own, which is replaced at night."""
+INSIDE_AT_NIGHT = {
+    shade: "#101215" if light_at_night else "#e3e3e3"
+    for (_, light_at_night), shade in INSIDE.items()
+}
 OF_SPAN = {
     "verify": "target",
     "prefill": "target",
@@ -102,73 +119,53 @@ DETAILS = (
 
 
 def stacked(title: str, rows: Mapping[str, Sequence[tuple[str, str, float]]]) -> str:
-    """Bars that add up to 1 each; a row is a list of (what, colour, share)."""
-    body: list[str] = []
-    for number, (name, parts) in enumerate(rows.items()):
-        top = HEAD + LANE * number
-        body.append(_text(EDGE, top + 12, name))
-        x = float(EDGE)
-        for what, colour, share in parts:
-            width = share * (WIDTH - 2 * EDGE)
-            if share >= LEAST_SHOWN:
-                body.append(_rect(x, top + 17, width, BAR, colour, f"{what}: {share:.1%}"))
-                words = f"{what} {share:.0%}"
-                if width > len(words) * LETTER + 6:
-                    body.append(_inside(x + 4, top + 17 + 13, words, colour))
-                elif width > len(f"{share:.0%}") * LETTER + 4:
-                    body.append(_inside(x + 3, top + 17 + 13, f"{share:.0%}", colour))
-            x += width
-    keys = list(
-        dict.fromkeys(
-            (what, colour)
-            for parts in rows.values()
-            for what, colour, share in parts
-            if share >= LEAST_SHOWN
-        )
-    )
-    foot = HEAD + LANE * len(rows) + 8
-    legend, height = _legend(keys, foot)
-    return _page(title, height, [*body, *legend])
+    """Return the SVG of bars that add up to 1 each; a row is a list of (what, colour, share)."""
+    keys = [
+        (what, colour)
+        for parts in rows.values()
+        for what, colour, share in parts
+        if share >= LEAST_SHOWN
+    ]
+    with _page(title, LANE * len(rows) + 8, keys, across=1.0) as (picture, said):
+        for number, (name, parts) in enumerate(rows.items()):
+            picture.label(LANE * number, name)
+            start = 0.0
+            for what, colour, share in parts:
+                if share >= LEAST_SHOWN:
+                    words = (f"{what} {share:.0%}", f"{share:.0%}")
+                    top = LANE * number + NAME
+                    picture.bar(start, share, top, colour, f"{what}: {share:.1%}", words)
+                start += share
+    return said()
 
 
 def gantt(fall: Waterfall, lanes: Sequence[str], *, title: str = "") -> str:
-    """A round from verdict to verdict: a lane a process, what is a part of something on a line of
-    its own, and a lane for what is on its way."""
+    """Return the SVG of a round from verdict to verdict: a lane a process, what is a part of
+    something on a line of its own, and a lane for what is on its way."""
     rows = list(_rows(fall, lanes))
-    foot = HEAD + sum(_height(lines) for _, lines in rows)
-    scale = (WIDTH - 2 * EDGE) / (fall.length_s or 1.0)
-    body: list[str] = []
-    for tick in _ticks(fall.length_s * 1e3):
-        x = EDGE + tick / 1e3 * scale
-        body.append(
-            f'<line class="grid" x1="{x:.1f}" y1="{HEAD}" x2="{x:.1f}" y2="{foot}" '
-            'stroke="#dddddd"/>'
-        )
-        anchor = ' text-anchor="middle"' if x > EDGE + 8 else ""
-        body.append(f'<text x="{x:.1f}" y="{foot + 14}" font-size="10"{anchor}>{tick:g}</text>')
-    body.append(
-        f'<text x="{WIDTH - EDGE}" y="{foot + 27}" font-size="10" text-anchor="end">ms since '
-        "the verdict before</text>"
-    )
-    top = float(HEAD)
-    for name, lines in rows:
-        body.append(_text(EDGE, top + 12, name))
-        for place, bars in enumerate(lines):
-            for bar in bars:
-                body += _bar(
-                    bar,
-                    EDGE + bar.start_s * scale,
-                    top + 17 + place * (BAR + 3),
-                    bar.length_s * scale,
-                )
-        top += _height(lines)
-    names = list(dict.fromkeys(bar.name for _, lines in rows for bars in lines for bar in bars))
-    legend, height = _legend([(name, _colour(name)) for name in names], foot + FOOT + 4)
-    return _page(title or fall.title, height, [*body, *legend])
+    names = dict.fromkeys(bar.name for _, lines in rows for bars in lines for bar in bars)
+    deep = sum(_height(lines) for _, lines in rows)
+    keys = [(name, _colour(name)) for name in names]
+    length_ms = (fall.length_s or 1.0) * 1e3
+    with _page(
+        title or fall.title, deep, keys, across=length_ms, axis="ms since the verdict before"
+    ) as (picture, said):
+        top = 0.0
+        for name, lines in rows:
+            picture.label(top, name)
+            for place, bars in enumerate(lines):
+                for bar in bars:
+                    length, start = bar.length_s * 1e3, bar.start_s * 1e3
+                    told = f"{bar.name}: {length:.3f} ms, from {start:.3f} ms"
+                    words = (f"{bar.name} {length:.3g}", bar.name)
+                    height = top + NAME + place * (BAR + 3)
+                    picture.bar(start, length, height, _colour(bar.name), told, words)
+            top += _height(lines)
+    return said()
 
 
 def _rows(fall: Waterfall, lanes: Sequence[str]) -> Iterator[tuple[str, list[list[Bar]]]]:
-    """A process with the lines of its bars: long ones, and parts."""
+    """Yield a process with the lines of its bars: long ones, and parts."""
     for lane in lanes:
         bars = [bar for bar in fall.bars if bar.process == lane and bar.name not in BESIDE]
         lines = [
@@ -181,144 +178,130 @@ def _rows(fall: Waterfall, lanes: Sequence[str]) -> Iterator[tuple[str, list[lis
 
 
 def _height(lines: Sequence[Sequence[Bar]]) -> float:
-    return 17 + len(lines) * (BAR + 3) + 6
-
-
-def _bar(bar: Bar, x: float, y: float, width: float) -> Iterator[str]:
-    colour = _colour(bar.name)
-    yield _rect(
-        x,
-        y,
-        max(0.6, width),
-        BAR,
-        colour,
-        f"{bar.name}: {bar.length_s * 1e3:.3f} ms, from {bar.start_s * 1e3:.3f} ms",
-    )
-    for words in (f"{bar.name} {bar.length_s * 1e3:.3g}", bar.name):
-        if width > len(words) * LETTER + 4:
-            yield _inside(x + 3, y + 13, words, colour)
-            return
+    return NAME + len(lines) * (BAR + 3) + 6
 
 
 def _colour(span: str) -> str:
     return OF_SPAN.get(span, "coordinator")
 
 
-def _ticks(length: float) -> list[float]:
-    """Round numbers from 0 up to a length."""
-    step = next(
-        step
-        for power in range(-4, 8)
-        for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)
-        if step * TICKS >= length * 0.999
-    )
-    return [step * index for index in range(int(length / step) + 1)]
+@dataclass
+class _Picture:
+    """Axes on which a unit of height is one of the SVG; `scale` is that for the width."""
+
+    axes: "Axes"
+    scale: float
+    tips: dict[str, str] = field(default_factory=dict)
+
+    def label(self, top: float, words: str) -> None:
+        self.axes.text(0, top + 12, plain(words), fontweight="bold")
+
+    def bar(
+        self, start: float, length: float, top: float, colour: str, told: str, words: Sequence[str]
+    ) -> None:
+        """Draw a bar that says `told` when it is pointed at, and inside the first of `words` that
+        fit."""
+        width = length * self.scale
+        place = ((start, top), max(length, 0.6 / self.scale), BAR)
+        gid = f"tip{len(self.tips)}"
+        self.tips[gid] = told
+        self.axes.add_patch(_patch(*place, colour, gid=gid))
+        fitting = (text for text in words if width > len(text) * LETTER + 6)
+        if (text := next(fitting, None)) is not None:
+            look: dict[str, Any] = {"color": _inside(colour)}
+            if colour in HATCHED:
+                look["bbox"] = {"facecolor": COLOURS["idle"].day, "edgecolor": "none", "pad": 1}
+            self.axes.text(start + 4 / self.scale, top + BAR / 2, plain(text), va="center", **look)
 
 
-def _rect(x: float, y: float, width: float, height: float, colour: str, words: str) -> str:
-    place = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height}"'
-    return f"<rect {_fill(colour)} {place}><title>{escape(words)}</title></rect>"
+@contextmanager
+def _page(
+    title: str,
+    deep: float,
+    keys: Sequence[tuple[str, str]],
+    *,
+    across: float,
+    axis: str = "",
+) -> Iterator[tuple[_Picture, Callable[[], str]]]:
+    """A picture of this depth with a title above it, an axis if it has one, and a legend of (name,
+    colour) below; and what returns its SVG after the block."""
+    from matplotlib.ticker import MaxNLocator
 
-
-def _fill(colour: str) -> str:
-    if colour in HATCHED:
-        return f'fill="url(#{_class(colour)})"'
-    return f'class="{_class(colour)}" fill="{COLOURS[colour].day}"'
-
-
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-weight="bold">{escape(words)}</text>'
-
-
-def _inside(x: float, y: float, words: str, colour: str) -> str:
-    if colour in HATCHED:
-        return (
-            f'<text class="rim" x="{x:.1f}" y="{y:.1f}" stroke="{COLOURS["idle"].day}" '
-            f'stroke-width="4" paint-order="stroke">{escape(words)}</text>'
+    legend = list(_legend(keys))
+    foot = AXIS_HEIGHT if axis else 0
+    height = HEAD + deep + foot + LINE * (1 + max((line for _, line, *_ in legend), default=0)) + 6
+    found: list[str] = []
+    with drawing(WIDTH, height, layout=None) as (figure, said):
+        figure.text(EDGE / WIDTH, 1 - 17 / height, plain(title), fontsize=12.5, fontweight="bold")
+        inner = WIDTH - 2 * EDGE
+        axes = figure.add_axes(
+            (EDGE / WIDTH, 1 - (HEAD + deep) / height, inner / WIDTH, deep / height)
         )
-    by_day, at_night = (_is_light(shade) for shade in (COLOURS[colour].day, COLOURS[colour].night))
-    return (
-        f'<text class="{"paper" if at_night else "ink"}" x="{x:.1f}" y="{y:.1f}" '
-        f'fill="{"#222222" if by_day else "#ffffff"}">{escape(words)}</text>'
+        axes.set(xlim=(0, across), ylim=(deep, 0), yticks=[])
+        axes.spines[:].set_visible(False)
+        axes.tick_params(labelsize=10, length=0)
+        if axis:
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+            axes.grid(axis="x")
+            axes.set_axisbelow(True)
+            axes.set_xlabel(axis, loc="right", fontsize=10)
+        else:
+            axes.set_xticks([])
+        picture = _Picture(axes, inner / across)
+        yield picture, lambda: found[0]
+        for x, line, words, colour in legend:
+            y = deep + foot + LINE * line + 4
+            at = (x - EDGE) / picture.scale
+            square = _patch((at, y), 11 / picture.scale, 11, colour, clip_on=False)
+            axes.add_patch(square)
+            axes.text(at + 15 / picture.scale, y + 5.5, plain(words), va="center")
+    nights = {colour.day: colour.night for colour in COLOURS.values()} | INSIDE_AT_NIGHT
+    found.append(with_night(with_tips(said.getvalue(), picture.tips), nights))
+
+
+def _patch(
+    place: tuple[float, float], width: float, height: float, colour: str, **look: Any
+) -> "Rectangle":
+    """Return a rectangle in a colour, or in stripes on the ground of what is idle."""
+    from matplotlib.patches import Rectangle
+
+    if colour not in HATCHED:
+        return Rectangle(place, width, height, facecolor=COLOURS[colour].day, linewidth=0, **look)
+    of, stripes = HATCHED[colour]
+    return Rectangle(
+        place,
+        width,
+        height,
+        facecolor=COLOURS["idle"].day,
+        edgecolor=COLOURS[of].day,
+        linewidth=0,
+        hatch=stripes,
+        **look,
     )
+
+
+def _inside(colour: str) -> str:
+    """Return the colour of words upon a bar: one of those that `INSIDE_AT_NIGHT` replaces."""
+    shade = COLOURS["idle" if colour in HATCHED else colour]
+    return INSIDE[_is_light(shade.day), _is_light(shade.night)]
 
 
 def _is_light(colour: str) -> bool:
-    """By its relative luminance, about."""
+    """Judge a colour by its relative luminance, about."""
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue > 140
 
 
-def _legend(keys: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:
-    """Squares with names, and the height of the page below them. Names of one colour stand beside
-    each other."""
-    body, x, y = [], float(EDGE), top
+def _legend(keys: Sequence[tuple[str, str]]) -> Iterator[tuple[float, int, str, str]]:
+    """Yield (x, line, words, colour) of each entry. Names of one colour stand beside each other."""
+    x, line = float(EDGE), 0
     by_colour: dict[str, list[str]] = {}
-    for name, colour in keys:
+    for name, colour in dict.fromkeys(keys):
         by_colour.setdefault(colour, []).append(name)
     for colour, names in by_colour.items():
         words = ", ".join(names)
         width = 18 + len(words) * LETTER + 10
         if x > EDGE and x + width > WIDTH - EDGE:
-            x, y = float(EDGE), y + 17
-        body.append(f'<rect {_fill(colour)} x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11"/>')
-        body.append(f'<text x="{x + 15:.1f}" y="{y:.1f}">{escape(words)}</text>')
+            x, line = float(EDGE), line + 1
+        yield x, line, words, colour
         x += width
-    return body, y + 12
-
-
-def _class(colour: str) -> str:
-    return "of-" + colour.replace(" ", "-")
-
-
-def _page(title: str, height: float, body: Sequence[str]) -> str:
-    size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" '
-        'font-size="11" fill="#222222" role="img">'
-    )
-    page = f'<rect class="page" width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>'
-    name = f"<title>{escape(title)}</title>"
-    heading = f'<text x="{EDGE}" y="17" font-size="12.5" font-weight="bold">{escape(title)}</text>'
-    used = "".join(
-        _stripes(name, of)
-        for name, of in HATCHED.items()
-        if any(f"#{_class(name)})" in part for part in body)
-    )
-    return "\n".join(
-        (
-            head,
-            name,
-            f"<style>{_night()}</style>",
-            *([f"<defs>{used}</defs>"] if used else []),
-            page,
-            heading,
-            *body,
-            "</svg>",
-            "",
-        )
-    )
-
-
-def _stripes(name: str, of: str) -> str:
-    """A pattern, by which those are told apart too who see no colours: the stripes of each lean in
-    a way of their own."""
-    turn = {"draft": 45, "target": -45, "coordinator": 0, "link": 90}[of]
-    place = (
-        f'width="{STRIPE}" height="{STRIPE}" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate({turn})"'
-    )
-    ground = f'<rect width="{STRIPE}" height="{STRIPE}" {_fill("idle")}/>'
-    return (
-        f'<pattern id="{_class(name)}" {place}>{ground}<rect width="1.6" height="{STRIPE}" '
-        f"{_fill(of)}/></pattern>"
-    )
-
-
-def _night() -> str:
-    plain = ".page{fill:#16191d}text{fill:#e3e3e3}.grid{stroke:#3a3f45}"
-    coloured = "".join(
-        f".{_class(name)}{{fill:{colour.night}}}" for name, colour in COLOURS.items()
-    )
-    inside = f".ink{{fill:#e3e3e3}}.paper{{fill:#101215}}.rim{{stroke:{COLOURS['idle'].night}}}"
-    return f"@media (prefers-color-scheme:dark){{{plain}{coloured}{inside}}}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dovetail.launch.files.chart import Curve, Panel, draw_panels, escape
+from dovetail.launch.files.charts import Curve, Panel, draw_panels, escape
 from dovetail.launch.profiling import drawing
 from dovetail.launch.profiling.advice import Advice
 from dovetail.launch.profiling.devices import STRETCHES

@@ -9,7 +9,7 @@ from dovetail.launch.console.terminal import (
     note,
     print_table,
 )
-from dovetail.launch.files.chart import Curve, draw
+from dovetail.launch.files.charts import Curve, draw
 from dovetail.launch.simulation.runs import COLUMNS, Row
 
 NOTED_SHARE = 0.01

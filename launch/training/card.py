@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.launch.files.chart import Curve, draw
+from dovetail.launch.files.charts import Curve, draw
 from dovetail.workers.heads.registry import trained_kind
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dovetail.launch.files.charts import check_charts
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.training.card import card, curves, log_of
 from dovetail.launch.training.progress import show_progress
@@ -76,6 +77,7 @@ def train_head(wish: Wish) -> "Trained | None":
             "--regenerate answers the chats of --data; with --features it is `dovetail "
             "features --regenerate` that lets the target write"
         )
+    check_charts("the card of a head, which has pictures,")
     from dovetail.workers.training.folder import workplace
     from dovetail.workers.training.peers import ALONE, Accelerated
     from dovetail.workers.training.trainer import use_threads

@@ -33,7 +33,7 @@ from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.options import Command, Numbers, option, options, report
 from dovetail.launch.bench.methods import read_prompt_set, tree_of
 from dovetail.launch.console.terminal import note, print_table
-from dovetail.launch.files.chart import Curve, Panel, check_chart, draw_panels
+from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import byte_count

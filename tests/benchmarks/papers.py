@@ -23,7 +23,7 @@ from dovetail.launch.bench.figures import baseline, row
 from dovetail.launch.bench.methods import NONE, Method, PromptSet, read_method, tree_of
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.terminal import note
-from dovetail.launch.files.chart import Curve, draw
+from dovetail.launch.files.charts import Curve, check_charts, draw
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
@@ -147,6 +147,8 @@ def papers(
 ) -> None:
     """tau, tokens/s and the cost of drafting of every kind of head, side by side: DGF, blocks,
     taps, experts, contrast, the parallel last step."""
+    if out is not None:
+        check_charts("the plots of --out")
     base = configuration(**settings)
     methods, missing = rows_of(base, heads, settings["small"], only)
     sets = [PromptSet(path.stem, tuple(read_prompts(path)[:limit])) for path in files]

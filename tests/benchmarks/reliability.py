@@ -28,7 +28,7 @@ from benchmarks.coupling import PROMPTS, list_keys
 from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.options import Command, Numbers, option, options, pin, report
 from dovetail.launch.console.terminal import note, print_table, progress_bar
-from dovetail.launch.files.chart import Curve, Panel, draw_panels
+from dovetail.launch.files.charts import Curve, Panel, check_charts, draw_panels
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
@@ -253,6 +253,8 @@ def reliability(
 ) -> None:
     """Whether nodes are accepted as often as their scores say: fitted scales against a fixed
     sharpening, on prompts outside the fit."""
+    if out is not None:
+        check_charts("the plot of --out")
     pin(1)
     shape = TreeSettings(policy=policy, gamma=tree[0], depth=tree[1], width=tree[2])
     found = []

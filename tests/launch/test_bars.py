@@ -1,15 +1,13 @@
 """A chart of bars is an SVG that any browser shows."""
 
-from xml.etree import ElementTree
-
 import pytest
 
 from dovetail.launch.bench.methods import read_method
 from dovetail.launch.bench.plot import draw_speedups
-from dovetail.launch.files.bars import Bar, Group, draw_bars, shortened
+from dovetail.launch.files.charts import COLOURS, LETTER, Bar, Group, draw_bars, shortened
 from dovetail.launch.settings.configure import configure
+from support.charts import shapes_of, size_of, texts_of
 
-SVG = "{http://www.w3.org/2000/svg}"
 LONG = "a,very.long=method,with.settings=appended"
 GROUPS = [
     Group("easy & short", [Bar("small", 3.0, 2.5, 3.4), Bar(LONG, 1.0)]),
@@ -17,53 +15,30 @@ GROUPS = [
 ]
 
 
-def numbers(root: ElementTree.Element, kind: str, name: str) -> list[float]:
-    return [
-        float(part.attrib[name])
-        for part in root.findall(f"{SVG}{kind}")
-        if part.attrib.get("class", "").startswith("area")
-    ]
-
-
 def test_a_bar_is_as_long_as_its_value_and_has_the_colour_of_its_name() -> None:
-    root = ElementTree.fromstring(draw_bars("t", "times", GROUPS, level=1.0))
-    widths = numbers(root, "rect", "width")
+    bars = shapes_of(draw_bars("t", "times", GROUPS, level=1.0), "bar")
+    widths = [max(x for x, _ in points) - min(x for x, _ in points) for _, points in bars]
     assert [width / widths[1] for width in widths] == pytest.approx([3.0, 1.0, 0.5], abs=0.01)
-    assert [bar.attrib["class"] for bar in root.findall(f"{SVG}rect")] == [
-        "page",
-        "area0",
-        "area1",
-        "area0",
-    ]
+    colours = [style.removeprefix("fill: ") for style, _ in bars]
+    assert colours == [COLOURS[0], COLOURS[1], COLOURS[0]]
 
 
 def test_all_of_it_lies_on_the_page_and_an_interval_is_drawn_where_there_is_one() -> None:
-    root = ElementTree.fromstring(draw_bars("t", "times", GROUPS, level=1.0))
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    texts = root.findall(f"{SVG}text")
-    assert {"easy & short", "hard", "3.00 (2.50-3.40)", "1.00", "0.50 (0.40-0.60)", "times"} <= {
-        text.text for text in texts
-    }
-    assert all(
-        0 < float(text.attrib["x"]) < width and 0 < float(text.attrib["y"]) < height
-        for text in texts
+    svg = draw_bars("t", "times", GROUPS, level=1.0)
+    assert {"easy & short", "hard", "3.00 (2.50-3.40)", "1.00", "0.50 (0.40-0.60)", "times"} <= set(
+        texts_of(svg)
     )
-    assert [line.attrib["class"] for line in root.findall(f"{SVG}path")] == ["halo", "axis"] * 2
-    assert (
-        sum(line.attrib.get("stroke-dasharray") == "3 3" for line in root.findall(f"{SVG}line"))
-        == 1
-    )
+    (width, height), levels = size_of(svg), shapes_of(svg, "level")
+    assert len(levels) == 1
+    for _, points in (*levels, *shapes_of(svg, "bar")):
+        assert all(0 < x < width and 0 < y < height for x, y in points)
 
 
 @pytest.mark.parametrize("value", [0.1, 0.0])
 def test_a_level_beyond_all_bars_lies_on_the_page_too(value: float) -> None:
-    root = ElementTree.fromstring(
-        draw_bars("t", "times", [Group("slow", [Bar("small", value)])], level=1.0)
-    )
-    (level,) = (
-        line for line in root.findall(f"{SVG}line") if line.attrib.get("stroke-dasharray") == "3 3"
-    )
-    assert 0 < float(level.attrib["x1"]) < float(root.attrib["width"])
+    svg = draw_bars("t", "times", [Group("slow", [Bar("small", value)])], level=1.0)
+    ((_, points),) = shapes_of(svg, "level")
+    assert all(0 < x < size_of(svg)[0] for x, _ in points)
 
 
 def test_a_name_that_is_too_long_keeps_its_beginning_and_its_end() -> None:
@@ -71,7 +46,7 @@ def test_a_name_that_is_too_long_keeps_its_beginning_and_its_end() -> None:
     short = shortened("dovetail,tree.policy=goodput,tree.gamma=12", 130.0)
     assert short.startswith("dovetail")
     assert short.endswith("gamma=12")
-    assert len(short) * 6.6 <= 130.0
+    assert len(short) * LETTER <= 130.0
 
 
 def row(method: str, prompts: str, temperature: float, speedup: float | None) -> dict[str, object]:
@@ -96,12 +71,7 @@ def test_speed_ups_are_drawn_by_set_and_temperature_without_none_and_without_wha
         row("small", "a", 1.0, 1.5),
         row("small", "b", 0.0, None),
     ]
-    texts = [
-        text.text
-        for text in ElementTree.fromstring(draw_speedups(methods, {"rows": rows})).findall(
-            f"{SVG}text"
-        )
-    ]
+    texts = texts_of(draw_speedups(methods, {"rows": rows}))
     assert {"a, T 0", "a, T 1", "2.00 (1.90-2.10)"} <= set(texts)
     assert not {"none", "b", "b, T 0"} & set(texts)
-    assert any("inflated to 512MiB" in (text or "") for text in texts)
+    assert any("inflated to 512MiB" in text for text in texts)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +13,7 @@ from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.processes.worker import _opener
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.profile import DeviceCosts, RowsSeconds, load_profile
+from support.charts import shapes_of
 from support.models import tiny_llama
 
 Calibrate = Callable[..., CompletedProcess[str]]
@@ -64,14 +64,8 @@ def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: 
         if entry.levels
     )
     assert levels.t_v.at(10) == found["t_d"]["10"]
-    assert (
-        len(
-            ElementTree.parse(tmp_path / "plot.svg")
-            .getroot()
-            .findall("{http://www.w3.org/2000/svg}polyline")
-        )
-        == len(found["t_v_by_context"]) + 1
-    )
+    curves = shapes_of((tmp_path / "plot.svg").read_text(), "curve")
+    assert len(curves) == len(found["t_v_by_context"]) + 1
 
 
 @pytest.mark.slow

@@ -485,7 +485,7 @@ def test_run_prints_a_table_writes_json_and_draws(
     assert long["tau"] == 4.0
     assert short["tau"] == 2.0
     assert long["speedup"] > short["speedup"] > 1.0
-    assert "polyline" in plot.read_text()
+    assert 'class="curve"' in plot.read_text()
 
 
 def test_a_sweep_over_ratios_sets_ahead_beside_not(

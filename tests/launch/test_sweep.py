@@ -5,7 +5,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -13,9 +12,9 @@ from dovetail.launch.bench.methods import Method, read_method
 from dovetail.launch.bench.sweep import VALUES, draw_sweep, points_of, read_sweep, swept
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import SettingsError, UserError
+from support.charts import shapes_of, texts_of
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def method(text: str) -> Method:
@@ -82,7 +81,7 @@ def test_a_sweep_of_gamma_measures_each_value_on_the_same_processes_and_draws_th
     assert large["verified_tokens"] / large["calls"] > small["verified_tokens"] / small["calls"]
     assert large["tau"] >= small["tau"] > 0
     assert report["rows"][1]["peak_rss_mb"] == report["rows"][2]["peak_rss_mb"]
-    texts = [text.text for text in ElementTree.parse(plot).getroot().iter(f"{SVG}text")]
+    texts = texts_of(plot.read_text())
     assert {
         "Acceptance length, tau",
         "Speed-up over the target alone",
@@ -188,10 +187,10 @@ def test_a_figure_has_a_curve_for_each_method_and_set_and_leaves_out_what_was_no
     assert [(point["method"], point["value"], point["prompts"]) for point in points] == [
         ("small", v, p) for p in ("easy", "hard") for v in (1, 4)
     ]
-    root = ElementTree.fromstring(draw_sweep(sweep, methods, points))
-    assert len(root.findall(f"{SVG}polyline")) == 4 + 3, "two curves a chart, but one of speed-up"
-    assert len(root.findall(f"{SVG}polygon")) == 1
-    names = [text.text for text in root.findall(f"{SVG}text")]
+    svg = draw_sweep(sweep, methods, points)
+    assert len(shapes_of(svg, "curve")) == 4 + 3, "two curves a chart, but one of speed-up"
+    assert svg.count('class="band"') == 1
+    names = texts_of(svg)
     assert (names.count("small easy"), names.count("small hard")) == (1, 1)
 
 
@@ -203,11 +202,9 @@ def test_a_figure_says_what_was_measured() -> None:
     methods = [
         read_method(inflated, text) for text in ("none", "small", "small,tree.policy=budget")
     ]
-    root = ElementTree.fromstring(
-        draw_sweep(sweep, methods, swept(sweep, methods, {"rows": [row], "passes": [passes]}))
-    )
+    svg = draw_sweep(sweep, methods, swept(sweep, methods, {"rows": [row], "passes": [passes]}))
     weights = inflated.settings.target.weights
     origin = (
         f"target demo ({weights}, inflated to 512MiB) · draft small · policy goodput, budget · T 0"
     )
-    assert {"What gamma brings", origin} <= {text.text for text in root.iter(f"{SVG}text")}
+    assert {"What gamma brings", origin} <= set(texts_of(svg))
