@@ -379,15 +379,21 @@ class TargetWorker:
     def _verdicts(
         self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn]
     ) -> Sequence[Verdict | RequestError]:
-        """The verdict of each item or why there is none. A pass that fails has changed nothing, and
-        one session may be to blame: then each gets a pass of its own."""
+        """The verdict of each item or why there is none. Of a pass that fails one session may be to
+        blame: then each that the pass has not changed gets one of its own."""
         try:
             return self._verifier.verify(items, drawn)
         except Exception as error:
             failure = as_request_error(error)
-        if len(items) == 1:
-            return [failure]
-        return [verdict for item in items for verdict in self._verdicts([item], drawn)]
+        return [failure] if len(items) == 1 else [self._verdict(item, drawn) for item in items]
+
+    def _verdict(self, item: VerifyItem, drawn: Mapping[int, Drawn]) -> Verdict | RequestError:
+        """The verdict of a pass of one item."""
+        try:
+            self._verifier.check(item, drawn.get(item.session))
+            return self._verifier.verify([item], drawn)[0]
+        except Exception as error:
+            return as_request_error(error)
 
     def _failed(self, item: VerifyItem, error: RequestError) -> Failed:
         return Failed(

@@ -455,6 +455,30 @@ def test_a_session_at_which_a_pass_fails_does_not_keep_the_others_from_theirs(
     assert isinstance(coordinator.ask(verifying((1, 2, 6), (2, 1, 5), (3, 2, 6))), Verified)
 
 
+def test_no_session_is_verified_again_in_a_round_that_it_has_committed(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session in (1, 2):
+        coordinator.ask(opening(session))
+    verifier = coordinator.worker._verifier
+    real, calls = verifier._commit, list[int]()
+
+    def commit(item: Any, verdict: Any) -> Any:
+        calls.append(item.session)
+        if calls == [1, 2]:
+            raise KeyError("x")
+        return real(item, verdict)
+
+    monkeypatch.setattr(verifier, "_commit", commit)
+    coordinator.send(verifying((1, 1, 5), (2, 1, 5)))
+    verified, failed = coordinator.next(), coordinator.next()
+    assert isinstance(verified, Verified)
+    assert [item.session for item in verified.items] == [2]
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.round) == (1, 1)
+    assert calls == [1, 2, 2]
+
+
 def test_a_session_that_cannot_be_judged_fails_alone_and_goes_on(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
