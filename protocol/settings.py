@@ -45,6 +45,8 @@ DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 """Of a target's substitute; auto is int4."""
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
+HOST_DEVICES = ("cpu", "pretended")
+"""Devices that compute in the host's memory; every other one has a memory of its own."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")
 """The draft kinds that name no model of their own: none at all, or the target."""
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64

@@ -40,7 +40,7 @@ DOORS = {
 }
 INSIDE_WORKERS = {
     "speculation": {"speculation"},
-    "models": {"models", "kernels", "progress"},
+    "models": {"models", "kernels", "devices", "progress"},
     "devices": {"devices"},
 }
 OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"

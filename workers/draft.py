@@ -532,7 +532,7 @@ def _open_substitute(
     tell: Callable[[int, int], None],
 ) -> DraftWorker[Any]:
     from dovetail.workers.calibration.levels import known_levels
-    from dovetail.workers.devices import against_int4, first_device, free_bytes, open_device
+    from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
     from dovetail.workers.models.checkpoints.inflate import inflation_bytes
     from dovetail.workers.models.substitutes.substitute import load_substitute
@@ -547,8 +547,8 @@ def _open_substitute(
             f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use "
             "int8, int4, int3 or int2"
         )
-    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
-    if why_not := against_int4(device.torch_device):
+    device = open_device(settings.device, threads)
+    if why_not := device.against_int4():
         raise SettingsError(
             f"draft.kind = 'substitute' is not possible on {device.name}: {why_not}; set "
             "draft.device to 'cpu', or choose another draft.kind"
@@ -566,7 +566,7 @@ def _open_substitute(
         print(said, file=sys.stderr)
     checkpoint, spans = model.checkpoint, Spans()
     curves = known_levels(profile, model, device.library)
-    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
+    kept_tokens = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)
     called = f"{checkpoint.source} ({weights} substitute)"
     identity = Identity(
         name,
@@ -589,7 +589,7 @@ def _open_small(
     settings: DraftSettings, name: str, threads: int, profile: Path | None
 ) -> DraftWorker[Any]:
     from dovetail.workers.calibration.levels import known_levels
-    from dovetail.workers.devices import first_device, free_bytes, open_device
+    from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import Drafter
     from dovetail.workers.models.language_model import load_language_model
 
@@ -598,12 +598,12 @@ def _open_small(
             f"draft.weights = 'int4' is for heads, and {settings.model} is an ordinary "
             "language model: use int8, fp16, bf16 or fp32"
         )
-    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
+    device = open_device(settings.device, threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
     model = load_language_model(settings.model, weights=weights, device=device.name)
     checkpoint, spans = model.checkpoint, Spans()
     curves = known_levels(profile, model, device.library)
-    kept_tokens = affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
+    kept_tokens = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)
     identity = Identity(
         name,
         checkpoint.source,
@@ -623,11 +623,11 @@ def _open_head(
     settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None
 ) -> DraftWorker[Any]:
     from dovetail.workers.calibration.levels import known_levels
-    from dovetail.workers.devices import first_device, free_bytes, open_device
+    from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.heads.head import open_head
 
-    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
+    device = open_device(settings.device, threads)
     head = open_head(
         settings.model,
         target=target,
@@ -646,7 +646,7 @@ def _open_head(
         head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
     )
     curves = known_levels(profile, head, device.library)
-    kept_tokens = affordable_tokens(free_bytes(device.torch_device), head.new_cache(0).row_bytes)
+    kept_tokens = affordable_tokens(device.free_bytes(), head.new_cache(0).row_bytes)
     identity = Identity(
         name,
         settings.model,

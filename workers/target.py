@@ -43,7 +43,7 @@ from dovetail.protocol.profile import ContextCurve, load_profile
 from dovetail.protocol.settings import MAX_GAMMA, MemorySettings, TargetSettings
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.calibration.target import Subject, calibration_key, read_design
-from dovetail.workers.devices import free_bytes, open_device
+from dovetail.workers.devices import open_device
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.serving.failures import as_request_error
@@ -120,7 +120,7 @@ def open_target_worker(
         stage=None if spread is None else spread.stage,
     )
     placed = ""
-    if (device.name, settings.backend, model.backend) == ("cpu", "auto", "library"):
+    if device.is_cpu and (settings.backend, model.backend) == ("auto", "library"):
         print(
             f"{name}: torch's own operations compute this model, since {model.choice}",
             file=sys.stderr,
@@ -135,16 +135,12 @@ def open_target_worker(
     )
     whole = spread is None or spread.demand is None
     curves = (
-        _curves(settings, model, profile)
-        if profile is not None and device.name == "cpu" and whole
-        else ()
+        _curves(settings, model, profile) if profile is not None and device.is_cpu and whole else ()
     )
     # rows that are taken over are the same bytes as rows that are computed anew
     keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
     kept_tokens = (
-        affordable_tokens(free_bytes(device.torch_device), model.new_cache(0).row_bytes)
-        if keeps
-        else 0
+        affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes) if keeps else 0
     )
     identity = Identity(
         name,

@@ -22,7 +22,7 @@ from dovetail.protocol.settings import (
     TargetSettings,
 )
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices import against_int4, open_device
+from dovetail.workers.devices import open_device
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
@@ -147,11 +147,12 @@ def open_unified(
         )
     weights = "int4" if draft.weights == "auto" else draft.weights
     inflate_bytes = inflation_bytes(target.inflate)
-    if target.device == "cpu":
+    device = open_device(target.device, threads)
+    if device.is_cpu:
         substitute, made = load_substitute(
             target.model,
             weights=weights,
-            device="cpu",
+            device=device.name,
             inflate_bytes=inflate_bytes,
             folder=cache,
             tell=tell,
@@ -166,8 +167,7 @@ def open_unified(
         )
         shared = share(substitute, verifying.model)
     else:
-        device = open_device(target.device, threads)
-        if why_not := against_int4(device.torch_device):
+        if why_not := device.against_int4():
             raise SettingsError(
                 f"draft.share = true is not possible on {device.name}: {why_not}; set "
                 "draft.share to false, and choose another draft.kind"

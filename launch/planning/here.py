@@ -177,11 +177,11 @@ def _with_gpu(
     settings: Settings, device: str, host: Engine, threads: int, ram: int, *, measured: bool
 ) -> Hardware:
     from dovetail.workers.calibration.devices import probe_device
-    from dovetail.workers.devices import free_bytes, open_device
+    from dovetail.workers.devices import open_device
     from dovetail.workers.serving.spread import FREE_SHARE
 
     opened = open_device(device, threads)
-    free = int(FREE_SHARE * free_bytes(opened.torch_device))
+    free = int(FREE_SHARE * opened.free_bytes())
     vram = free if settings.memory.vram_bytes is None else min(free, settings.memory.vram_bytes)
     found = probe_device(opened)
     own = Engine(found.read_gb_s, found.gflop_s, source="measured now")

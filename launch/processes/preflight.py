@@ -14,7 +14,13 @@ import psutil
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
-from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, Settings, TargetSettings, byte_count
+from dovetail.protocol.settings import (
+    HOST_DEVICES,
+    SUBSTITUTE_WEIGHTS,
+    Settings,
+    TargetSettings,
+    byte_count,
+)
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import Sizes, has_sizes, sizes_of, substitute_bytes
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
@@ -200,7 +206,7 @@ def draft_bytes(settings: Settings) -> int:
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
-        not device.startswith("cuda")
+        device in HOST_DEVICES
         or draft.device not in ("auto", device)
         or draft.kind in ("none", "ngram")
         or draft.share is True

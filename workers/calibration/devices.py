@@ -31,12 +31,12 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.target import CONTEXT, Passes, read_design
 from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices.base import Transfer
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.linear import CANDIDATES
 from dovetail.workers.models.backends.placement import Place, has_sizes, sizes_of
 from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.backends.streaming import Transfer
 from dovetail.workers.models.checkpoints.checkpoint import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (

@@ -18,7 +18,7 @@ from dovetail.protocol.profile import ContextCurve, ProfileKey
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.target import CONTEXT, Computes, Passes
-from dovetail.workers.devices import first_device, open_device
+from dovetail.workers.devices import open_device
 from dovetail.workers.draft import open_draft_worker
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.head_levels import Capture, Levels, open_levels
@@ -46,7 +46,7 @@ def calibrate_draft(
     Behind a cache of CONTEXT rows, or as many as the draft allows. `UserError` as
     `open_draft_worker`.
     """
-    device = open_device(first_device() if settings.device == "auto" else settings.device, threads)
+    device = open_device(settings.device, threads)
     own = settings.model_copy(update={"device": device.name})
     engine = open_draft_worker(
         own, name="draft", threads=threads, target=target, inflate=inflate, cache=cache

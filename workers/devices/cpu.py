@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.memory import read_room
+from dovetail.workers.devices.base import Device, DeviceKind
 
 
 def set_threads(threads: int) -> None:
@@ -20,12 +21,12 @@ def set_threads(threads: int) -> None:
 
 
 def library() -> str:
-    """Version of torch, instruction set and threads: each can change a rounding."""
+    """Return the version of torch, instruction set and threads: each can change a rounding."""
     return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{torch.get_num_threads()}t"  # noqa: E501
 
 
 def free_bytes() -> int:
-    """Memory that is free for a process of ours."""
+    """Return how much memory is free for a process of ours."""
     room = read_room()
     return room.size if room is not None else psutil.virtual_memory().available
 
@@ -42,7 +43,7 @@ class HostTransfer:
         """Nothing is to be done."""
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size]."""
+        """Return uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, source: Tensor, target: Tensor, after: "Future[None]") -> "Future[None]":
@@ -63,3 +64,27 @@ class HostTransfer:
     def wait(self, mark: "Future[None]") -> None:
         """Until a copy is done."""
         mark.result()
+
+
+class _Cpu(DeviceKind):
+    """The CPU, where every machine can compute."""
+
+    type = "cpu"
+    names = "cpu"
+
+    def open(self, name: str) -> Device | None:
+        return (
+            Device(self, name, torch.device("cpu"), library(), "stored") if name == "cpu" else None
+        )
+
+    def best(self) -> str | None:
+        return "cpu"
+
+    def free_bytes(self, device: torch.device) -> int:
+        return free_bytes()
+
+    def transfer(self, device: torch.device) -> HostTransfer:
+        return HostTransfer()
+
+
+CPU = _Cpu()

@@ -1,14 +1,17 @@
 """NVIDIA GPUs; the only module that calls torch.cuda."""
 
+import re
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.workers.devices.base import Device, DeviceKind
 
 ResultT = TypeVar("ResultT")
 WARM_UPS = 3
@@ -156,3 +159,45 @@ def _unpin(device: torch.device, address: int) -> None:
     """Let locked pages go, when nothing is copied from them any more."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+class _Cuda(DeviceKind):
+    """NVIDIA GPUs, by their index."""
+
+    type = "cuda"
+    names = "cuda:N"
+
+    def open(self, name: str) -> Device | None:
+        if (found := re.fullmatch(r"cuda(?::(\d+))?", name)) is None:
+            return None
+        index = int(found[1] or 0)
+        open_gpu(index)
+        return Device(
+            self,
+            f"cuda:{index}",
+            torch.device("cuda", index),
+            library(index),
+            "fp16",
+            partial(capture, index),
+        )
+
+    def best(self) -> str | None:
+        return "cuda:0" if is_there() else None
+
+    def free_bytes(self, device: torch.device) -> int:
+        return free_bytes(device)
+
+    def transfer(self, device: torch.device) -> CudaTransfer:
+        return CudaTransfer(device.index)
+
+    def against_int4(self, device: torch.device) -> str:
+        """The products take the matrix units of compute capability 8."""
+        if (found := capability(device.index)) >= (8, 0):
+            return ""
+        return (
+            f"torch's int4 products need a GPU of compute capability 8.0 or more, and {device} "
+            f"has {found[0]}.{found[1]}"
+        )
+
+
+CUDA = _Cuda()

@@ -27,7 +27,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.workers.devices import cpu
+from dovetail.workers.devices.base import Device, DeviceKind
 from dovetail.workers.devices.cpu import HostTransfer
+from dovetail.workers.devices.pretended_int4 import lay_out, multiply
 
 ResultT = TypeVar("ResultT")
 NAME = "pretended"
@@ -53,7 +56,6 @@ WAITING = (
     aten.repeat_interleave,
 )
 """Have the host wait for numbers of the device."""
-INT4_TILES = (2, 4, 8)
 POSSIBLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard")
 """Whether this torch can be told of a device from Python."""
 
@@ -346,36 +348,28 @@ def _held(value: Any) -> Any:
 def _int4(packet: Any) -> Callable[..., Tensor] | None:
     """Return CUDA's layout and product of 4-bit codes, computed by those of the CPU."""
     of: dict[Any, Callable[..., Tensor]] = {
-        aten._convert_weight_to_int4pack: _lay_out,
-        aten._weight_int4pack_mm: _multiply,
+        aten._convert_weight_to_int4pack: lay_out,
+        aten._weight_int4pack_mm: multiply,
     }
     return of.get(packet)
 
 
-def _lay_out(nibbles: Tensor, tiles: int) -> Tensor:
-    """Lay out uint8 [n, k / 2], the first of two codes in the upper half of a byte
-    (aten/src/ATen/native/cuda/int4mm.cu)."""
-    rows, half = nibbles.shape
-    assert nibbles.dtype == torch.uint8
-    assert nibbles.is_contiguous()
-    assert tiles in INT4_TILES
-    assert rows % 8 == 0
-    assert 2 * half % (16 * tiles) == 0
-    codes = torch.stack([nibbles >> 4, nibbles & 15], dim=2).view(rows, 2 * half)
-    return codes.view(rows // 8, 8, -1).to(torch.int32)
+class _Pretended(DeviceKind):
+    """The one pretended device."""
+
+    type = NAME
+
+    def open(self, name: str) -> Device | None:
+        if name not in (NAME, f"{NAME}:0"):
+            return None
+        place = device()
+        return Device(self, str(place), place, f"{cpu.library()}-{NAME}", "fp16", capture)
+
+    def free_bytes(self, device: torch.device) -> int:
+        return cpu.free_bytes()
+
+    def transfer(self, device: torch.device) -> PretendedTransfer:
+        return PretendedTransfer()
 
 
-def _multiply(x: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) -> Tensor:
-    """Multiply bfloat16 x [T, k] with codes laid out so; returns bfloat16 [T, n]."""
-    assert x.dtype == scales_and_zeros.dtype == torch.bfloat16
-    assert x.is_contiguous()
-    assert scales_and_zeros.is_contiguous()
-    assert group in (32, 64, 128, 256)
-    codes = packed.flatten(0, 1).float()
-    rows, inputs = codes.shape
-    assert tuple(scales_and_zeros.shape) == (inputs // group, rows, 2)
-    scales, zeros = scales_and_zeros.float().transpose(0, 1).unsqueeze(2).unbind(3)
-    weight = (codes.view(rows, -1, group) - 8.0) * scales.view(rows, -1, 1) + zeros.view(
-        rows, -1, 1
-    )
-    return (x.float() @ weight.view(rows, inputs).t()).to(torch.bfloat16)
+PRETENDED = _Pretended()

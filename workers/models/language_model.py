@@ -595,6 +595,12 @@ def _oracle_of(model: Any) -> Oracle:
     return Oracle(model, decoder_layers(model)[1], context_of(model.config))
 
 
+def _free_bytes(device: torch.device) -> int | None:
+    """Return how much memory is free on a device; None where torch cannot tell."""
+    tell = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if tell is None else int(tell(device)[0])
+
+
 def _on_gpu(
     checkpoint: Checkpoint, digest: str, wanted: _Wanted, device: torch.device
 ) -> LanguageModel:
@@ -604,10 +610,8 @@ def _on_gpu(
             f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "
             f"end {wanted.backend}; use weights fp32"
         )
-    if device.type == "cuda" and (
-        why := against_device(
-            checkpoint, wanted.weights, device, torch.cuda.mem_get_info(device)[0]
-        )
+    if (free := _free_bytes(device)) is not None and (
+        why := against_device(checkpoint, wanted.weights, device, free)
     ):
         raise CheckpointError(f"{checkpoint.source}: {why}")
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])

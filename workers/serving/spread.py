@@ -18,7 +18,7 @@ from dovetail.protocol.profile import ProfileKey, Reading, load_profile, machine
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.target import read_design
-from dovetail.workers.devices import Device, free_bytes, open_device
+from dovetail.workers.devices import Device, open_device
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.placement import (
     WEIGHT_BYTES,
@@ -162,7 +162,7 @@ def spread_of(
             f"target.split.layers = {split.layers} needs a device: name it with "
             "target.split.device, or leave both out"
         )
-    if split.device and device.name != "cpu":
+    if split.device and not device.is_cpu:
         raise SettingsError(
             f"target.split.device = {split.device!r} goes with target.device = 'cpu', not "
             f"{device.name!r}: leave one of the two out"
@@ -240,7 +240,7 @@ def _demand(settings: TargetSettings, memory: MemorySettings, device: Device) ->
 
 
 def _room(memory: MemorySettings, device: Device) -> int:
-    free = int(FREE_SHARE * free_bytes(device.torch_device))
+    free = int(FREE_SHARE * device.free_bytes())
     return free if memory.vram_bytes is None else min(free, memory.vram_bytes)
 
 
@@ -249,7 +249,7 @@ def _reader(
 ) -> tuple[Device | None, int]:
     """Who reads prompts beside the CPU, and from how many rows on; nobody where all layers are on
     another device."""
-    if settings.prefill == "local" or (settings.prefill == "auto" and device.name != "cpu"):
+    if settings.prefill == "local" or (settings.prefill == "auto" and not device.is_cpu):
         return None, 0
     if settings.prefill != "auto":
         return open_device(settings.prefill, threads), 1
@@ -272,4 +272,4 @@ def _refuse_unused(memory: MemorySettings) -> None:
 
 
 def _is_gpu(device: Device | None) -> bool:
-    return device is not None and device.torch_device.type != "cpu"
+    return device is not None and not device.is_cpu

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dovetail.protocol.errors import UserError
+from dovetail.workers.devices import first_device
 
 
 class Peers:
@@ -43,7 +44,7 @@ class Accelerated(Peers):
                 "several training processes need the library accelerate: pip install "
                 "'dovetail[train]', or start one process only"
             ) from error
-        self._accelerator: Any = Accelerator(cpu=not torch.cuda.is_available())
+        self._accelerator: Any = Accelerator(cpu=first_device() == "cpu")
         self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
         self.device = str(self._accelerator.device)
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import UserError
+from dovetail.workers.devices import first_device
 from dovetail.workers.training.peers import ALONE, Peers
 from dovetail.workers.training.workplace import replace_tensors
 
@@ -42,7 +43,7 @@ class Pace:
     """The longest that the gradient of a step may be."""
     seed: int = 0
     keep_every_s: float = 180.0
-    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    device: str = field(default_factory=first_device)
 
 
 @dataclass(frozen=True)

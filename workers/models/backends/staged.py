@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass, LayerPlan, Norm, NormKind
 from dovetail.workers.models import attention
@@ -48,7 +49,7 @@ from dovetail.workers.models.backends.fused import (
     cache_rows,
 )
 from dovetail.workers.models.backends.placement import BUFFERS, Place
-from dovetail.workers.models.backends.streaming import Ring, Transfer
+from dovetail.workers.models.backends.streaming import Ring
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import Kept

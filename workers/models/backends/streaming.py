@@ -9,37 +9,10 @@ business.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-Mark = Any
-"""A place in what a device has been asked to do: it is passed when everything before it is done."""
-
-
-class Transfer(Protocol):
-    """The way between the memory of the host and that of a device, and the order of what is done on
-    it."""
-
-    device: torch.device
-
-    def pin(self, memory: Tensor) -> None:
-        """Have bytes of the host stay where they are, so that they are copied at the full rate of
-        the link."""
-
-    def buffer(self, size: int) -> Tensor:
-        """uint8 [size] of the device."""
-
-    def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Begin to copy bytes of the host into a buffer, beside what is computed, as soon as
-        `after` is passed; the mark is passed with the last of them."""
-
-    def computed(self) -> Mark:
-        """Passed when what has been computed, or asked for, up to now is done."""
-
-    def wait(self, mark: Mark) -> None:
-        """Nothing that is computed from now on begins before the mark is passed."""
+from dovetail.workers.devices.base import Mark, Transfer
 
 
 class Ring:

@@ -1,0 +1,106 @@
+"""A device, and the kind of device that it is: what each file of this folder has to say of its own.
+
+Knows names, tensors' places and bytes; nothing of models.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""A function of fixed shapes -> one that does the same again, faster, into the same tensors."""
+
+
+Mark = Any
+"""A place in what a device has been asked to do: it is passed when everything before it is done."""
+
+
+class Transfer(Protocol):
+    """The way between the memory of the host and that of a device, and the order of what is done on
+    it."""
+
+    device: torch.device
+
+    def pin(self, memory: Tensor) -> None:
+        """Have bytes of the host stay where they are, so that they are copied at the full rate of
+        the link."""
+
+    def buffer(self, size: int) -> Tensor:
+        """Return uint8 [size] of the device."""
+
+    def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
+        """Begin to copy bytes of the host into a buffer, beside what is computed, as soon as the
+        mark `after` is passed; return a mark that is passed with the last of them."""
+
+    def computed(self) -> Mark:
+        """Return a mark that is passed when all that has been computed, or asked for, is done."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let nothing that is computed from now on begin before the mark is passed."""
+
+
+class DeviceKind(ABC):
+    """One kind of device; the devices of a kind are told apart by their index."""
+
+    type: ClassVar[str]
+    """What torch calls it."""
+    names: ClassVar[str] = ""
+    """The names that a user may write, as an error message has them; empty: for tests alone."""
+
+    @abstractmethod
+    def open(self, name: str) -> "Device | None":
+        """Return the device of that name, and set up the process for it; None: the name is not one
+        of this kind. `SettingsError` where there is no such device."""
+
+    def best(self) -> str | None:
+        """Return the name of the device on which a draft is fastest; None: there is none."""
+        return None
+
+    @abstractmethod
+    def free_bytes(self, device: torch.device) -> int:
+        """Return how much memory is free for what lives on a device."""
+
+    @abstractmethod
+    def transfer(self, device: torch.device) -> Transfer:
+        """Return a way to a device for weights that pass through it."""
+
+    def against_int4(self, device: torch.device) -> str:
+        """Return why torch's int4 products cannot run on a device; empty if they can."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of this process, set up for decoding."""
+
+    kind: DeviceKind
+    name: str
+    torch_device: torch.device
+    library: str
+    """What computes here, as it stands in a fingerprint: library, instruction set or chip,
+    threads."""
+    draft_weights: str
+    """The type of weights that suits a draft here: a draft's rounding changes no token."""
+    capture: Capture | None = None
+    """None: nothing would be faster for it."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it computes in the host's memory, with the C++ kernels."""
+        return self.torch_device.type == "cpu"
+
+    def free_bytes(self) -> int:
+        """Return how much memory is free for what lives here."""
+        return self.kind.free_bytes(self.torch_device)
+
+    def transfer(self) -> Transfer:
+        """Return a way to this device for weights that pass through it."""
+        return self.kind.transfer(self.torch_device)
+
+    def against_int4(self) -> str:
+        """Return why torch's int4 products cannot run here; empty if they can."""
+        return self.kind.against_int4(self.torch_device)
