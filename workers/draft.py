@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,7 +36,7 @@ from dovetail.protocol.messages import (
     VocabularyFacts,
 )
 from dovetail.protocol.profile import ContextCurve
-from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings, Sampling, TreeSettings
+from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.ngram import Lookup
@@ -71,21 +70,8 @@ class Engine(Protocol[SessionT]):
     def check_tokens(self, tokens: Sequence[int], /) -> None:
         """`RequestError` if one of `tokens` cannot be read."""
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        /,
-        *,
-        capacity: int,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int],
-        replied: int,
-    ) -> SessionT:
-        """A session with the prompt read, the last `replied` tokens of which are the reply's;
-        `end`: ids that end that."""
+    def open(self, order: Open, /) -> SessionT:
+        """Return a session with the prompt read."""
 
     def draft(
         self,
@@ -137,23 +123,9 @@ class Keeper(Protocol[SessionT]):
     def keep(self, session: SessionT, /) -> Left:
         """What is left of a session that has ended; it is used up."""
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        /,
-        *,
-        capacity: int,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int],
-        replied: int,
-        base: Any,
-        kept: int,
-    ) -> SessionT:
-        """As `Engine.open`, from the first `kept` tokens of what is left of another session, which
-        is used up."""
+    def open(self, order: Open, /, base: Any) -> SessionT:
+        """Return a session as `Engine.open`, from the first `kept` tokens of what is left of
+        another one, which is used up."""
 
 
 @dataclass(frozen=True)
@@ -326,18 +298,10 @@ class DraftWorker(Generic[SessionT]):
             )
         self._engine.check_tokens(command.prompt)
         left = self._kept.take(command.base, command.prompt, command.kept)
-        opening: Callable[..., SessionT] = self._engine.open
-        if left is not None and self._keeper is not None:
-            opening = partial(self._keeper.open, base=left, kept=command.kept)
-        session = opening(
-            command.prompt,
-            capacity=command.capacity,
-            vocabulary_size=command.vocabulary_size,
-            key=command.key,
-            sampling=command.sampling,
-            tree=command.tree,
-            end=command.end,
-            replied=command.replied,
+        session = (
+            self._engine.open(command)
+            if left is None or self._keeper is None
+            else self._keeper.open(command, base=left)
         )
         if not session.readable:
             print(

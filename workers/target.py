@@ -48,10 +48,12 @@ from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.serving.spread import known_readings, spread_of
+from dovetail.workers.sessions.admission import MAX_SESSIONS
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
+from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
 from dovetail.workers.sessions.wire import to_array, to_tensor
 from dovetail.workers.speculation.rejection import Drawn
-from dovetail.workers.verifier import MAX_SESSIONS, First, Part, ScoredPart, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 
 MOST_WORDS = 200
 """Letters that summaries have for why torch computes a model; the log has all of them."""
@@ -271,24 +273,7 @@ class TargetWorker:
         if command.session in self._verifier:
             self.stale += 1
             return
-        opening = self._verifier.open(
-            command.session,
-            key=command.key,
-            prompt=command.prompt,
-            capacity=command.capacity,
-            sampling=command.sampling,
-            tree=command.tree,
-            end=command.end,
-            reads=command.features,
-            base=command.base,
-            kept=command.kept,
-            logprobs=command.logprobs,
-            scored=command.scored,
-            round=command.round,
-            replied=command.replied,
-            features_from=command.features_from or 0,
-        )
-        for step in opening:
+        for step in self._verifier.open(command):
             yield self._opening(command, step)
 
     def _opening(self, command: Open, step: Part | ScoredPart | First) -> Event:

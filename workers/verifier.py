@@ -24,81 +24,39 @@ nothing of links.
 """
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError, TreeError
-from dovetail.protocol.messages import Reads, TokenLogprobs, VerifiedItem, VerifyItem
+from dovetail.protocol.messages import Open, Reads, VerifiedItem, VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.protocol.tree import TokenTree
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Paths, Segment
-from dovetail.workers.models.states import LAST
+from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
-from dovetail.workers.sessions.prefix_cache import KeptSessions, check_prefix
-from dovetail.workers.sessions.room import check_rows, host_row_bytes
+from dovetail.workers.sessions.admission import Admission
+from dovetail.workers.sessions.choosing import outcome_of
+from dovetail.workers.sessions.features import features_of, places_of
+from dovetail.workers.sessions.prefill import Prefill
+from dovetail.workers.sessions.prefix_cache import KeptSessions
+from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
 from dovetail.workers.sessions.rounds import check_round, find_session
+from dovetail.workers.sessions.session import KeptSession, TargetSession
 from dovetail.workers.sessions.timing import timed_pass
-from dovetail.workers.sessions.wire import narrowed
-from dovetail.workers.speculation.acceptance import walk
-from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.noise import NoiseCache
-from dovetail.workers.speculation.rejection import Choices, Drawn, judge
-from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
+from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.speculation.sampling import LookingBack
 
-PREFILL_ROWS = PROMPT_ROWS
-"""Rows of a prefill pass, unless weights stream; and of what is said of a prompt at a time."""
-MAX_SESSIONS = 64
 UNDRAWN: Mapping[int, Drawn] = {}
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a prompt has been read."""
-
-    start: int
-    features: Tensor
-    """[n, row] of positions start, start + 1, ... in the type that was asked for."""
-
-
-@dataclass(frozen=True)
-class ScoredPart:
-    """What the target thinks of tokens of a prompt."""
-
-    start: int
-    """Position of the first of them."""
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True)
-class First:
-    """A prompt has been read, and its session is open: the first token of the reply."""
-
-    token: int
-    margin: float
-    logprobs: TokenLogprobs | None
-    """If they were asked for."""
-    apart: bool = False
-    """Whether the model's reader read the prompt."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a pass says of a session."""
-
-    item: VerifiedItem
-    reads: Reads | None
-    features: Tensor | None = None
-    """[1 + accepted, row] of the root and the accepted nodes, if the session's draft reads them."""
-
-
-@dataclass(frozen=True)
 class _Pass:
-    """What a pass computed: for each item in turn a row of its root, then one of each node."""
+    """The results of a pass: for each item in turn a row of its root, then one of each node."""
 
     logits: Sequence[Tensor]
     """[M, V] for each item."""
@@ -106,60 +64,6 @@ class _Pass:
     """[rows, hidden] of every place that one of the sessions reads."""
     starts: Sequence[int]
     """The row of each item's root."""
-
-
-@dataclass
-class _Session:
-    log: list[int]
-    """The prompt and every committed token; the last one is the root and has no row in the
-    cache."""
-    cache: Cache
-    capacity: int
-    sampling: Sampling
-    tree: TreeSettings
-    key: bytes
-    noise: NoiseCache | None
-    """None: greedy, or nothing is coupled."""
-    looking_back: LookingBack | None
-    """None: no processor looks back."""
-    reads: Reads | None
-    """What the session's draft reads of this target."""
-    logprobs: int | None
-    """With how many alternatives the target says what it thinks of each token; None: it does
-    not."""
-    round: int = 0
-    own: int = 0
-    """Slots of the cache that verification writes to; those behind them are somebody else's."""
-
-    @property
-    def places(self) -> Sequence[int]:
-        """Where the states are that the draft reads."""
-        return _places(self.reads)
-
-    def scores(
-        self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[TokenLogprobs, ...]:
-        """What some rows of logits [M, V] say of the `tokens` that follow them, if that was asked
-        for."""
-        return () if self.logprobs is None else token_logprobs(logits[rows], tokens, self.logprobs)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append what has been committed."""
-        self.log += tokens
-        if self.looking_back is not None:
-            self.looking_back.extend(tokens)
-
-
-@dataclass(frozen=True)
-class _Left:
-    """What is left of a session."""
-
-    log: list[int]
-    cache: Cache
-    """Rows of all of it but the last token."""
-
-    def check(self, prompt: Sequence[int], kept: int) -> None:
-        check_prefix(self.log, prompt, kept, there=self.cache.length)
 
 
 class Verifier:
@@ -171,12 +75,12 @@ class Verifier:
     ) -> None:
         """`kept_tokens`: so many of sessions that have ended are kept at most. `reads_from`: the
         fewest rows of a prompt for which the model's reader is used, where it has one."""
-        self._reads_from = reads_from
         self._model = model
         self._spans = spans
-        self._row_bytes = host_row_bytes(model)
-        self._sessions: dict[int, _Session] = {}
-        self._kept: KeptSessions[_Left] = KeptSessions(kept_tokens)
+        self._admission = Admission(model)
+        self._prefill = Prefill(model, spans, reads_from=reads_from)
+        self._sessions: dict[int, TargetSession] = {}
+        self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens)
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Slots that a session's cache has besides, for a draft that shares it."""
 
@@ -193,98 +97,53 @@ class Verifier:
         """Sessions that have ended and are kept."""
         return len(self._kept)
 
-    def open(
-        self,
-        number: int,
-        *,
-        key: bytes,
-        prompt: Sequence[int],
-        capacity: int,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int] = (),
-        reads: Reads | None = None,
-        base: int | None = None,
-        kept: int = 0,
-        logprobs: int | None = None,
-        scored: bool = False,
-        round: int = 0,
-        replied: int = 0,
-        features_from: int = 0,
-    ) -> Iterator[Part | ScoredPart | First]:
-        """Prefill the prompt of a new session that may grow to `capacity` tokens: its parts, if
-        there are `reads`, as they are done, and the first token.
-
-        `end`: ids that end the reply. `base`: a kept session whose rows of the first `kept` tokens
-        this one takes over. `logprobs`: tokens come with their log-probabilities and those of so
-        many others; if `scored`, the prompt's too, which then has no base. `round`: the last one
-        that was done elsewhere, where the reply was begun and has the last `replied` tokens of the
-        prompt. `features_from`: of rows before this one nobody wants features.
-        """
-        self._check_room(prompt, capacity)
-        self._check_biases(sampling)
-        self._check_reads(reads)
-        if scored and base is not None:
-            raise RequestError(
-                "protocol",
-                f"the prompt is to be scored, and session {base} to be its base: rows that are "
-                "taken over have no logits",
-            )
-        own = capacity + tree.most_nodes
-        self._check_memory(own + self.rows_beside(sampling, tree))
-        left = self._kept.take(base, prompt, kept)
+    def open(self, order: Open) -> Iterator[Part | ScoredPart | First]:
+        """Prefill the prompt of a new session: yield its parts as they are done, if features or
+        scores are asked for, and then the first token of the reply."""
+        self._admission.check(order, len(self._sessions))
+        own = order.capacity + order.tree.most_nodes
+        rows = own + self.rows_beside(order.sampling, order.tree)
+        self._admission.check_memory(rows, self._sessions.values())
+        kept = self._kept.take(order.base, order.prompt, order.kept)
         with self._spans.measure("prefill"):
-            coupled = sampling.temperature > 0.0 and not sampling.rejects
-            noise = (
-                NoiseCache(key, self._model.vocabulary_size, self._model.device)
-                if coupled
-                else None
-            )
-            size, device = self._model.vocabulary_size, self._model.device
-            back = (
-                LookingBack(sampling, prompt, end, size, device, replied=replied)
-                if sampling.looks_back
-                else None
-            )
-            cache = self._open_cache(own + self.rows_beside(sampling, tree), left, kept)
-            session = _Session(
-                list(prompt),
-                cache,
-                capacity,
-                sampling,
-                tree,
-                key,
-                noise,
-                back,
-                reads,
-                logprobs,
-                round,
-                own,
-            )
-            told = len(prompt) - replied
-            apart = (
-                self._model.reads_apart > 0
-                and not scored
-                and not cache.length
-                and told >= self._reads_from
-            )
-            logits = yield from self._prefill(
-                session,
-                scored,
-                features_from,
-                apart=min(told, self._model.reads_apart) if apart else 0,
-            )
-            _, bonus, (margin,) = _outcome(session, logits, TokenTree(), Drawn.nothing())
-            said = session.scores(logits, [0], [bonus])
+            session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
+            apart = self._prefill.rows_apart(order, session.cache)
+            logits = yield from self._prefill.read(session, order, apart)
+            _, bonus, (margin,) = outcome_of(session, logits, TokenTree(), Drawn.nothing())
+            logprobs = session.scores(logits, [0], [bonus])
         session.extend([bonus])
-        self._sessions[number] = session
-        yield First(bonus, margin, said[0] if said else None, apart)
+        self._sessions[order.session] = session
+        yield First(bonus, margin, logprobs[0] if logprobs else None, apart > 0)
+
+    def _begin(self, order: Open, cache: Cache, own: int) -> TargetSession:
+        """Return a session whose prompt is not read yet."""
+        sampling, size, device = order.sampling, self._model.vocabulary_size, self._model.device
+        coupled = sampling.temperature > 0.0 and not sampling.rejects
+        back = (
+            LookingBack(sampling, order.prompt, order.end, size, device, replied=order.replied)
+            if sampling.looks_back
+            else None
+        )
+        return TargetSession(
+            list(order.prompt),
+            cache,
+            order.capacity,
+            sampling,
+            order.tree,
+            order.key,
+            NoiseCache(order.key, size, device) if coupled else None,
+            back,
+            order.features,
+            order.logprobs,
+            order.round,
+            own,
+        )
 
     def refeed(self, number: int, reads: Reads, start: int, prefix: int) -> Iterator[Part]:
         """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside
         its cache; from now on verdicts come with theirs."""
         session = find_session(self._sessions, number)
-        self._check_reads(reads)
+        self._admission.check_reads(reads)
         if prefix > len(session.log):
             raise RequestError(
                 "prefix",
@@ -292,14 +151,7 @@ class Verifier:
                 f"has {len(session.log)}",
             )
         with self._spans.measure("prefill"):
-            rows = max(0, prefix - 1)
-            cache = self._model.new_cache(rows)
-            step = self._step
-            for first in range(0, rows, step):
-                _, part = self._read(
-                    session.log[first : min(first + step, rows)], cache, reads, features_from=start
-                )
-                yield from _slices(part)
+            yield from self._prefill.recompute(session.log, reads, start, prefix)
         session.reads = reads
 
     def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
@@ -361,7 +213,7 @@ class Verifier:
             self._kept.drop(number)
         elif session is not None and self._kept.takes(len(session.log)):
             session.cache.resize(session.cache.length)
-            self._kept.add(number, _Left(session.log, session.cache))
+            self._kept.add(number, KeptSession(session.log, session.cache))
 
     def clear(self) -> None:
         """Forget all sessions, and what is left of others."""
@@ -382,138 +234,13 @@ class Verifier:
             for s in self._sessions.values()
         )
 
-    def _check_room(self, prompt: Sequence[int], capacity: int) -> None:
-        context, size = self._model.context, self._model.vocabulary_size
-        if len(prompt) >= context:
-            raise RequestError(
-                "prompt_too_long",
-                f"the prompt has {len(prompt)} tokens; the model's context of {context} has "
-                f"room for at most {context - 1}",
-            )
-        if not len(prompt) < capacity <= context:
-            raise RequestError(
-                "capacity",
-                f"a capacity of {capacity} tokens does not lie between the prompt's "
-                f"{len(prompt)} and the context's {context}",
-            )
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise RequestError(
-                "capacity",
-                f"{MAX_SESSIONS} sessions are open, the most that this worker holds; close one",
-            )
-        if max(prompt) >= size:
-            raise RequestError(
-                "vocabulary", f"the prompt has token {max(prompt)}, beyond the vocabulary of {size}"
-            )
-
-    def _check_memory(self, rows: int) -> None:
-        """`RequestError` where the host's memory does not hold a cache of so many rows; a GPU says
-        so itself."""
-        promised = sum(
-            max(0, session.own - session.cache.length) for session in self._sessions.values()
-        )
-        check_rows(rows, promised, self._row_bytes)
-
-    def _check_biases(self, sampling: Sampling) -> None:
-        size = self._model.vocabulary_size
-        if (largest := max((token for token, _ in sampling.logit_bias), default=0)) >= size:
-            raise RequestError(
-                "vocabulary", f"logit_bias names token {largest}, beyond the vocabulary of {size}"
-            )
-
-    def _check_reads(self, reads: Reads | None) -> None:
-        own = (self._model.hidden_size, self._model.vocabulary_size, self._model.layers)
-        if reads is not None and (
-            (reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]
-        ):
-            text = (
-                f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers "
-                f"{reads.taps}, where this model has width {own[0]}, vocabulary {own[1]}"
-            )
-            raise RequestError(
-                "settings",
-                f"features of {text} and {own[2]} layers were asked for: use a draft that was "
-                "made for this target",
-            )
-
-    def _open_cache(self, rows: int, left: _Left | None, kept: int) -> Cache:
-        """A cache for `rows` rows: empty, or with `kept` of what is left of another session."""
-        if left is None:
+    def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
+        """A cache for `rows` rows: empty, or with `kept` of what is base of another session."""
+        if base is None:
             return self._model.new_cache(rows)
-        left.cache.truncate(kept)
-        left.cache.resize(rows)
-        return left.cache
-
-    @property
-    def _step(self) -> int:
-        """Rows of a prefill pass that computes the logits of the last one alone."""
-        return max(PREFILL_ROWS, self._model.prompt_rows)
-
-    def _prefill(
-        self, session: _Session, scored: bool, features_from: int, apart: int = 0
-    ) -> Generator[Part | ScoredPart, None, Tensor]:
-        """Compute and commit the rows of the prompt that are missing, some at a time; returns the
-        logits [1, V] after its last token.
-
-        `apart`: the first rows that the model's reader reads, of all that there are of the
-        request's own prompt: a session that is begun anew elsewhere, or on the same worker, has the
-        same rows read by it, and those of its reply computed as they were.
-        """
-        logits = torch.empty(0)
-        if apart:
-            logits, part = self._read(
-                session.log[:apart],
-                session.cache,
-                session.reads,
-                features_from=features_from,
-                apart=True,
-            )
-            yield from _slices(part)
-        step = PREFILL_ROWS if scored else self._step
-        for start in range(session.cache.length, len(session.log), step):
-            chunk = session.log[start : start + step]
-            logits, part = self._read(
-                chunk, session.cache, session.reads, features_from=features_from, all_logits=scored
-            )
-            yield from _slices(part)
-            if scored and (tokens := session.log[start + 1 : start + 1 + len(chunk)]):
-                yield ScoredPart(
-                    start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0)
-                )
-        return logits[-1:]
-
-    def _read(
-        self,
-        tokens: Sequence[int],
-        cache: Cache,
-        reads: Reads | None,
-        *,
-        features_from: int,
-        all_logits: bool = False,
-        apart: bool = False,
-    ) -> tuple[Tensor, Part | None]:
-        """Compute and commit the rows of `tokens`, which stand behind those of `cache`: logits
-        after the last or all of them, and the features of the rows from `features_from` on, if a
-        draft reads them and there are any. `apart`: by the model's reader."""
-        start, count = cache.length, len(tokens)
-        unwanted = min(max(0, features_from - start), count)
-        places = _places(reads) if unwanted < count else ()
-        last = torch.tensor([count - 1])
-        positions, segment = torch.arange(start, start + count), Segment(cache, start, count)
-        if apart:
-            logits, states = self._model.read_apart(
-                torch.tensor(tokens), segment, wanted=places, rows=last
-            )
-        else:
-            rows = None if all_logits else last
-            with timed_pass(self._spans):
-                logits, states = self._model.forward_with_states(
-                    torch.tensor(tokens), positions, [segment], wanted=places, rows=rows
-                )
-        cache.keep(range(start, start + count), count)
-        if reads is None or not places:
-            return logits, None
-        return logits, Part(start + unwanted, _features(reads, states, slice(unwanted, None)))
+        base.cache.truncate(kept)
+        base.cache.resize(rows)
+        return base.cache
 
     def _forward(self, items: Sequence[VerifyItem]) -> _Pass:
         """Compute the roots and trees of all items in one pass."""
@@ -548,7 +275,7 @@ class Verifier:
         features, or why there is none."""
         session, tree = self._sessions[item.session], item.tree
         try:
-            accepted, bonus, margins = _outcome(session, logits, tree, drawn or Drawn.nothing())
+            accepted, bonus, margins = outcome_of(session, logits, tree, drawn or Drawn.nothing())
             tokens = [*(tree.tokens[node] for node in accepted), bonus]
             logprobs = session.scores(logits, _path(accepted), tokens)
         except Exception as error:  # the other sessions of the pass have their verdicts
@@ -571,7 +298,7 @@ class Verifier:
             return as_request_error(error)
         return verdict
 
-    def _append(self, session: _Session, tree: TokenTree, verdict: VerifiedItem) -> None:
+    def _append(self, session: TargetSession, tree: TokenTree, verdict: VerifiedItem) -> None:
         root = session.cache.length
         path = [root, *(root + 1 + node for node in verdict.accepted)]
         session.cache.keep(path, len(path))
@@ -579,18 +306,6 @@ class Verifier:
         session.round = verdict.round
         if session.noise is not None:
             session.noise.drop_before(len(session.log))
-
-
-def _slices(part: Part | None) -> Iterator[Part]:
-    """The features of a pass, no more rows at a time than travel together."""
-    if part is not None:
-        for first in range(0, len(part.features), PREFILL_ROWS):
-            yield Part(part.start + first, part.features[first : first + PREFILL_ROWS])
-
-
-def _places(reads: Reads | None) -> Sequence[int]:
-    """Where the states are that a draft reads."""
-    return () if reads is None else reads.taps or (LAST,)
 
 
 def _path(accepted: Sequence[int]) -> list[int]:
@@ -615,8 +330,8 @@ def _with_features(
         ]
         rows = [row for path in paths for row in path]
         try:
-            device = passed.states[_places(reads)[0]].device
-            features = _features(reads, passed.states, torch.tensor(rows, device=device))
+            device = passed.states[places_of(reads)[0]].device
+            features = features_of(reads, passed.states, torch.tensor(rows, device=device))
         except Exception as error:
             for place, _ in own:
                 shown[place] = as_request_error(error)
@@ -627,102 +342,10 @@ def _with_features(
     return shown
 
 
-def _features(reads: Reads, states: Mapping[int, Tensor], rows: Tensor | slice) -> Tensor:
-    """Return what a draft reads of some rows of a pass, [n, row] on the CPU."""
-    return narrowed(
-        torch.cat([states[place][rows] for place in _places(reads)], dim=1), reads.dtype
-    ).cpu()
-
-
 def tree_paths(tree: TokenTree, root: int) -> Paths:
-    """What the rows of a tree see whose root is written to slot `root` and node i behind it: all
-    slots before, the root, their ancestors, themselves."""
+    """Return what the rows of a tree see whose root is written to slot `root` and node i behind it:
+    all slots before, the root, their ancestors, themselves."""
     paths = [[root]]
     for node, parent in enumerate(tree.parents):
         paths.append([*paths[parent + 1], root + 1 + node])
     return Paths.of(root, paths)
-
-
-class _Greedy:
-    """The choices of all rows at once: an argmax of each is cheap."""
-
-    def __init__(self, logits: Tensor) -> None:
-        ids, margins = choose(logits)
-        self._ids, self._margins = ids.tolist(), margins.tolist()
-
-    def __getitem__(self, row: int) -> int:
-        token: int = self._ids[row]
-        _check_number(self._margins[row])
-        return token
-
-    def margin(self, row: int) -> float:
-        margin: float = self._margins[row]
-        return margin
-
-
-class _Processed:
-    """The choices of the rows that are asked for, one by one: processing a row costs far more than
-    looking at it, and few lie on the path."""
-
-    def __init__(self, session: _Session, logits: Tensor, tree: TokenTree) -> None:
-        self._session, self._logits, self._tree = session, logits, tree
-        self._chosen: dict[int, tuple[int, float]] = {}
-
-    def __getitem__(self, row: int) -> int:
-        return self._choose(row)[0]
-
-    def margin(self, row: int) -> float:
-        return self._choose(row)[1]
-
-    def _choose(self, row: int) -> tuple[int, float]:
-        if row not in self._chosen:
-            session = self._session
-            path = self._tree.path(row - 1)
-            noise = (
-                session.noise.row(len(session.log) + len(path)).unsqueeze(0)
-                if session.noise is not None
-                else None
-            )
-            ids, margins = choose(_process(session, self._logits, self._tree, row), noise)
-            self._chosen[row] = int(ids[0]), float(margins[0])
-            _check_number(self._chosen[row][1])
-        return self._chosen[row]
-
-
-def _process(session: _Session, logits: Tensor, tree: TokenTree, row: int) -> Tensor:
-    """[1, V]: a row of `logits` [M, V] as the session's processors leave it."""
-    if session.looking_back is None:
-        return process_logits(logits[row : row + 1], session.sampling)
-    path = [tree.tokens[node] for node in tree.path(row - 1)]
-    return process_logits(
-        session.looking_back.process(logits[row : row + 1], [path]), session.sampling
-    )
-
-
-def _outcome(
-    session: _Session, logits: Tensor, tree: TokenTree, drawn: Drawn
-) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
-    """The accepted nodes, the bonus and the margins of these tokens, by the logits [M, V] after the
-    end of the session's log and after each node of `tree`."""
-    if session.sampling.rejects:
-        outcome = judge(
-            tree,
-            drawn,
-            lambda row: _process(session, logits, tree, row)[0],
-            Choices(session.key, len(session.log)),
-        )
-        _check_number(outcome[2][-1])
-        return outcome
-    greedy = session.noise is None and session.looking_back is None
-    choices = _Greedy(logits) if greedy else _Processed(session, logits, tree)
-    accepted, bonus = walk(tree, choices)
-    return accepted, bonus, tuple(choices.margin(node + 1) for node in (ROOT, *accepted))
-
-
-def _check_number(margin: float) -> None:
-    if margin != margin:
-        raise RequestError(
-            "internal",
-            "the target computed logits that are not numbers; its weights or its device are "
-            "damaged",
-        )

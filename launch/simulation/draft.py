@@ -14,7 +14,7 @@ import numpy as np
 from dovetail.launch.simulation.clockwork import Clock, ClockSpans
 from dovetail.launch.simulation.costs import Costs
 from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.messages import Open
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.tree import Grower, GrowingSession, Ranking
@@ -125,33 +125,22 @@ class RecordedDrafter(Grower[RecalledSession]):
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Every token was recorded."""
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        *,
-        capacity: int,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int] = (),
-        replied: int = 0,
-    ) -> RecalledSession:
-        recalled = Recalled(
-            self._replies[tuple(prompt[: len(prompt) - replied])], self._about.head, self._coverage
-        )
+    def open(self, order: Open) -> RecalledSession:
+        """Return a session of a prompt that was recorded."""
+        tree, prompt = order.tree, order.prompt[: len(order.prompt) - order.replied]
+        recalled = Recalled(self._replies[prompt], self._about.head, self._coverage)
         ranking, nothing = cast(Ranking, recalled), cast(Cache, None)
         return RecalledSession(
-            log=list(prompt),
+            log=list(order.prompt),
             cache=nothing,
             ranking=ranking,
             recalled=recalled,
             policy=open_policy(tree),
             depth=tree.most_levels,
-            capacity=capacity,
+            capacity=order.capacity,
             head=self._about.head,
-            tree_rows=self._tree_rows(sampling, tree),
-            read=len(prompt) - self._about.head,
+            tree_rows=self._tree_rows(order.sampling, tree),
+            read=len(order.prompt) - self._about.head,
         )
 
     def _move_root(

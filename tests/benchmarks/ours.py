@@ -17,6 +17,7 @@ from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.verifier import Verifier, tree_paths
+from support.opening import opening
 
 MOST_ROWS = 64
 
@@ -56,12 +57,14 @@ def prepare(
         return timed(
             lambda: [
                 *verifier.open(
-                    1,
-                    key=bytes(32),
-                    prompt=prompt,
-                    capacity=rows + 1,
-                    sampling=Sampling(temperature=0.0),
-                    tree=TreeSettings(),
+                    opening(
+                        1,
+                        prompt,
+                        key=bytes(32),
+                        capacity=rows + 1,
+                        sampling=Sampling(temperature=0.0),
+                        tree=TreeSettings(),
+                    )
                 )
             ]
         )

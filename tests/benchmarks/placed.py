@@ -34,6 +34,7 @@ from dovetail.workers.models.language_model import load_language_model
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.serving.spread import spread_of
 from dovetail.workers.verifier import Verifier
+from support.opening import opening
 
 STATUS = Path("/proc/self/status")
 LOOK_S = 0.002
@@ -133,12 +134,14 @@ def work(verifier: Verifier, context: int, size: int) -> None:
     )
     sampling = Sampling(temperature=1.0, top_p=0.95, repetition_penalty=1.1, min_tokens=rounds)
     for _ in verifier.open(
-        1,
-        key=session_key(1, 0, prompt),
-        prompt=prompt,
-        capacity=capacity,
-        sampling=sampling,
-        tree=tree,
+        opening(
+            1,
+            prompt,
+            key=session_key(1, 0, prompt),
+            capacity=capacity,
+            sampling=sampling,
+            tree=tree,
+        )
     ):
         pass
     nodes = TokenTree(

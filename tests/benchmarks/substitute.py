@@ -38,8 +38,10 @@ from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.substitutes.quantize import BITS
 from dovetail.workers.models.substitutes.substitute import load_substitute, share, shared_cache
+from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.verifier import First, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
+from support.opening import opening
 from support.stacks import PROMPTS, complete_all, running, submit
 
 TARGET = DEMO_FOLDER / "target"
@@ -280,12 +282,20 @@ def decode(
     session = None
     if drafter is not None:
         session = drafter.open(
-            prompt, capacity=capacity, vocabulary_size=size, key=key, sampling=sampling, tree=tree
+            opening(
+                1,
+                prompt,
+                capacity=capacity,
+                vocabulary_size=size,
+                key=key,
+                sampling=sampling,
+                tree=tree,
+            )
         )
         if isinstance(session, SharedSession):
             session.number = number
     (first,) = verifier.open(
-        number, key=key, prompt=prompt, capacity=capacity, sampling=sampling, tree=tree
+        opening(number, prompt, key=key, capacity=capacity, sampling=sampling, tree=tree)
     )
     assert isinstance(first, First)
     reply, ends = [first.token], {*verifier._model.end}

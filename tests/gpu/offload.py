@@ -59,11 +59,13 @@ from dovetail.workers.models.substitutes.device_codes import (
     load_device_substitute,
 )
 from dovetail.workers.models.substitutes.quantize import GROUP, Codes
+from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape as Proposed
-from dovetail.workers.verifier import First, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 from gpu import chip
 from gpu.grown import SEVEN, SMALL, Shape, grow
 from gpu.report import Report
+from support.opening import opening
 from support.stacks import PROMPTS
 
 ROWS = (1, 16, 64, 289)
@@ -243,17 +245,13 @@ class Bench:
             drafter = Drafter(self.substitute, Spans())
         options = {
             "key": KEY,
-            "prompt": prompt,
             "capacity": len(prompt) + tokens + shape.most_nodes + 2,
             "sampling": sampling,
             "tree": shape,
         }
-        (first,) = (event for event in verifier.open(1, **options) if isinstance(event, First))  # type: ignore[arg-type]
-        session = (
-            None
-            if drafter is None
-            else drafter.open(**options, vocabulary_size=self.target.vocabulary_size)
-        )  # type: ignore[arg-type]
+        order = opening(1, prompt, **options, vocabulary_size=self.target.vocabulary_size)
+        (first,) = (event for event in verifier.open(order) if isinstance(event, First))
+        session = None if drafter is None else drafter.open(order)
         if isinstance(session, SharedSession):
             session.number = 1
         said, margins, accepted, rounds, draft_s, verify_s = (

@@ -31,6 +31,7 @@ from support.models import (
     reference_processed,
     tiny_llama,
 )
+from support.opening import opening
 
 KEY = bytes(range(16))
 PROMPT = [3, 1, 4, 1, 5]
@@ -69,13 +70,16 @@ def opened(
     tree: TreeSettings = TREE,
 ) -> DraftSession:
     return engine.open(
-        prompt,
-        capacity=capacity,
-        vocabulary_size=VOCABULARY,
-        key=KEY,
-        sampling=sampling,
-        tree=tree,
-        end=END,
+        opening(
+            1,
+            prompt,
+            capacity=capacity,
+            vocabulary_size=VOCABULARY,
+            key=KEY,
+            sampling=sampling,
+            tree=tree,
+            end=END,
+        )
     )
 
 
@@ -342,7 +346,9 @@ def test_where_the_cache_has_no_slots_left_the_tree_stops_growing(
 def test_ids_beyond_the_targets_vocabulary_are_never_proposed(llama: LanguageModel) -> None:
     engine = drafter(llama)
     session = engine.open(
-        PROMPT, capacity=CAPACITY, vocabulary_size=10, key=KEY, sampling=SAMPLED, tree=TREE
+        opening(
+            1, PROMPT, capacity=CAPACITY, vocabulary_size=10, key=KEY, sampling=SAMPLED, tree=TREE
+        )
     )
     assert max(engine.draft(session, (), 2, Shape(60, 3, 10)).tree.tokens) < 10
 

@@ -16,7 +16,8 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.verifier import First, Verdict, Verifier
+from dovetail.workers.sessions.results import First, Verdict
+from dovetail.workers.verifier import Verifier
 from support.models import (
     CONTEXT,
     FAMILIES,
@@ -26,6 +27,7 @@ from support.models import (
     reference_tokens,
     spoil,
 )
+from support.opening import opening
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11, 40, 2, 7, 7, 19]
 WAYS = {
@@ -123,7 +125,9 @@ def decode(
     verifier = Verifier(model, Spans())
     prompt, shape = tuple(TOKENS), TreeSettings(policy="dynamic", gamma=12, depth=6)
     (first,) = verifier.open(
-        1, key=KEY, prompt=prompt, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape
+        opening(
+            1, prompt, key=KEY, capacity=len(prompt) + count + 13, sampling=sampling, tree=shape
+        )
     )
     assert isinstance(first, First)
     log = [*prompt, first.token]

@@ -29,6 +29,7 @@ from dovetail.workers.speculation.growth import NO_ROW
 from dovetail.workers.speculation.proposal import Proposal, Shape
 from support.heads import write_head
 from support.models import VOCABULARY, cache_row, reference_law, reference_processed
+from support.opening import opening
 
 KEY = bytes(range(16))
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -126,13 +127,16 @@ class Story:
         self.log = list(PROMPT)
         self.features = self.some(len(PROMPT))
         self.session = self.engine.open(
-            PROMPT,
-            capacity=capacity,
-            vocabulary_size=VOCABULARY,
-            key=KEY,
-            sampling=sampling,
-            tree=tree,
-            end=END,
+            opening(
+                1,
+                PROMPT,
+                capacity=capacity,
+                vocabulary_size=VOCABULARY,
+                key=KEY,
+                sampling=sampling,
+                tree=tree,
+                end=END,
+            )
         )
 
     def some(self, count: int) -> Tensor:

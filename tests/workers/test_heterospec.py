@@ -28,6 +28,7 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.registry import open_policy
 from support.growing import Children, Path, Table, grow, path_of, proposal
 from support.heads import write_head
+from support.opening import opening
 
 Offered = list[tuple[Path, np.float32]]
 
@@ -337,7 +338,9 @@ def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int
         )
 
     session = engine.open(
-        log, capacity=60, vocabulary_size=48, key=bytes(16), sampling=Sampling(), tree=wanted
+        opening(
+            1, log, capacity=60, vocabulary_size=48, key=bytes(16), sampling=Sampling(), tree=wanted
+        )
     )
     plain = session.levels
 

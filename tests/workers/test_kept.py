@@ -45,13 +45,15 @@ from dovetail.workers.sessions.prefix_cache import (
     affordable_tokens,
     check_prefix,
 )
+from dovetail.workers.sessions.results import First, Part, Verdict
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Proposal, Shape
 from dovetail.workers.target import TargetWorker, open_target_worker
-from dovetail.workers.verifier import First, Part, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import CONTEXT, VOCABULARY, cache_row
+from support.opening import opening as order
 
 TREE = TreeSettings(policy="dynamic", gamma=12, depth=4, width=4)
 SHAPE = Shape(12, 4, 4)
@@ -139,17 +141,19 @@ def turn(
     """A session of a few rounds over random trees, which are the same for the same seed."""
     rng, key = random.Random(seed), session_key(seed, 0, prompt)
     *parts, first = verifier.open(
-        number,
-        key=key,
-        prompt=prompt,
-        capacity=capacity,
-        sampling=sampling,
-        tree=TREE,
-        end=END,
-        reads=READS,
-        base=base,
-        kept=kept,
-        logprobs=3,
+        order(
+            number,
+            prompt,
+            key=key,
+            capacity=capacity,
+            sampling=sampling,
+            tree=TREE,
+            end=END,
+            features=READS,
+            base=base,
+            kept=kept,
+            logprobs=3,
+        )
     )
     assert isinstance(first, First)
     assert all(isinstance(part, Part) for part in parts)
@@ -299,15 +303,18 @@ def open_draft(
 ) -> DraftSession:
     key = session_key(1, 0, prompt)
     return engine.open(
-        prompt,
-        capacity=capacity,
-        vocabulary_size=VOCABULARY,
-        key=key,
-        sampling=sampling,
-        tree=TREE,
-        end=END,
+        order(
+            1,
+            prompt,
+            capacity=capacity,
+            vocabulary_size=VOCABULARY,
+            key=key,
+            sampling=sampling,
+            tree=TREE,
+            end=END,
+            kept=kept,
+        ),
         base=base,
-        kept=kept,
     )
 
 
@@ -427,15 +434,18 @@ class Read:
             base.check(prompt, kept)
         key = session_key(1, 0, prompt)
         self.session: HeadSession = engine.open(
-            prompt,
-            capacity=capacity,
-            vocabulary_size=VOCABULARY,
-            key=key,
-            sampling=GREEDY,
-            tree=TREE,
-            end=END,
+            order(
+                1,
+                prompt,
+                capacity=capacity,
+                vocabulary_size=VOCABULARY,
+                key=key,
+                sampling=GREEDY,
+                tree=TREE,
+                end=END,
+                kept=kept,
+            ),
             base=base,
-            kept=kept,
         )
         assert self.session.fed == kept
         middle = (kept + len(prompt)) // 2

@@ -16,16 +16,19 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers import verifier as module
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.sessions import prefill as module
+from dovetail.workers.sessions.features import PREFILL_ROWS
+from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.rejection import Drawn
-from dovetail.workers.verifier import PREFILL_ROWS, First, Part, ScoredPart, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 from support.kernels import needs_kernels
 from support.models import VOCABULARY, reference_logprobs
+from support.opening import opening
 
 PROMPT = (0, 3, 17, 9, 30, 3, 8)
 TREE = TreeSettings(policy="static", gamma=12, depth=3, width=4)
@@ -67,15 +70,17 @@ def open_session(
 ) -> list[object]:
     return [
         *verifier.open(
-            number,
-            key=session_key(3, 0, prompt),
-            prompt=prompt,
-            capacity=90,
-            sampling=sampling,
-            tree=TREE,
-            end=(1,),
-            logprobs=top,
-            scored=scored,
+            opening(
+                number,
+                prompt,
+                key=session_key(3, 0, prompt),
+                capacity=90,
+                sampling=sampling,
+                tree=TREE,
+                end=(1,),
+                logprobs=top,
+                scored=scored,
+            )
         )
     ]
 
@@ -105,13 +110,16 @@ def decode(
         logs[number], said[number] = [*prompt, token], [logprobs]
         key = session_key(3, 0, prompt)
         sessions[number] = drafter.open(
-            prompt,
-            capacity=90,
-            vocabulary_size=VOCABULARY,
-            key=key,
-            sampling=sampling,
-            tree=TREE,
-            end=(1,),
+            opening(
+                1,
+                prompt,
+                capacity=90,
+                vocabulary_size=VOCABULARY,
+                key=key,
+                sampling=sampling,
+                tree=TREE,
+                end=(1,),
+            )
         )
     round_ = 0
     while any(len(found) < tokens for found in said.values()):
@@ -219,16 +227,18 @@ def test_a_prompt_that_is_scored_has_no_base(llama: LanguageModel) -> None:
     with pytest.raises(RequestError, match="to be scored, and session 1 to be its base"):
         list(
             verifier.open(
-                2,
-                key=bytes(16),
-                prompt=PROMPT,
-                capacity=60,
-                sampling=Sampling(),
-                tree=TREE,
-                base=1,
-                kept=3,
-                logprobs=0,
-                scored=True,
+                opening(
+                    2,
+                    PROMPT,
+                    key=bytes(16),
+                    capacity=60,
+                    sampling=Sampling(),
+                    tree=TREE,
+                    base=1,
+                    kept=3,
+                    logprobs=0,
+                    scored=True,
+                )
             )
         )
     assert (verifier.kept, len(verifier)) == (1, 0)
@@ -266,14 +276,16 @@ def test_no_byte_of_them_depends_on_trees_on_sessions_beside_them_or_on_whether_
 def test_features_and_scores_of_a_part_come_together(llama: LanguageModel) -> None:
     reads = Reads(width=64, dtype="float16", vocabulary_size=VOCABULARY)
     steps = Verifier(llama, Spans()).open(
-        1,
-        key=bytes(16),
-        prompt=PROMPT,
-        capacity=60,
-        sampling=Sampling(),
-        tree=TREE,
-        reads=reads,
-        logprobs=0,
-        scored=True,
+        opening(
+            1,
+            PROMPT,
+            key=bytes(16),
+            capacity=60,
+            sampling=Sampling(),
+            tree=TREE,
+            features=reads,
+            logprobs=0,
+            scored=True,
+        )
     )
     assert [type(step) for step in steps] == [Part, ScoredPart, First]

@@ -23,6 +23,7 @@ from dovetail.workers.drafters.ngram import (
     LookupSession,
 )
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
+from support.opening import opening
 
 SHAPE = Shape(15, 8, 4)
 LONGEST = len(ODDS) - 1
@@ -43,13 +44,16 @@ def opened(
         else TreeSettings(policy="dynamic", sharpening=sharpening)
     )
     return Lookup().open(
-        prompt,
-        capacity=capacity,
-        vocabulary_size=1000,
-        key=bytes(16),
-        sampling=sampling or Sampling(),
-        tree=tree,
-        end=end,
+        opening(
+            1,
+            prompt,
+            capacity=capacity,
+            vocabulary_size=1000,
+            key=bytes(16),
+            sampling=sampling or Sampling(),
+            tree=tree,
+            end=end,
+        )
     )
 
 

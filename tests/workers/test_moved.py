@@ -35,12 +35,15 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.draft import DraftWorker, open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.sessions.features import PREFILL_ROWS
+from dovetail.workers.sessions.results import First, Part, Verdict
 from dovetail.workers.sessions.wire import TYPES, to_array, to_tensor
 from dovetail.workers.target import TargetWorker, open_target_worker
-from dovetail.workers.verifier import PREFILL_ROWS, First, Part, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import CONTEXT, VOCABULARY, cache_row, tiny_llama
+from support.opening import opening as order
 
 TREE = TreeSettings(policy="dynamic", gamma=12, depth=4, width=4, sharpening=1.0)
 END = (1,)
@@ -110,18 +113,20 @@ class Life:
         replied = len(log) - len(self.prompt)
         self.round += bool(replied)
         *parts, first = verifier.open(
-            number,
-            key=session_key(self.seed, 0, self.prompt),
-            prompt=log,
-            capacity=self.capacity,
-            sampling=self.sampling,
-            tree=TREE,
-            end=END,
-            reads=READS,
-            logprobs=3,
-            round=self.round,
-            replied=replied,
-            features_from=len(log) - 1 if replied else 0,
+            order(
+                number,
+                log,
+                key=session_key(self.seed, 0, self.prompt),
+                capacity=self.capacity,
+                sampling=self.sampling,
+                tree=TREE,
+                end=END,
+                features=READS,
+                logprobs=3,
+                round=self.round,
+                replied=replied,
+                features_from=len(log) - 1 if replied else 0,
+            )
         )
         assert isinstance(first, First)
         assert first.logprobs is not None
@@ -245,14 +250,16 @@ def test_features_come_from_the_position_on_that_was_asked_for(tmp_path: Path, f
     told = {}
     for features_from in (0, first):
         *parts, _ = Verifier(model, Spans()).open(
-            1,
-            key=bytes(16),
-            prompt=prompt,
-            capacity=350,
-            sampling=Sampling(),
-            tree=TREE,
-            reads=READS,
-            features_from=features_from,
+            order(
+                1,
+                prompt,
+                key=bytes(16),
+                capacity=350,
+                sampling=Sampling(),
+                tree=TREE,
+                features=READS,
+                features_from=features_from,
+            )
         )
         assert all(isinstance(part, Part) for part in parts)
         told[features_from] = [
@@ -302,7 +309,7 @@ def test_features_that_are_computed_anew_are_those_that_were_sent(
 def test_a_session_that_nobody_read_is_read_from_then_on(llama: LanguageModel) -> None:
     verifier = Verifier(llama, Spans())
     *parts, first = verifier.open(
-        1, key=bytes(16), prompt=PROMPT, capacity=40, sampling=Sampling(), tree=TREE
+        order(1, PROMPT, key=bytes(16), capacity=40, sampling=Sampling(), tree=TREE)
     )
     assert isinstance(first, First)
     log = [*PROMPT, first.token]

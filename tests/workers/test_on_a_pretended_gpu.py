@@ -30,11 +30,13 @@ from dovetail.workers.models.substitutes.device_codes import load_device_substit
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import GROUP, Codes
 from dovetail.workers.models.substitutes.substitute import shared_cache
+from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.verifier import First, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
+from support.opening import opening
 
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
@@ -264,17 +266,20 @@ def test_a_substitute_shares_with_a_target_there_and_drafts_what_it_verifies(
     (first,) = (
         event
         for event in verifier.open(
-            1, key=key, prompt=TOKENS, capacity=32, sampling=sampling, tree=tree
+            opening(1, TOKENS, key=key, capacity=32, sampling=sampling, tree=tree)
         )
         if isinstance(event, First)
     )
     session = drafter.open(
-        TOKENS,
-        capacity=32,
-        vocabulary_size=target.vocabulary_size,
-        key=key,
-        sampling=sampling,
-        tree=tree,
+        opening(
+            1,
+            TOKENS,
+            capacity=32,
+            vocabulary_size=target.vocabulary_size,
+            key=key,
+            sampling=sampling,
+            tree=tree,
+        )
     )
     session.number = 1
     proposal = drafter.draft(session, (), first.token, Shape(8, 3, 3))

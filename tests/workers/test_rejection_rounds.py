@@ -19,11 +19,13 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.proposal import Proposal, Shape
 from dovetail.workers.speculation.rejection import Drawn
-from dovetail.workers.verifier import First, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 from support.models import VOCABULARY, reference_law, reference_logits, reference_processed
+from support.opening import opening
 
 PROMPT = [3, 1, 4, 1, 5]
 SHAPE = Shape(12, 3, 4)
@@ -64,16 +66,19 @@ def decode(
     """At least so many tokens of a reply, and how many of them had been drafted."""
     verifier, drafter = Verifier(target, Spans()), Drafter(draft, Spans())
     (first,) = verifier.open(
-        1, key=key, prompt=PROMPT, capacity=80, sampling=sampling, tree=TREE, end=END
+        opening(1, PROMPT, key=key, capacity=80, sampling=sampling, tree=TREE, end=END)
     )
     session = drafter.open(
-        PROMPT,
-        capacity=80,
-        vocabulary_size=VOCABULARY,
-        key=key,
-        sampling=sampling,
-        tree=TREE,
-        end=END,
+        opening(
+            1,
+            PROMPT,
+            capacity=80,
+            vocabulary_size=VOCABULARY,
+            key=key,
+            sampling=sampling,
+            tree=TREE,
+            end=END,
+        )
     )
     assert isinstance(first, First)
     reply, accepted, drafted, round_ = [first.token], (), 0, 0
@@ -125,13 +130,16 @@ def test_every_token_of_many_replies_has_the_law_of_the_target_given_those_befor
 def test_what_is_drawn_is_of_the_shape_whatever_the_scores(relative: LanguageModel) -> None:
     drafter = Drafter(relative, Spans())
     session = drafter.open(
-        PROMPT,
-        capacity=80,
-        vocabulary_size=VOCABULARY,
-        key=bytes(16),
-        sampling=SAMPLED,
-        tree=TREE,
-        end=END,
+        opening(
+            1,
+            PROMPT,
+            capacity=80,
+            vocabulary_size=VOCABULARY,
+            key=bytes(16),
+            sampling=SAMPLED,
+            tree=TREE,
+            end=END,
+        )
     )
     shapes = set()
     for bonus in (2, 3, 9):
@@ -151,13 +159,16 @@ def test_at_temperature_0_it_is_the_greedy_rule_and_nothing_is_drawn(
     greedy = Sampling(acceptance="rejection")
     drafter = Drafter(relative, Spans())
     session = drafter.open(
-        PROMPT,
-        capacity=80,
-        vocabulary_size=VOCABULARY,
-        key=bytes(16),
-        sampling=greedy,
-        tree=TREE,
-        end=END,
+        opening(
+            1,
+            PROMPT,
+            capacity=80,
+            vocabulary_size=VOCABULARY,
+            key=bytes(16),
+            sampling=greedy,
+            tree=TREE,
+            end=END,
+        )
     )
     assert drawn_of(drafter.draft(session, (), 2, SHAPE)) is None
     reply, drafted = decode(llama, relative, bytes(16), 20, greedy)
@@ -168,7 +179,7 @@ def test_at_temperature_0_it_is_the_greedy_rule_and_nothing_is_drawn(
 def test_a_tree_without_the_laws_that_it_was_drawn_from_is_refused(llama: LanguageModel) -> None:
     verifier = Verifier(llama, Spans())
     (first,) = verifier.open(
-        1, key=bytes(16), prompt=PROMPT, capacity=80, sampling=SAMPLED, tree=TREE
+        opening(1, PROMPT, key=bytes(16), capacity=80, sampling=SAMPLED, tree=TREE)
     )
     assert isinstance(first, First)
     item = VerifyItem(session=1, round=1, prefix=len(PROMPT) + 1, tokens=(5,), parents=(-1,))

@@ -16,10 +16,12 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.growth import NO_ROW
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.verifier import First, Verdict, Verifier
+from dovetail.workers.verifier import Verifier
 from support.models import VOCABULARY, cache_row
+from support.opening import opening
 
 PROMPT = (0, 3, 17, 9, 30)
 KEY = session_key(7, 0, PROMPT)
@@ -48,19 +50,22 @@ class Pair:
 
     def open_target(self, prompt: Sequence[int]) -> int:
         (first,) = self.verifier.open(
-            1, key=KEY, prompt=prompt, capacity=CAPACITY, sampling=self.sampling, tree=TREE
+            opening(1, prompt, key=KEY, capacity=CAPACITY, sampling=self.sampling, tree=TREE)
         )
         assert isinstance(first, First)
         return first.token
 
     def open_draft(self, prompt: Sequence[int]) -> SharedSession:
         session = self.engine.open(
-            prompt,
-            capacity=CAPACITY,
-            vocabulary_size=VOCABULARY,
-            key=KEY,
-            sampling=self.sampling,
-            tree=TREE,
+            opening(
+                1,
+                prompt,
+                capacity=CAPACITY,
+                vocabulary_size=VOCABULARY,
+                key=KEY,
+                sampling=self.sampling,
+                tree=TREE,
+            )
         )
         session.number = 1
         return session

@@ -35,6 +35,7 @@ from dovetail.workers.speculation.sharpness import (
     peak,
 )
 from support.models import VOCABULARY
+from support.opening import opening
 
 SIZE, WIDTH = 40, 6
 UNKNOWN = Scale(1.0, 1.0)
@@ -360,7 +361,15 @@ SAMPLINGS = [
 def opened(engine: Drafter, sampling: Sampling, **tree: object) -> DraftSession:
     settings = TreeSettings(policy="dynamic", gamma=12, depth=5, width=4).model_copy(update=tree)
     return engine.open(
-        PROMPT, capacity=90, vocabulary_size=VOCABULARY, key=KEY, sampling=sampling, tree=settings
+        opening(
+            1,
+            PROMPT,
+            capacity=90,
+            vocabulary_size=VOCABULARY,
+            key=KEY,
+            sampling=sampling,
+            tree=settings,
+        )
     )
 
 

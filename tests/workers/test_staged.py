@@ -23,9 +23,11 @@ from dovetail.workers.models.backends.staged import StagedCache, Staging, TorchE
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.models.segment import PROMPT_ROWS, Paths, Segment
 from dovetail.workers.models.states import LAST
-from dovetail.workers.verifier import First, Verdict, Verifier
+from dovetail.workers.sessions.results import First, Verdict
+from dovetail.workers.verifier import Verifier
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
+from support.opening import opening
 
 pytestmark = needs_kernels
 
@@ -309,14 +311,16 @@ def test_a_session_that_is_begun_anew_has_the_same_prompt_read_by_the_reader(
     def opened(log: Sequence[int], replied: int) -> tuple[Verifier, First]:
         verifier = Verifier(load(folders["fp32"], "fp32", places, reader=True), Spans())
         (first,) = verifier.open(
-            1,
-            key=key,
-            prompt=log,
-            capacity=90,
-            sampling=GREEDY,
-            tree=TREE,
-            round=replied,
-            replied=replied,
+            opening(
+                1,
+                log,
+                key=key,
+                capacity=90,
+                sampling=GREEDY,
+                tree=TREE,
+                round=replied,
+                replied=replied,
+            )
         )
         assert isinstance(first, First)
         return verifier, first
@@ -359,7 +363,7 @@ def test_a_short_prompt_a_scored_one_and_one_with_a_base_are_read_locally(
 
     def read_apart(number: int, log: Sequence[int], **more: object) -> bool:
         *_, first = verifier.open(
-            number, key=key, prompt=log, capacity=90, sampling=GREEDY, tree=TREE, **more
+            opening(number, log, key=key, capacity=90, sampling=GREEDY, tree=TREE, **more)
         )  # type: ignore[arg-type]
         assert isinstance(first, First)
         return first.apart

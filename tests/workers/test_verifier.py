@@ -20,7 +20,9 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.sessions import room
-from dovetail.workers.verifier import PREFILL_ROWS, First, Verdict, Verifier, tree_paths
+from dovetail.workers.sessions.features import PREFILL_ROWS
+from dovetail.workers.sessions.results import First, Verdict
+from dovetail.workers.verifier import Verifier, tree_paths
 from support.models import (
     CONTEXT,
     VOCABULARY,
@@ -30,6 +32,7 @@ from support.models import (
     spoil,
     tiny_llama,
 )
+from support.opening import opening
 
 GREEDY = Sampling()
 WARM = Sampling(temperature=1.0)
@@ -79,13 +82,15 @@ def open_session(
     capacity: int = 60,
 ) -> list[int]:
     (first,) = verifier.open(
-        number,
-        key=session_key(7, 0, prompt),
-        prompt=prompt,
-        capacity=capacity,
-        sampling=sampling,
-        tree=TREE,
-        end=END,
+        opening(
+            number,
+            prompt,
+            key=session_key(7, 0, prompt),
+            capacity=capacity,
+            sampling=sampling,
+            tree=TREE,
+            end=END,
+        )
     )
     assert isinstance(first, First)
     assert first.margin >= 0.0
@@ -381,7 +386,7 @@ def test_over_many_keys_the_first_two_tokens_have_the_law_of_the_target(tmp_path
     for sample in range(samples):
         key = session_key(11, sample, prompt)
         (first,) = verifier.open(
-            1, key=key, prompt=prompt, capacity=10, sampling=sampling, tree=TREE
+            opening(1, prompt, key=key, capacity=10, sampling=sampling, tree=TREE)
         )
         assert isinstance(first, First)
         tree = TokenTree((sample % 5, (sample + 2) % 5), (-1, -1)) if sample % 2 else TokenTree()

@@ -44,8 +44,7 @@ from torch import Tensor
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError, StaleError
-from dovetail.protocol.messages import Reads
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head_levels import Capture, Levels, adapts_shapes, open_levels
@@ -225,66 +224,41 @@ class HeadDrafter(Grower[HeadSession]):
                 "the target that this head is for",
             )
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        *,
-        capacity: int,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int] = (),
-        replied: int = 0,
-        base: HeadLeft | None = None,
-        kept: int = 0,
-    ) -> HeadSession:
-        """A session whose prompt is read with its features; no id at or beyond `vocabulary_size`,
-        the target's, will be proposed.
-
-        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`:
-        what is left of a session that began with the first `kept` tokens, whose features need not
-        come again; it is used up.
-        """
+    def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
+        """Return a session whose prompt is read with its features. `base`: what is left of a
+        session that began with the first `kept` tokens, whose features need not come again; it is
+        used up."""
+        tree, spec, kept = order.tree, self.head.spec, order.kept
         ranking = Ranking.begin(
-            prompt,
-            vocabulary_size=min(vocabulary_size, self.reads.vocabulary_size),
-            key=key,
-            sampling=sampling,
-            sharpening=tree.sharpening,
+            order,
+            most_tokens=self.reads.vocabulary_size,
             sharpness=self.sharpness,
-            end=end,
-            replied=replied,
             device=self.head.device,
         )
-        window, rows = (
-            max(1, min(capacity, self.head.spec.context - tree.most_levels)),
-            self._tree_rows(sampling, tree),
-        )
-        states = torch.empty(1 + rows, self.head.spec.hidden, device=self.head.device)
+        window = max(1, min(order.capacity, spec.context - tree.most_levels))
+        rows = self._tree_rows(order.sampling, tree)
         waiting: list[Tensor] = []
         if base is not None:
             waiting = [base.waiting[: kept - base.rows].clone()] if kept > base.rows else []
             base.cache.truncate(min(kept, base.rows) - base.dropped)
-        least_rows = 1 if adapts_shapes(tree) else tree.width
         cache, levels = open_levels(
             self.head,
             window + rows,
             self._capture,
-            least_rows=least_rows,
+            least_rows=1 if adapts_shapes(tree) else tree.width,
             cache=None if base is None else base.cache,
         )
         return HeadSession(
-            log=list(prompt),
+            log=list(order.prompt),
             ranking=ranking,
             policy=open_policy(tree),
             depth=tree.most_levels,
-            capacity=capacity,
+            capacity=order.capacity,
             rows_ahead=rows,
             cache=cache,
             levels=levels,
             window=window,
-            states=states,
+            states=torch.empty(1 + rows, spec.hidden, device=self.head.device),
             waiting=waiting,
             dropped=0 if base is None else base.dropped,
         )

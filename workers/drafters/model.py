@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.messages import Open
 from dovetail.protocol.spans import Spans
 from dovetail.workers.drafters.tree import CHUNK, Grower, GrowingSession, Ranking
 from dovetail.workers.models.language_model import LanguageModel
@@ -100,47 +100,19 @@ class Drafter(Grower[DraftSession]):
                 f"{self.model.vocabulary_size}; choose a draft of the same family",
             )
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        *,
-        capacity: int,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int] = (),
-        replied: int = 0,
-        base: DraftLeft | None = None,
-        kept: int = 0,
-    ) -> DraftSession:
-        """A session with the prompt read, where the draft's context holds it; no id at or beyond
-        `vocabulary_size`, the target's, will be proposed.
-
-        `end`: ids that end the reply, which the last `replied` tokens of the prompt are of. `base`:
-        what is left of a session that began with the first `kept` tokens; it is used up.
-        """
-        room = min(capacity, self.model.context)
-        ranking = Ranking.begin(
-            prompt,
-            vocabulary_size=min(vocabulary_size, self.model.vocabulary_size),
-            key=key,
-            sampling=sampling,
-            sharpening=tree.sharpening,
-            sharpness=self.sharpness,
-            end=end,
-            replied=replied,
-            device=self.model.device,
-        )
-        rows = self._tree_rows(sampling, tree)
+    def open(self, order: Open, base: DraftLeft | None = None) -> DraftSession:
+        """Return a session with the prompt read, where the draft's context holds it. `base`: what
+        is left of a session that began with the first `kept` tokens; it is used up."""
+        room = min(order.capacity, self.model.context)
+        rows = self._tree_rows(order.sampling, order.tree)
         session = DraftSession(
-            log=list(prompt),
-            ranking=ranking,
-            policy=open_policy(tree),
-            depth=tree.most_levels,
-            capacity=capacity,
-            cache=self._open_cache(room + rows, base, kept)
-            if len(prompt) <= room
+            log=list(order.prompt),
+            ranking=self._ranking(order),
+            policy=open_policy(order.tree),
+            depth=order.tree.most_levels,
+            capacity=order.capacity,
+            cache=self._open_cache(room + rows, base, order.kept)
+            if len(order.prompt) <= room
             else self.model.new_cache(0),
             rows_ahead=rows,
             room=room,
@@ -149,6 +121,14 @@ class Drafter(Grower[DraftSession]):
             with self._spans.measure("prefill"):
                 self._read_missing(session)
         return session
+
+    def _ranking(self, order: Open) -> Ranking:
+        return Ranking.begin(
+            order,
+            most_tokens=self.model.vocabulary_size,
+            sharpness=self.sharpness,
+            device=self.model.device,
+        )
 
     def keep(self, session: DraftSession) -> DraftLeft:
         """What is left of a session that has ended, whose tree is free."""

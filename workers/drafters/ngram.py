@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.settings import Sampling, TreeSettings, misfit
+from dovetail.protocol.messages import Open
+from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
@@ -126,36 +127,23 @@ class Lookup:
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Passes whatever a session consists of: there is no vocabulary here."""
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        *,
-        capacity: int,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int] = (),
-        replied: int = 0,
-    ) -> LookupSession:
-        """A session with the prompt indexed, whose last `replied` tokens are the reply's; no use
-        for `key`.
+    def open(self, order: Open) -> LookupSession:
+        """Return a session with the prompt indexed; there is no use for the key.
 
         `RequestError` if it has a token at or beyond `vocabulary_size`, which could be proposed.
         """
-        if (text := misfit(sampling, tree, "ngram")) is not None:
+        if (text := misfit(order.sampling, order.tree, "ngram")) is not None:
             raise RequestError("settings", text)
-        if (largest := max(prompt)) >= vocabulary_size:
+        if (largest := max(order.prompt)) >= order.vocabulary_size:
             raise RequestError(
                 "vocabulary",
                 f"the prompt has token {largest}, beyond the target's vocabulary of "
-                f"{vocabulary_size}",
+                f"{order.vocabulary_size}",
             )
-        log = list(prompt)
-        sharpening = SHARPENING if tree.sharpening == "auto" else tree.sharpening
-        return LookupSession(
-            log, Index(log), History(sampling, log, end, replied), sharpening, capacity
-        )
+        log = list(order.prompt)
+        sharpening = SHARPENING if order.tree.sharpening == "auto" else order.tree.sharpening
+        history = History(order.sampling, log, order.end, order.replied)
+        return LookupSession(log, Index(log), history, sharpening, order.capacity)
 
     def draft(
         self,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
-from dovetail.workers.drafters.tree import Ranking
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
@@ -78,42 +78,18 @@ class SharedDrafter(Drafter):
         tree's."""
         return 1 + self._tree_rows(sampling, tree)
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        *,
-        capacity: int,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        tree: TreeSettings,
-        end: Sequence[int] = (),
-        replied: int = 0,
-        base: DraftLeft | None = None,
-        kept: int = 0,
-    ) -> SharedSession:
-        """A session; the target reads the prompt, at the same time or later."""
-        ranking = Ranking.begin(
-            prompt,
-            vocabulary_size=min(vocabulary_size, self.model.vocabulary_size),
-            key=key,
-            sampling=sampling,
-            sharpening=tree.sharpening,
-            sharpness=self.sharpness,
-            end=end,
-            replied=replied,
-            device=self.model.device,
-        )
-        rows = self._tree_rows(sampling, tree)
+    def open(self, order: Open, base: DraftLeft | None = None) -> SharedSession:
+        """Return a session; the target reads the prompt, at the same time or later."""
+        rows = self._tree_rows(order.sampling, order.tree)
         return SharedSession(
-            log=list(prompt),
-            ranking=ranking,
-            policy=open_policy(tree),
-            depth=tree.most_levels,
-            capacity=capacity,
+            log=list(order.prompt),
+            ranking=self._ranking(order),
+            policy=open_policy(order.tree),
+            depth=order.tree.most_levels,
+            capacity=order.capacity,
             cache=self.model.new_cache(0),
             rows_ahead=rows,
-            room=min(capacity, self.model.context),
+            room=min(order.capacity, self.model.context),
             own=1 + rows,
         )
 

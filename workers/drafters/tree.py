@@ -15,13 +15,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.protocol.messages import MAX_PASSES
+from dovetail.protocol.messages import MAX_PASSES, Open
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
@@ -106,31 +106,25 @@ class Ranking:
 
     @classmethod
     def begin(
-        cls,
-        prompt: Sequence[int],
-        *,
-        vocabulary_size: int,
-        key: bytes,
-        sampling: Sampling,
-        sharpening: float | Literal["auto"],
-        sharpness: Sharpness,
-        end: Sequence[int],
-        replied: int,
-        device: torch.device,
+        cls, order: Open, *, most_tokens: int, sharpness: Sharpness, device: torch.device
     ) -> "Ranking":
-        """That of a session that begins with `prompt`, the last `replied` tokens of which are the
-        reply's; `end`: ids that end it. No id at or beyond `vocabulary_size` has a rank.
+        """Return the ranking of a new session. No id at or beyond the target's vocabulary or
+        `most_tokens`, the draft's, has a rank.
 
         A `sharpening` of "auto" is that of `sharpness`, which learns from the session unless its
         children are drawn.
         """
+        key, sampling, sharpening = order.key, order.sampling, order.tree.sharpening
+        vocabulary_size = min(order.vocabulary_size, most_tokens)
         noise = (
             NoiseCache(key, vocabulary_size, device)
             if sampling.temperature > 0 and not sampling.rejects
             else None
         )
         back = (
-            LookingBack(sampling, prompt, end, vocabulary_size, device, replied=replied)
+            LookingBack(
+                sampling, order.prompt, order.end, vocabulary_size, device, replied=order.replied
+            )
             if sampling.looks_back
             else None
         )

@@ -1,0 +1,85 @@
+"""The checks of a request for a new session: what a target can hold and compute."""
+
+from collections.abc import Iterable
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Open, Reads
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.sessions.room import check_rows, host_row_bytes
+from dovetail.workers.sessions.session import TargetSession
+
+MAX_SESSIONS = 64
+
+
+class Admission:
+    """Says by `RequestError` what a model cannot do."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._row_bytes = host_row_bytes(model)
+
+    def check(self, order: Open, opened: int) -> None:
+        """Check a request for a session beside so many that are open."""
+        self._check_room(order, opened)
+        self._check_biases(order)
+        self.check_reads(order.features)
+        if order.scored and order.base is not None:
+            raise RequestError(
+                "protocol",
+                f"the prompt is to be scored, and session {order.base} to be its base: rows that "
+                "are taken over have no logits",
+            )
+
+    def check_memory(self, rows: int, sessions: Iterable[TargetSession]) -> None:
+        """Check that the host's memory holds a cache of so many rows beside what open sessions may
+        still take; a GPU says so itself."""
+        promised = sum(max(0, session.own - session.cache.length) for session in sessions)
+        check_rows(rows, promised, self._row_bytes)
+
+    def check_reads(self, reads: Reads | None) -> None:
+        """Check that the features which a draft reads are those of this model."""
+        own = (self._model.hidden_size, self._model.vocabulary_size, self._model.layers)
+        if reads is not None and (
+            (reads.width, reads.vocabulary_size) != own[:2] or max(reads.taps, default=0) >= own[2]
+        ):
+            text = (
+                f"width {reads.width}, vocabulary {reads.vocabulary_size} and layers "
+                f"{reads.taps}, where this model has width {own[0]}, vocabulary {own[1]}"
+            )
+            raise RequestError(
+                "settings",
+                f"features of {text} and {own[2]} layers were asked for: use a draft that was "
+                "made for this target",
+            )
+
+    def _check_room(self, order: Open, opened: int) -> None:
+        prompt, capacity = order.prompt, order.capacity
+        context, size = self._model.context, self._model.vocabulary_size
+        if len(prompt) >= context:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {len(prompt)} tokens; the model's context of {context} has "
+                f"room for at most {context - 1}",
+            )
+        if not len(prompt) < capacity <= context:
+            raise RequestError(
+                "capacity",
+                f"a capacity of {capacity} tokens does not lie between the prompt's "
+                f"{len(prompt)} and the context's {context}",
+            )
+        if opened >= MAX_SESSIONS:
+            raise RequestError(
+                "capacity",
+                f"{MAX_SESSIONS} sessions are open, the most that this worker holds; close one",
+            )
+        if max(prompt) >= size:
+            raise RequestError(
+                "vocabulary", f"the prompt has token {max(prompt)}, beyond the vocabulary of {size}"
+            )
+
+    def _check_biases(self, order: Open) -> None:
+        size = self._model.vocabulary_size
+        if (largest := max((token for token, _ in order.sampling.logit_bias), default=0)) >= size:
+            raise RequestError(
+                "vocabulary", f"logit_bias names token {largest}, beyond the vocabulary of {size}"
+            )

@@ -1,0 +1,70 @@
+"""The state of a session of the target, and what is kept of one that has ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dovetail.protocol.messages import Reads, TokenLogprobs
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.workers.models.segment import Cache
+from dovetail.workers.sessions.features import places_of
+from dovetail.workers.sessions.prefix_cache import check_prefix
+from dovetail.workers.speculation.logprobs import token_logprobs
+from dovetail.workers.speculation.noise import NoiseCache
+from dovetail.workers.speculation.sampling import LookingBack
+
+
+@dataclass
+class TargetSession:
+    """One sequence that the target verifies."""
+
+    log: list[int]
+    """The prompt and every committed token; the last one is the root and has no row in the
+    cache."""
+    cache: Cache
+    capacity: int
+    sampling: Sampling
+    tree: TreeSettings
+    key: bytes
+    noise: NoiseCache | None
+    """None: greedy, or nothing is coupled."""
+    looking_back: LookingBack | None
+    """None: no processor looks back."""
+    reads: Reads | None
+    """The features of this target that the session's draft reads."""
+    logprobs: int | None
+    """How many alternatives the log-probabilities of each token come with; None: without any."""
+    round: int = 0
+    own: int = 0
+    """Slots of the cache that verification writes to; those behind them are somebody else's."""
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The layers whose states the draft reads."""
+        return places_of(self.reads)
+
+    def scores(
+        self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities of the `tokens` that follow some rows of logits [M, V], if
+        they were asked for."""
+        return () if self.logprobs is None else token_logprobs(logits[rows], tokens, self.logprobs)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append what has been committed."""
+        self.log += tokens
+        if self.looking_back is not None:
+            self.looking_back.extend(tokens)
+
+
+@dataclass(frozen=True)
+class KeptSession:
+    """The log and the rows of a session that has ended."""
+
+    log: list[int]
+    cache: Cache
+    """The rows of all tokens of the log but the last."""
+
+    def check(self, prompt: Sequence[int], kept: int) -> None:
+        check_prefix(self.log, prompt, kept, there=self.cache.length)
