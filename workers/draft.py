@@ -12,14 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.errors import RequestError, SettingsError, StaleError
+from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_SPANS,
-    MAX_TOKENS,
     Close,
     Closed,
     Command,
@@ -32,100 +30,18 @@ from dovetail.protocol.messages import (
     Limits,
     Open,
     Opened,
-    Reads,
     VocabularyFacts,
 )
 from dovetail.protocol.profile import ContextCurve
-from dovetail.protocol.settings import SUBSTITUTE_WEIGHTS, DraftSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.drafters.ngram import Lookup
-from dovetail.workers.sessions.prefix_cache import KeptSessions, Left, affordable_tokens
+from dovetail.workers.drafters.engine import Engine, Keeper, Reader, SessionT
+from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 
 MAX_OPEN = 64
 """Sessions held at a time, each with a cache of its own."""
-
-
-class EngineSession(Protocol):
-    """One sequence of an engine."""
-
-    log: list[int]
-    """The prompt and every committed token."""
-
-    @property
-    def readable(self) -> bool:
-        """Whether the engine can read the whole log; else it proposes nothing."""
-
-
-SessionT = TypeVar("SessionT", bound=EngineSession)
-ReadT = TypeVar("ReadT", bound=EngineSession, contravariant=True)
-
-
-class Engine(Protocol[SessionT]):
-    """What proposes: `Drafter`, `HeadDrafter` or `Lookup`. Sessions are opened, drafted for, and
-    dropped."""
-
-    def check_tokens(self, tokens: Sequence[int], /) -> None:
-        """`RequestError` if one of `tokens` cannot be read."""
-
-    def open(self, order: Open, /) -> SessionT:
-        """Return a session with the prompt read."""
-
-    def draft(
-        self,
-        session: SessionT,
-        accepted: Sequence[int],
-        bonus: int,
-        shape: Shape,
-        deadline_ns: int | None,
-        /,
-        *,
-        more: Sequence[int],
-        price: Price,
-        ahead: bool,
-    ) -> Proposal:
-        """Move the root below the `accepted` nodes of the last proposal over `bonus` and `more`,
-        and propose. `ahead`: let `grow_ahead` go on from there."""
-
-    def prepare(self, session: SessionT, /) -> bool:
-        """Do a bit of work that the next proposals need whatever comes; False: there is none."""
-
-    def learn(self) -> bool:
-        """Learn a bit from the verdicts; False: there is nothing to learn from."""
-
-    def grow_ahead(self, session: SessionT, /) -> bool:
-        """Grow the tree of the last proposal by one pass; False: it is not to grow, or nothing is
-        worth a pass any more."""
-
-
-class Reader(Protocol[ReadT]):
-    """What an engine that reads features of its target does beside `Engine`."""
-
-    reads: Reads
-
-    def feed(self, session: ReadT, start: int, features: Array, /) -> None:
-        """Read the features of the prompt's positions from `start` on; `StaleError` if that was
-        done, `RequestError` if they do not follow what was."""
-
-    def check_features(self, session: ReadT, committed: int, features: Array | None, /) -> None:
-        """`RequestError` unless with `features` those of the log and of the next `committed`
-        tokens, all but the new root, are there."""
-
-    def take_features(self, session: ReadT, features: Array, /) -> None:
-        """Those that came with a verdict; what is drafted next goes on from them."""
-
-
-class Keeper(Protocol[SessionT]):
-    """What an engine that can keep the rows of a session does beside `Engine`."""
-
-    def keep(self, session: SessionT, /) -> Left:
-        """What is left of a session that has ended; it is used up."""
-
-    def open(self, order: Open, /, base: Any) -> SessionT:
-        """Return a session as `Engine.open`, from the first `kept` tokens of what is left of
-        another one, which is used up."""
 
 
 @dataclass(frozen=True)
@@ -422,202 +338,3 @@ class DraftWorker(Generic[SessionT]):
             spans=self._spans.take(MAX_SPANS),
             beside=self._spans.take_beside(MAX_SPANS),
         )
-
-
-def open_draft_worker(
-    settings: DraftSettings,
-    *,
-    name: str,
-    threads: int,
-    target: str,
-    inflate: str = "",
-    profile: Path | None = None,
-    cache: Path | None = None,
-    tell: Callable[[int, int], None] = lambda _done, _all: None,
-) -> DraftWorker[Any]:
-    """The draft worker of `settings`: a lookup, or the model in the folder or hub id
-    `settings.model`: a smaller one, or a head of the model `target`, or that model itself in a few
-    bits, inflated as it is.
-
-    `profile`: the file that remembers what was measured on this machine; `cache`: the folder that
-    keeps what was quantised; `tell` hears how far that has got.
-    """
-    if settings.kind == "none":
-        raise SettingsError(
-            "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
-            "or 'ngram'"
-        )
-    if settings.kind == "ngram":
-        return DraftWorker(Lookup(), Identity(name, "ngram", "cpu", 1, MAX_TOKENS), Spans())
-    if settings.kind == "substitute":
-        return _open_substitute(settings, name, threads, target, inflate, profile, cache, tell)
-    if settings.weights in ("int3", "int2"):
-        raise SettingsError(
-            f"draft.weights = {settings.weights!r} is for a draft of kind 'substitute': set "
-            "draft.kind to it, or use int4, int8, fp16 or bf16"
-        )
-    if not settings.model:
-        raise SettingsError(
-            "draft.model is empty: name the folder or the hub id of a smaller model of the "
-            "target's family or of a head for it, or choose draft.kind 'ngram'"
-        )
-    from dovetail.workers.heads.head import classify  # torch comes in here
-    from dovetail.workers.heads.registry import setting_of
-
-    kind = classify(settings.model, allow_bin=settings.pickled)
-    if settings.kind not in ("auto", told := "small" if kind is None else setting_of(kind)):
-        raise SettingsError(
-            f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: "
-            "leave draft.kind out, or name another folder"
-        )
-    return (
-        _open_small(settings, name, threads, profile)
-        if kind is None
-        else _open_head(settings, name, threads, target, profile)
-    )
-
-
-def _in_words(kind: str) -> str:
-    return (
-        "an ordinary language model (kind 'small')"
-        if kind == "small"
-        else f"a head of kind {kind!r}"
-    )
-
-
-def _open_substitute(
-    settings: DraftSettings,
-    name: str,
-    threads: int,
-    target: str,
-    inflate: str,
-    profile: Path | None,
-    cache: Path | None,
-    tell: Callable[[int, int], None],
-) -> DraftWorker[Any]:
-    from dovetail.workers.calibration.levels import known_levels
-    from dovetail.workers.devices import open_device
-    from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
-    from dovetail.workers.models.checkpoints.inflate import inflation_bytes
-    from dovetail.workers.models.substitutes.substitute import load_substitute
-
-    if settings.model:
-        raise SettingsError(
-            "draft.kind = 'substitute' is made of the target, and draft.model names "
-            f"{settings.model!r}: leave one of the two out"
-        )
-    if settings.weights not in SUBSTITUTE_WEIGHTS:
-        raise SettingsError(
-            f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use "
-            "int8, int4, int3 or int2"
-        )
-    device = open_device(settings.device, threads)
-    if why_not := device.against_int4():
-        raise SettingsError(
-            f"draft.kind = 'substitute' is not possible on {device.name}: {why_not}; set "
-            "draft.device to 'cpu', or choose another draft.kind"
-        )
-    weights = "int4" if settings.weights == "auto" else settings.weights
-    model, made = load_substitute(
-        target,
-        weights=weights,
-        device=device.name,
-        inflate_bytes=inflation_bytes(inflate),
-        folder=cache,
-        tell=tell,
-    )
-    if said := made.report(name):
-        print(said, file=sys.stderr)
-    checkpoint, spans = model.checkpoint, Spans()
-    curves = known_levels(profile, model, device.library)
-    kept_tokens = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)
-    called = f"{checkpoint.source} ({weights} substitute)"
-    identity = Identity(
-        name,
-        called,
-        device.name,
-        threads,
-        model.context,
-        checkpoint.vocabulary,
-        checkpoint.tokenizer,
-        curves,
-        kept_tokens,
-    )
-    engine = Drafter(
-        model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
-    )
-    return DraftWorker(engine, identity, spans, keeper=engine)
-
-
-def _open_small(
-    settings: DraftSettings, name: str, threads: int, profile: Path | None
-) -> DraftWorker[Any]:
-    from dovetail.workers.calibration.levels import known_levels
-    from dovetail.workers.devices import open_device
-    from dovetail.workers.drafters.model import Drafter
-    from dovetail.workers.models.language_model import load_language_model
-
-    if settings.weights == "int4":
-        raise SettingsError(
-            f"draft.weights = 'int4' is for heads, and {settings.model} is an ordinary "
-            "language model: use int8, fp16, bf16 or fp32"
-        )
-    device = open_device(settings.device, threads)
-    weights = device.draft_weights if settings.weights == "auto" else settings.weights
-    model = load_language_model(settings.model, weights=weights, device=device.name)
-    checkpoint, spans = model.checkpoint, Spans()
-    curves = known_levels(profile, model, device.library)
-    kept_tokens = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)
-    identity = Identity(
-        name,
-        checkpoint.source,
-        device.name,
-        threads,
-        model.context,
-        checkpoint.vocabulary,
-        checkpoint.tokenizer,
-        curves,
-        kept_tokens,
-    )
-    engine = Drafter(model, spans, ahead=settings.ahead is not False)
-    return DraftWorker(engine, identity, spans, keeper=engine)
-
-
-def _open_head(
-    settings: DraftSettings, name: str, threads: int, target: str, profile: Path | None
-) -> DraftWorker[Any]:
-    from dovetail.workers.calibration.levels import known_levels
-    from dovetail.workers.devices import open_device
-    from dovetail.workers.drafters.head import HeadDrafter
-    from dovetail.workers.heads.head import open_head
-
-    device = open_device(settings.device, threads)
-    head = open_head(
-        settings.model,
-        target=target,
-        weights=settings.weights,
-        device=device.name,
-        allow_bin=settings.pickled,
-    )
-    if settings.contrast is True and not head.spec.contrast:
-        raise SettingsError(
-            f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no "
-            "contrast output: leave draft.contrast out"
-        )
-    spans = Spans()
-    contrast = head.spec.contrast and settings.contrast is not False
-    engine = HeadDrafter(
-        head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
-    )
-    curves = known_levels(profile, head, device.library)
-    kept_tokens = affordable_tokens(device.free_bytes(), head.new_cache(0).row_bytes)
-    identity = Identity(
-        name,
-        settings.model,
-        device.name,
-        threads,
-        MAX_TOKENS,
-        curves=curves,
-        kept_tokens=kept_tokens,
-    )
-    return DraftWorker(engine, identity, spans, reader=engine, keeper=engine)

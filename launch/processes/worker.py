@@ -299,7 +299,7 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
             "target alone"
         )
     draft = with_draft(draft)
-    from dovetail.workers.draft import open_draft_worker
+    from dovetail.workers.drafters.registry import open_draft_worker
 
     def opened(name: str, threads: int) -> "Worker":
         with counting_bar(QUANTISED) as tell:

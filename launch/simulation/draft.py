@@ -17,7 +17,9 @@ from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
 from dovetail.protocol.messages import Open
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.tree import Grower, GrowingSession, Ranking
+from dovetail.workers.drafters.ranking import Ranking
+from dovetail.workers.drafters.session import GrowingSession
+from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes
 from dovetail.workers.speculation.proposal import Shape

@@ -127,7 +127,7 @@ def record(
     prompts = read_prompts(file or DEMO_FOLDER / "prompts.jsonl")[:limit]
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     from dovetail.launch.simulation.survey import Order, Recorder, processors
-    from dovetail.workers.draft import open_draft_worker
+    from dovetail.workers.drafters.registry import open_draft_worker
     from dovetail.workers.target import open_target_worker
 
     with spinner() as say:

@@ -28,7 +28,8 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.draft import DraftWorker, open_draft_worker
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.target import TargetWorker, open_target_worker
 
 SpanField = tuple[str, int, int]

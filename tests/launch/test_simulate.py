@@ -39,7 +39,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
-from dovetail.workers.draft import DraftWorker, open_draft_worker
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.target import TargetWorker, open_target_worker
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.draft import open_draft_worker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.language_model import load_language_model
 from support.models import FAMILIES
 from support.sentences import check_sentence

@@ -13,7 +13,7 @@ from dovetail.workers.calibration.draft import LEVELS, _Guesses, calibrate_draft
 from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.target import Passes
 from dovetail.workers.devices import open_device
-from dovetail.workers.draft import open_draft_worker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Predicted, open_head
 from dovetail.workers.models.language_model import load_language_model
 from support.heads import VARIANTS, write_head

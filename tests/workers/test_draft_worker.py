@@ -26,8 +26,9 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, Spans
-from dovetail.workers.draft import MAX_OPEN, DraftWorker, Identity, open_draft_worker
+from dovetail.workers.draft import MAX_OPEN, DraftWorker, Identity
 from dovetail.workers.drafters.model import Drafter, DraftSession
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.memory import is_out_of_memory
 from dovetail.workers.sessions.wire import to_array

@@ -541,7 +541,7 @@ def test_no_pass_ahead_begins_that_would_keep_the_next_order_waiting_unless_it_i
     now[0] = 100
     engine.draft(session, (), 3, SHAPE, ahead=True)
     for now[0], begins in ((189, True), (191, False), (150, False)):
-        engine._times = PassTimes()
+        engine._times = engine._ahead._times = PassTimes()
         engine._times.add(1, 10)
         assert engine.grow_ahead(session) == begins
 

@@ -292,7 +292,7 @@ def test_a_worker_of_this_kind_never_imports_torch() -> None:
 import sys
 from dovetail.protocol.messages import Close, Draft, Open
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
-from dovetail.workers.draft import open_draft_worker
+from dovetail.workers.drafters.registry import open_draft_worker
 import dovetail.workers.loop
 worker = open_draft_worker(DraftSettings(kind="ngram"), name="draft", threads=1, target="")
 hello = worker.hello(1)

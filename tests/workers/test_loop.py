@@ -38,7 +38,8 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.workers import loop
-from dovetail.workers.draft import DraftWorker, open_draft_worker
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.loop import Reconnecting, serve
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import beat

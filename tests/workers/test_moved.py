@@ -33,7 +33,8 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.draft import DraftWorker, open_draft_worker
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel, load_language_model
 from dovetail.workers.sessions.features import PREFILL_ROWS
 from dovetail.workers.sessions.results import First, Part, Verdict

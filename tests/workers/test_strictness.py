@@ -15,7 +15,7 @@ from dovetail.protocol.errors import LinkClosed, UserError
 from dovetail.protocol.links import memory_links
 from dovetail.protocol.messages import MAX_STRIKES, Close, Closed, Hello, Probe, Probed, Welcome
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.draft import open_draft_worker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.loop import serve
 
 EPOCH = 77
@@ -23,7 +23,7 @@ WATCHED = """
 import json, sys
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.messages import Close, Open
-from dovetail.workers.draft import open_draft_worker
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.target import open_target_worker
 folder, secret = sys.argv[1:]
 workers = [

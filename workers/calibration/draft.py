@@ -19,10 +19,10 @@ from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.target import CONTEXT, Computes, Passes
 from dovetail.workers.devices import open_device
-from dovetail.workers.draft import open_draft_worker
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.head_levels import Capture, Levels, open_levels
 from dovetail.workers.drafters.model import Drafter
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head
 from dovetail.workers.models.segment import Cache, Segment
 

@@ -35,7 +35,6 @@ that parts from the log behind n tokens can take over n - 1 of them.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -47,11 +46,12 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.drafters.head_levels import Capture, Levels, adapts_shapes, open_levels
-from dovetail.workers.drafters.tree import CHUNK, Grower, GrowingSession, Ranking
+from dovetail.workers.drafters.head_levels import Capture, adapts_shapes, open_levels
+from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
+from dovetail.workers.drafters.ranking import Ranking
+from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.heads.head import Head, Predicted
-from dovetail.workers.models.segment import Cache, Paths, Segment
-from dovetail.workers.sessions.prefix_cache import check_prefix
+from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.proposal import Shape
@@ -74,106 +74,9 @@ adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and 
 4.77 / 4.88 / 4.83 / 4.45; share of nodes with ten children that hold the choice, on text that the
 target does not know (GSM8K, MT-bench), with 0.5 / 0.75 / 1:
 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
-SLACK_SHARE = 8
-"""A full window loses this part of itself at once, so that a row is moved so many times at most."""
-LEAST_WINDOW_SHARE = 2
-"""A session goes on from a window that has lost rows if at least this part of it is left; rows that
-were dropped cannot be computed again."""
 FORETOLD = -2
 """In the place of a node's row: it has children, and needs a row only when something below them is
 to be computed, ahead of the orders."""
-
-
-@dataclass(kw_only=True)
-class HeadSession(GrowingSession):
-    """One sequence; the cache holds the true rows `dropped`.. of at most `window`, and the tree's
-    behind them."""
-
-    levels: Levels
-    window: int
-    states: Tensor
-    """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
-    contrasts: dict[int, Tensor] = field(default_factory=dict)
-    """Pool node (-1: the root) -> logits [V] of what follows its children."""
-    waiting: list[Tensor] = field(default_factory=list)
-    """Features [n, W] of the positions behind the true rows."""
-    dropped: int = 0
-
-    @property
-    def rows(self) -> int:
-        """True rows so far, with those that have left the window."""
-        return self.dropped + self.cache.length
-
-    @property
-    def missing_rows(self) -> int:
-        return len(self.log) - 1 - self.rows
-
-    @property
-    def fed(self) -> int:
-        """Positions whose features have come."""
-        return self.rows + sum(len(features) for features in self.waiting)
-
-    @property
-    def free_rows(self) -> int:
-        return len(self.states) - 1 - self.tree.rows_used
-
-    def next_features(self, count: int) -> Tensor:
-        """The first `count` of the features that wait."""
-        self.waiting = [torch.cat(self.waiting)]
-        return self.waiting[0][:count]
-
-    def commit(self, count: int) -> None:
-        """The first `count` rows behind the true ones have become such, and their features need not
-        wait any more."""
-        (features,) = self.waiting
-        self.cache.keep(range(self.cache.length, self.cache.length + count), count)
-        self.waiting = [features[count:]] if len(features) > count else []
-
-    def make_room(self, count: int) -> None:
-        """Let the oldest rows go if there is no place in the window for `count` more. The tree's
-        rows lie behind those of the log that are missing."""
-        length = self.cache.length
-        if length + count > self.window:
-            kept = max(0, self.window - self.window // SLACK_SHARE - count)
-            behind = self.missing_rows + self.tree.rows_used if self.tree.rows_used else 0
-            self.cache.length = 0
-            self.cache.keep(range(length - kept, length + behind), kept)
-            self.dropped += length - kept
-
-
-@dataclass(frozen=True)
-class HeadLeft:
-    """What is left of a session."""
-
-    log: list[int]
-    cache: Cache
-    """The true rows from `dropped` on, at most `window` of them."""
-    dropped: int
-    window: int
-    waiting: Tensor
-    """Features [n, W] of the positions behind the true rows."""
-
-    @property
-    def rows(self) -> int:
-        """True rows that there have been."""
-        return self.dropped + self.cache.length
-
-    def check(self, prompt: Sequence[int], kept: int) -> None:
-        """`RequestError` unless a session with this prompt, which is fed from position `kept` on,
-        has all the features and rows before it."""
-        check_prefix(self.log, prompt, kept, there=self.rows + len(self.waiting))
-        if 0 < kept <= self.rows and prompt[kept] != self.log[kept]:
-            raise RequestError(
-                "prefix",
-                f"row {kept - 1} was computed with token {self.log[kept]}, and the prompt goes "
-                f"on with {prompt[kept]}; take one fewer",
-            )
-        if self.dropped and kept - self.dropped < self.window // LEAST_WINDOW_SHARE:
-            raise RequestError(
-                "prefix",
-                f"{kept} tokens were to be taken over from a session whose first "
-                f"{self.dropped} rows are gone; open it without",
-            )
 
 
 class HeadDrafter(Grower[HeadSession]):

@@ -22,7 +22,9 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.spans import Spans
-from dovetail.workers.drafters.tree import CHUNK, Grower, GrowingSession, Ranking
+from dovetail.workers.drafters.ranking import Ranking
+from dovetail.workers.drafters.session import GrowingSession
+from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefix_cache import check_prefix

@@ -12,293 +12,32 @@ comes.
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.protocol.messages import MAX_PASSES, Open
+from dovetail.protocol.messages import MAX_PASSES
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
-from dovetail.workers import kernels
-from dovetail.workers.kernels import ranking
-from dovetail.workers.models.segment import Cache
+from dovetail.workers.drafters.ahead import GrowthAhead
+from dovetail.workers.drafters.session import NO_NODES, GrowingSession, WaitingTime, tree_rows
+from dovetail.workers.drafters.worth import hardly_matters, worth_a_pass
 from dovetail.workers.sessions.wire import to_array
-from dovetail.workers.speculation.growth import (
-    NO_ROW,
-    Floats,
-    GrowingTree,
-    Ints,
-    Nodes,
-    best_first,
-    likeliest,
-)
-from dovetail.workers.speculation.noise import NoiseCache
-from dovetail.workers.speculation.policies import Policy
-from dovetail.workers.speculation.prices import (
-    Chance,
-    PassTimes,
-    Recent,
-    most_used,
-    worth_expanding,
-)
+from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.prices import PassTimes
 from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
-from dovetail.workers.speculation.rejection import Drawn, Draws
-from dovetail.workers.speculation.sampling import LookingBack, process_logits
-from dovetail.workers.speculation.sharpness import (
-    Expectations,
-    Scale,
-    Scales,
-    Sharpness,
-    class_of,
-    fixed,
-)
+from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.speculation.sharpness import Scale, Sharpness
 
 CHUNK = 256
 """Tokens of the log read in one pass: bounds the mask and the activations of a long prompt."""
-MAX_TREE_ROWS = 4096
-"""Rows that the trees of one session may take at most, four times the nodes that a proposal can
-have."""
-PROPOSALS_AHEAD = 8
-"""A tree that grows ahead has rows for so many proposals."""
-LEAST_USED = 1e-3
-"""A node that lies on the target's path with a smaller probability is not expanded ahead of the
-orders."""
-WIDEST_AHEAD = 64
-"""Rows of a pass ahead at most."""
 
 NOTHING = Shape(0, 0, 0)
-NO_NODES: Nodes = np.zeros(0, np.intp)
-THE_ROOT: Nodes = np.array([ROOT], np.intp)
-
-
-@dataclass
-class Ranking:
-    """What a session's target is guessed to choose: the draft's logits under the target's
-    processors, and with the target's noise.
-
-    Or, where what is proposed is drawn at random (rejection), what is drawn.
-    """
-
-    sampling: Sampling
-    scales: Scales
-    """What logits are divided by, and how much of the target's noise is added, on each level; those
-    of a tree change when its root moves."""
-    vocabulary_size: int
-    rank: Callable[..., tuple[Ints, Floats]]
-    """`growth.likeliest`, or the kernels' of the same arguments."""
-    processed: bool
-    """Whether more is done to the logits than the ranking does on its way."""
-    noise: NoiseCache | None
-    """None: greedy."""
-    looking_back: LookingBack | None
-    """None: no processor looks back."""
-    draws: Draws | None
-    """None: children are ranked, not drawn."""
-    sharpness: Sharpness | None
-    """Where the scales come from and what the target chose goes to; None: they are fixed."""
-    expected: Expectations
-
-    @classmethod
-    def begin(
-        cls, order: Open, *, most_tokens: int, sharpness: Sharpness, device: torch.device
-    ) -> "Ranking":
-        """Return the ranking of a new session. No id at or beyond the target's vocabulary or
-        `most_tokens`, the draft's, has a rank.
-
-        A `sharpening` of "auto" is that of `sharpness`, which learns from the session unless its
-        children are drawn.
-        """
-        key, sampling, sharpening = order.key, order.sampling, order.tree.sharpening
-        vocabulary_size = min(order.vocabulary_size, most_tokens)
-        noise = (
-            NoiseCache(key, vocabulary_size, device)
-            if sampling.temperature > 0 and not sampling.rejects
-            else None
-        )
-        back = (
-            LookingBack(
-                sampling, order.prompt, order.end, vocabulary_size, device, replied=order.replied
-            )
-            if sampling.looks_back
-            else None
-        )
-        rank = ranking.likeliest if device.type == "cpu" and kernels.available() else likeliest
-        processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
-        return cls(
-            sampling=sampling,
-            scales=sharpness.scales(sampled=noise is not None)
-            if sharpening == "auto"
-            else fixed(replace(sharpness.start, sharpening=sharpening)),
-            vocabulary_size=vocabulary_size,
-            rank=rank,
-            processed=processed,
-            noise=noise,
-            looking_back=back,
-            draws=Draws(key) if sampling.rejects else None,
-            sharpness=sharpness if sharpening == "auto" and not sampling.rejects else None,
-            expected=Expectations(0.0 if processed else sampling.temperature),
-        )
-
-    def commit(self, tokens: Sequence[int], length: int) -> None:
-        """The log has grown by `tokens` to `length`; the tree is still the one that they were
-        guessed by."""
-        if self.sharpness is not None:
-            self.sharpness.add(self.expected.settle(tokens))
-            self.scales = self.sharpness.scales(sampled=self.noise is not None)
-        if self.looking_back is not None:
-            self.looking_back.extend(tokens)
-        if self.noise is not None:
-            self.noise.drop_before(length)
-        if self.draws is not None:
-            self.draws.begin(length)
-
-    def children(
-        self, logits: Tensor, tree: GrowingTree, nodes: Nodes, root: int, width: int
-    ) -> tuple[Ints, Floats]:
-        """Of logits [N, V] after `nodes` the likeliest tokens, best first, or tokens drawn: ids and
-        gains [N, K]. Below the root stands position `root`."""
-        logits = logits[:, : self.vocabulary_size]
-        if self.looking_back is not None:
-            logits = self.looking_back.process(
-                logits, [tree.path_tokens(node) for node in nodes.tolist()]
-            )
-        if self.processed:
-            logits = process_logits(logits, self.sampling)
-        if self.draws is not None:
-            return self.draws.children(nodes, logits, width)
-        levels = tree.levels_of(nodes)
-        noise = (
-            None
-            if self.noise is None
-            else [self.noise.row(root + level) for level in levels.tolist()]
-        )
-        tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
-        if self.sharpness is not None:
-            self.expected.note(tree, nodes, logits, noise, tokens, gains)
-        return tokens, gains
-
-    def _likeliest(
-        self, logits: Tensor, noise: Sequence[Tensor] | None, classes: Ints, width: int
-    ) -> tuple[Ints, Floats]:
-        """By the scale of each row's depth class; rows [N, V] of one scale go together."""
-        scales = [self.scales[depth_class] for depth_class in classes.tolist()]
-        if len(different := set(scales)) == 1:
-            return self._by_scale(logits, noise, scales[0], width)
-        parts = []
-        for scale in different:
-            rows = [row for row, its in enumerate(scales) if its == scale]
-            parts.append(
-                (
-                    rows,
-                    *self._by_scale(
-                        logits[rows],
-                        None if noise is None else [noise[row] for row in rows],
-                        scale,
-                        width,
-                    ),
-                )
-            )
-        order = np.argsort(np.concatenate([rows for rows, _, _ in parts]))
-        return np.concatenate([tokens for _, tokens, _ in parts])[order], np.concatenate(
-            [gains for _, _, gains in parts]
-        )[order]
-
-    def _by_scale(
-        self, logits: Tensor, noise: Sequence[Tensor] | None, scale: Scale, width: int
-    ) -> tuple[Ints, Floats]:
-        if noise is None:
-            return self.rank(
-                logits, width, temperature=0.0, noise=None, sharpening=scale.sharpening
-            )
-        # (z + share * noise) / sharpening, with the share moved to what stands beside the noise
-        share = scale.noise_share
-        if self.processed:
-            logits, temperature = logits / share, 0.0
-        else:
-            temperature = self.sampling.temperature * share
-        return self.rank(
-            logits, width, temperature=temperature, noise=noise, sharpening=scale.sharpening / share
-        )
-
-    def prepare(self, first: int, count: int) -> bool:
-        """Compute the noise of one of the positions first..first+count-1; False if there is none to
-        compute."""
-        self.expected.name()
-        return self.noise is not None and self.noise.prepare(first, count)
-
-
-@dataclass
-class WaitingTime:
-    """What a session does between a proposal and the next order."""
-
-    ahead: bool = False
-    """Whether it grows."""
-    width: int = 0
-    """Nodes expanded a pass, and children that the policies see of a node."""
-    children: int = 0
-    """Kept of a node."""
-    since_ns: int | None = None
-    """When it began; None: there was no proposal yet."""
-    done: bool = False
-    """Whether there is nothing left that is worth a pass."""
-    joined: int = 0
-    """Nodes that have joined the pool."""
-    passes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_PASSES))
-    """(rows, ns) of the last passes."""
-
-
-@dataclass(kw_only=True)
-class GrowingSession:
-    """One sequence; `capacity` is the number of tokens that it can come to. Behind the cache's
-    committed rows lie those of the tree."""
-
-    log: list[int]
-    cache: Cache
-    ranking: Ranking
-    policy: Policy
-    depth: int
-    capacity: int
-    rows_ahead: int = MAX_TREE_ROWS
-    """Rows that the tree may come to by growth ahead."""
-    tree: GrowingTree = field(default_factory=GrowingTree)
-    offered: list[int] = field(default_factory=list)
-    """Pool index of each node of the last proposal."""
-    price: Price = FREE
-    """That of the last order."""
-    chance: Chance = field(default_factory=Chance)
-    waiting_time: WaitingTime = field(default_factory=WaitingTime)
-    waits: Recent = field(default_factory=Recent)
-    """How long it was between a proposal and the next order."""
-
-    @property
-    def readable(self) -> bool:
-        """Whether the draft can read the whole log."""
-        return True
-
-    @property
-    def rows(self) -> int:
-        """Rows of the log so far."""
-        return self.cache.length
-
-    @property
-    def missing_rows(self) -> int:
-        """Rows of the log that the root's children wait for."""
-        return len(self.log) - self.rows
-
-    @property
-    def free_rows(self) -> int:
-        """How many more nodes can have a row."""
-        return self.cache.capacity - self.cache.length - self.tree.rows_used
-
-    def within_reach(self, shape: Shape) -> Shape:
-        """`shape` without the levels that the sequence has no place for (the bonus takes one)."""
-        return Shape(shape.nodes, min(shape.depth, self.capacity - len(self.log) - 1), shape.width)
 
 
 class _Pass(NamedTuple):
@@ -343,6 +82,7 @@ class Grower(ABC, Generic[SessionT]):
         self._rows_for_ahead = ahead
         self._clock = clock
         self._times = PassTimes()
+        self._ahead = GrowthAhead(self._times, clock)
 
     @torch.inference_mode()
     def draft(
@@ -364,7 +104,7 @@ class Grower(ABC, Generic[SessionT]):
         no rows for, or that is not worth its `price`. `ahead`: it goes on when the proposal has
         left (`grow_ahead`).
         """
-        waited = self._end_wait(session)
+        waited = self._ahead.end(session)
         drawn = (
             session.ranking.draws is not None
         )  # nothing is left out of what is drawn, and what is left over from a draw is none
@@ -402,19 +142,9 @@ class Grower(ABC, Generic[SessionT]):
     @torch.inference_mode()
     def grow_ahead(self, session: SessionT) -> bool:
         """Expand what the next proposals will most probably use, in one pass; False: the last order
-        did not ask for it, or nothing is worth it any more.
-
-        A node is used if it lies on the target's path, and that has the node's path probability:
-        the next root is a node of the pool, and what is below it survives.
-        """
+        did not ask for it, or nothing is worth it any more."""
         waiting, tree = session.waiting_time, session.tree
-        nodes = (
-            self._likeliest_to_be_used(session)
-            if waiting.ahead and not waiting.done and session.readable
-            else NO_NODES
-        )
-        waiting.done = not len(nodes) or self._comes_too_late(session, nodes)
-        if waiting.done:
+        if not len(nodes := self._ahead.next_nodes(session)):
             return False
         rows, used = tree.rows_of(nodes), tree.rows_used
         try:
@@ -514,26 +244,6 @@ class Grower(ABC, Generic[SessionT]):
             node = child
         return way
 
-    def _end_wait(self, session: SessionT) -> WaitingTime:
-        """An order has come; what was done until then."""
-        waited = session.waiting_time
-        if waited.since_ns is not None:
-            session.waits.add(self._clock() - waited.since_ns)
-        return waited
-
-    def _comes_too_late(self, session: SessionT, nodes: Nodes) -> bool:
-        """Whether a pass over `nodes` would end after the next order is expected, and rather not be
-        used: it would keep the order waiting for nothing."""
-        since_ns, expected_ns = session.waiting_time.since_ns, session.waits.median_ns
-        if (
-            since_ns is None
-            or expected_ns is None
-            or nodes[0] == ROOT
-            or session.tree.probabilities(nodes).sum() > 0.5
-        ):
-            return False
-        return self._clock() - since_ns + self._times.estimate_ns(len(nodes)) > expected_ns
-
     def _grow_until(self, session: SessionT, shape: Shape, deadline_ns: int | None) -> list[_Pass]:
         """All passes up to the first that ends after the deadline. Without the root's own children
         there is no tree."""
@@ -554,32 +264,18 @@ class Grower(ABC, Generic[SessionT]):
             at_root, free = offer[0] == ROOT, session.free_rows
             if not (at_root or free) or np.array_equal(offer, left_out):
                 return  # there is no place, or the policy has nothing else
-            given_up = not at_root and self._hardly_matters(session, shape)
+            given_up = not at_root and hardly_matters(session, shape, self.given_up)
             nodes = (
                 NO_NODES
                 if given_up
-                else self._worth_a_pass(session, offer if at_root else offer[:free])
+                else worth_a_pass(
+                    session, offer if at_root else offer[:free], self._times, self._rows_of_pass
+                )
             )
             if len(nodes):
                 yield self._expand(session, nodes, shape)
             else:
                 left_out = offer
-
-    def _hardly_matters(self, session: SessionT, shape: Shape) -> bool:
-        """Whether the tree grows ahead, and by no price, and what the policy has not expanded of
-        what it would offer would add next to nothing.
-
-        One of a node's children takes the place of the last node of a full proposal.
-        """
-        tree = session.tree
-        if not session.waiting_time.ahead or session.price.rate is not None:
-            return False
-        best = session.policy.select(tree, shape)
-        probabilities = tree.probabilities(best)
-        replaced = probabilities.min(initial=1.0) if len(best) == shape.nodes else 0.0
-        left = (tree.rows[best] == NO_ROW) & (tree.levels[best] < shape.depth)
-        gains = np.maximum(session.chance.value * probabilities[left] - replaced, 0.0)
-        return bool(gains.sum() <= self.given_up * (1.0 + probabilities.sum()))
 
     def _expand(self, session: SessionT, nodes: Nodes, shape: Shape) -> _Pass:
         """A pass that is waited for; only such passes have spans."""
@@ -597,38 +293,6 @@ class Grower(ABC, Generic[SessionT]):
         if done.rows:
             self._times.add(done.rows, done.end_ns - done.start_ns)
         return done
-
-    def _worth_a_pass(self, session: SessionT, nodes: Nodes) -> Nodes:
-        """Those of `nodes` that the next pass should expand, by the order's price; without one,
-        all."""
-        if session.price == FREE:
-            return nodes
-        if nodes[0] == ROOT:
-            probabilities, rows = np.ones(1, np.float32), np.array([session.missing_rows])
-        else:
-            nodes = nodes[(-session.tree.scores[nodes]).argsort(kind="stable")]
-            probabilities, rows = (
-                session.tree.probabilities(nodes),
-                self._rows_of_pass(session, nodes),
-            )
-        return nodes[
-            : worth_expanding(probabilities, rows, session.price, self._times, session.chance)
-        ]
-
-    def _likeliest_to_be_used(self, session: SessionT) -> Nodes:
-        """What a pass ahead expands, best first: the root if it has not been, else nodes without a
-        row."""
-        tree, width = session.tree, session.waiting_time.width
-        reach = session.within_reach(Shape(MAX_TREE_ROWS, MAX_TREE_ROWS, width)).depth
-        if not tree.root_expanded:
-            return THE_ROOT if reach > 0 else NO_NODES
-        free = min(WIDEST_AHEAD, session.free_rows, session.rows_ahead - tree.rows_used)
-        nodes = best_first(tree.expandable(reach, LEAST_USED), tree.scores, max(free, 0))
-        return (
-            nodes[: most_used(tree.probabilities(nodes), width, self._times)]
-            if len(nodes)
-            else nodes
-        )
 
     def _propose(self, session: SessionT, shape: Shape) -> Proposal:
         """What the policy selects, without what nobody would verify: a child is no likelier than
@@ -666,10 +330,3 @@ def _with_laws(proposal: Proposal, drawn: Drawn) -> Proposal:
     return replace(
         proposal, candidates=to_array(drawn.candidates), probabilities=to_array(drawn.probabilities)
     )
-
-
-def tree_rows(tree: TreeSettings, *, ahead: bool = False) -> int:
-    """Rows for the tree: what one proposal can expand, and as much again for what survives of the
-    last one; several times that where it grows ahead."""
-    proposal = max(min(tree.width, tree.most_nodes) * tree.most_levels, tree.most_nodes)
-    return min((PROPOSALS_AHEAD if ahead else 2) * proposal, MAX_TREE_ROWS)

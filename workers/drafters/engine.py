@@ -1,0 +1,89 @@
+"""The interface between a draft worker and what proposes: every engine, those that read features of
+their target, and those that keep the rows of sessions."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.messages import Open, Reads
+from dovetail.workers.sessions.prefix_cache import Left
+from dovetail.workers.speculation.proposal import Price, Proposal, Shape
+
+
+class EngineSession(Protocol):
+    """One sequence of an engine."""
+
+    log: list[int]
+    """The prompt and every committed token."""
+
+    @property
+    def readable(self) -> bool:
+        """Whether the engine can read the whole log; else it proposes nothing."""
+
+
+SessionT = TypeVar("SessionT", bound=EngineSession)
+ReadT = TypeVar("ReadT", bound=EngineSession, contravariant=True)
+
+
+class Engine(Protocol[SessionT]):
+    """A drafter: sessions are opened, drafted for, and dropped."""
+
+    def check_tokens(self, tokens: Sequence[int], /) -> None:
+        """`RequestError` if one of `tokens` cannot be read."""
+
+    def open(self, order: Open, /) -> SessionT:
+        """Return a session with the prompt read."""
+
+    def draft(
+        self,
+        session: SessionT,
+        accepted: Sequence[int],
+        bonus: int,
+        shape: Shape,
+        deadline_ns: int | None,
+        /,
+        *,
+        more: Sequence[int],
+        price: Price,
+        ahead: bool,
+    ) -> Proposal:
+        """Move the root below the `accepted` nodes of the last proposal over `bonus` and `more`,
+        and propose. `ahead`: let `grow_ahead` go on from there."""
+
+    def prepare(self, session: SessionT, /) -> bool:
+        """Do a bit of work that the next proposals need whatever comes; False: there is none."""
+
+    def learn(self) -> bool:
+        """Learn a bit from the verdicts; False: there is nothing to learn from."""
+
+    def grow_ahead(self, session: SessionT, /) -> bool:
+        """Grow the tree of the last proposal by one pass; False: it is not to grow, or nothing is
+        worth a pass any more."""
+
+
+class Reader(Protocol[ReadT]):
+    """An engine that also reads features of its target."""
+
+    reads: Reads
+
+    def feed(self, session: ReadT, start: int, features: Array, /) -> None:
+        """Read the features of the prompt's positions from `start` on; `StaleError` if that was
+        done, `RequestError` if they do not follow what was."""
+
+    def check_features(self, session: ReadT, committed: int, features: Array | None, /) -> None:
+        """`RequestError` unless with `features` those of the log and of the next `committed`
+        tokens, all but the new root, are there."""
+
+    def take_features(self, session: ReadT, features: Array, /) -> None:
+        """Those that came with a verdict; what is drafted next goes on from them."""
+
+
+class Keeper(Protocol[SessionT]):
+    """An engine that can also keep the rows of a session."""
+
+    def keep(self, session: SessionT, /) -> Left:
+        """Return what is left of a session that has ended; it is used up."""
+
+    def open(self, order: Open, /, base: Any) -> SessionT:
+        """Return a session as `Engine.open`, from the first `kept` tokens of what is left of
+        another one, which is used up."""

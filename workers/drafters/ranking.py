@@ -1,0 +1,181 @@
+"""The children that a draft gives a node: its logits under the target's processors and with the
+target's noise, ranked, or drawn where the target accepts by rejection.
+
+How sure the draft may be, the scores' calibration, is learned from what the target chose.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.protocol.messages import Open
+from dovetail.protocol.settings import Sampling
+from dovetail.workers import kernels
+from dovetail.workers.kernels import ranking
+from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes, likeliest
+from dovetail.workers.speculation.noise import NoiseCache
+from dovetail.workers.speculation.rejection import Draws
+from dovetail.workers.speculation.sampling import LookingBack, process_logits
+from dovetail.workers.speculation.sharpness import (
+    Expectations,
+    Scale,
+    Scales,
+    Sharpness,
+    class_of,
+    fixed,
+)
+
+
+@dataclass
+class Ranking:
+    """Ranks or draws the children of a session's nodes."""
+
+    sampling: Sampling
+    scales: Scales
+    """The divisor of the logits, and the share of the target's noise that is added, on each level;
+    those of a tree change when its root moves."""
+    vocabulary_size: int
+    rank: Callable[..., tuple[Ints, Floats]]
+    """`growth.likeliest`, or the kernels' of the same arguments."""
+    processed: bool
+    """Whether more is done to the logits than the ranking does on its way."""
+    noise: NoiseCache | None
+    """None: greedy."""
+    looking_back: LookingBack | None
+    """None: no processor looks back."""
+    draws: Draws | None
+    """None: children are ranked, not drawn."""
+    sharpness: Sharpness | None
+    """Gives the scales, and learns from what the target chose; None: they are fixed."""
+    expected: Expectations
+
+    @classmethod
+    def begin(
+        cls, order: Open, *, most_tokens: int, sharpness: Sharpness, device: torch.device
+    ) -> "Ranking":
+        """Return the ranking of a new session. No id at or beyond the target's vocabulary or
+        `most_tokens`, the draft's, has a rank.
+
+        A `sharpening` of "auto" is that of `sharpness`, which learns from the session unless its
+        children are drawn.
+        """
+        key, sampling, sharpening = order.key, order.sampling, order.tree.sharpening
+        vocabulary_size = min(order.vocabulary_size, most_tokens)
+        noise = (
+            NoiseCache(key, vocabulary_size, device)
+            if sampling.temperature > 0 and not sampling.rejects
+            else None
+        )
+        back = (
+            LookingBack(
+                sampling, order.prompt, order.end, vocabulary_size, device, replied=order.replied
+            )
+            if sampling.looks_back
+            else None
+        )
+        rank = ranking.likeliest if device.type == "cpu" and kernels.available() else likeliest
+        processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
+        return cls(
+            sampling=sampling,
+            scales=sharpness.scales(sampled=noise is not None)
+            if sharpening == "auto"
+            else fixed(replace(sharpness.start, sharpening=sharpening)),
+            vocabulary_size=vocabulary_size,
+            rank=rank,
+            processed=processed,
+            noise=noise,
+            looking_back=back,
+            draws=Draws(key) if sampling.rejects else None,
+            sharpness=sharpness if sharpening == "auto" and not sampling.rejects else None,
+            expected=Expectations(0.0 if processed else sampling.temperature),
+        )
+
+    def commit(self, tokens: Sequence[int], length: int) -> None:
+        """The log has grown by `tokens` to `length`; the tree is still the one that they were
+        guessed by."""
+        if self.sharpness is not None:
+            self.sharpness.add(self.expected.settle(tokens))
+            self.scales = self.sharpness.scales(sampled=self.noise is not None)
+        if self.looking_back is not None:
+            self.looking_back.extend(tokens)
+        if self.noise is not None:
+            self.noise.drop_before(length)
+        if self.draws is not None:
+            self.draws.begin(length)
+
+    def children(
+        self, logits: Tensor, tree: GrowingTree, nodes: Nodes, root: int, width: int
+    ) -> tuple[Ints, Floats]:
+        """Return the likeliest tokens after `nodes`, best first, or tokens drawn: ids and gains
+        [N, K] by logits [N, V]. Below the root stands position `root`."""
+        logits = logits[:, : self.vocabulary_size]
+        if self.looking_back is not None:
+            logits = self.looking_back.process(
+                logits, [tree.path_tokens(node) for node in nodes.tolist()]
+            )
+        if self.processed:
+            logits = process_logits(logits, self.sampling)
+        if self.draws is not None:
+            return self.draws.children(nodes, logits, width)
+        levels = tree.levels_of(nodes)
+        noise = (
+            None
+            if self.noise is None
+            else [self.noise.row(root + level) for level in levels.tolist()]
+        )
+        tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
+        if self.sharpness is not None:
+            self.expected.note(tree, nodes, logits, noise, tokens, gains)
+        return tokens, gains
+
+    def _likeliest(
+        self, logits: Tensor, noise: Sequence[Tensor] | None, classes: Ints, width: int
+    ) -> tuple[Ints, Floats]:
+        """Rank by the scale of each row's depth class; rows [N, V] of one scale go together."""
+        scales = [self.scales[depth_class] for depth_class in classes.tolist()]
+        if len(different := set(scales)) == 1:
+            return self._by_scale(logits, noise, scales[0], width)
+        parts = []
+        for scale in different:
+            rows = [row for row, its in enumerate(scales) if its == scale]
+            parts.append(
+                (
+                    rows,
+                    *self._by_scale(
+                        logits[rows],
+                        None if noise is None else [noise[row] for row in rows],
+                        scale,
+                        width,
+                    ),
+                )
+            )
+        order = np.argsort(np.concatenate([rows for rows, _, _ in parts]))
+        return np.concatenate([tokens for _, tokens, _ in parts])[order], np.concatenate(
+            [gains for _, _, gains in parts]
+        )[order]
+
+    def _by_scale(
+        self, logits: Tensor, noise: Sequence[Tensor] | None, scale: Scale, width: int
+    ) -> tuple[Ints, Floats]:
+        if noise is None:
+            return self.rank(
+                logits, width, temperature=0.0, noise=None, sharpening=scale.sharpening
+            )
+        # (z + share * noise) / sharpening, with the share moved to what stands beside the noise
+        share = scale.noise_share
+        if self.processed:
+            logits, temperature = logits / share, 0.0
+        else:
+            temperature = self.sampling.temperature * share
+        return self.rank(
+            logits, width, temperature=temperature, noise=noise, sharpening=scale.sharpening / share
+        )
+
+    def prepare(self, first: int, count: int) -> bool:
+        """Compute the noise of one of the positions first..first+count-1; False if there is none to
+        compute."""
+        self.expected.name()
+        return self.noise is not None and self.noise.prepare(first, count)

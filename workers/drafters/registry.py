@@ -1,0 +1,233 @@
+"""The table of drafters: how a draft worker is opened from settings, for each kind of draft.
+
+A drafter with a model imports torch when it is opened; one without never does.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.messages import MAX_TOKENS
+from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, DraftSettings
+from dovetail.protocol.spans import Spans
+from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.drafters.ngram import Lookup
+from dovetail.workers.sessions.prefix_cache import affordable_tokens
+
+if TYPE_CHECKING:
+    from dovetail.workers.devices import Device
+    from dovetail.workers.heads.head import Head
+    from dovetail.workers.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The draft worker that is asked for."""
+
+    settings: DraftSettings
+    name: str
+    threads: int
+    target: str
+    """Folder or hub id of the model that it drafts for."""
+    inflate: str = ""
+    """How far that model is inflated."""
+    profile: Path | None = None
+    """The file that remembers what was measured on this machine."""
+    cache: Path | None = None
+    """The folder that keeps what was quantised."""
+    tell: Callable[[int, int], None] = lambda _done, _all: None
+    """Hears how far quantising has got."""
+
+    def identity(
+        self, model: "LanguageModel | Head", device: "Device", called: str, **more: Any
+    ) -> Identity:
+        """Return what a worker with a model on a device says of itself."""
+        from dovetail.workers.calibration.levels import known_levels
+
+        kept = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)
+        return Identity(
+            self.name,
+            called,
+            device.name,
+            self.threads,
+            curves=known_levels(self.profile, model, device.library),
+            kept_tokens=kept,
+            **more,
+        )
+
+
+def open_draft_worker(
+    settings: DraftSettings,
+    *,
+    name: str,
+    threads: int,
+    target: str,
+    inflate: str = "",
+    profile: Path | None = None,
+    cache: Path | None = None,
+    tell: Callable[[int, int], None] = lambda _done, _all: None,
+) -> DraftWorker[Any]:
+    """Return the draft worker of `settings`: n-grams of the text, or the model in the folder or hub
+    id `settings.model`, a smaller one or a head of the model `target`, or that model itself in a
+    few bits, inflated as it is. `Wanted` describes the rest."""
+    wanted = Wanted(settings, name, threads, target, inflate, profile, cache, tell)
+    if settings.kind == "none":
+        raise SettingsError(
+            "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
+            "or 'ngram'"
+        )
+    return OPENERS[settings.kind](wanted)
+
+
+def _open_ngram(wanted: Wanted) -> DraftWorker[Any]:
+    return DraftWorker(Lookup(), Identity(wanted.name, "ngram", "cpu", 1, MAX_TOKENS), Spans())
+
+
+def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
+    """Open what the folder holds, which has to be of the kind that the settings name, if any."""
+    settings = wanted.settings
+    if settings.weights in ("int3", "int2"):
+        raise SettingsError(
+            f"draft.weights = {settings.weights!r} is for a draft of kind 'substitute': set "
+            "draft.kind to it, or use int4, int8, fp16 or bf16"
+        )
+    if not settings.model:
+        raise SettingsError(
+            "draft.model is empty: name the folder or the hub id of a smaller model of the "
+            "target's family or of a head for it, or choose draft.kind 'ngram'"
+        )
+    from dovetail.workers.heads.head import classify  # torch comes in here
+    from dovetail.workers.heads.registry import setting_of
+
+    kind = classify(settings.model, allow_bin=settings.pickled)
+    if settings.kind not in ("auto", told := "small" if kind is None else setting_of(kind)):
+        raise SettingsError(
+            f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: "
+            "leave draft.kind out, or name another folder"
+        )
+    return _open_small(wanted) if kind is None else _open_head(wanted)
+
+
+def _in_words(kind: str) -> str:
+    return (
+        "an ordinary language model (kind 'small')"
+        if kind == "small"
+        else f"a head of kind {kind!r}"
+    )
+
+
+def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
+    from dovetail.workers.devices import open_device
+    from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
+    from dovetail.workers.models.checkpoints.inflate import inflation_bytes
+    from dovetail.workers.models.substitutes.substitute import load_substitute
+
+    settings = wanted.settings
+    if settings.model:
+        raise SettingsError(
+            "draft.kind = 'substitute' is made of the target, and draft.model names "
+            f"{settings.model!r}: leave one of the two out"
+        )
+    if settings.weights not in SUBSTITUTE_WEIGHTS:
+        raise SettingsError(
+            f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use "
+            "int8, int4, int3 or int2"
+        )
+    device = open_device(settings.device, wanted.threads)
+    if why_not := device.against_int4():
+        raise SettingsError(
+            f"draft.kind = 'substitute' is not possible on {device.name}: {why_not}; set "
+            "draft.device to 'cpu', or choose another draft.kind"
+        )
+    weights = "int4" if settings.weights == "auto" else settings.weights
+    model, made = load_substitute(
+        wanted.target,
+        weights=weights,
+        device=device.name,
+        inflate_bytes=inflation_bytes(wanted.inflate),
+        folder=wanted.cache,
+        tell=wanted.tell,
+    )
+    if said := made.report(wanted.name):
+        print(said, file=sys.stderr)
+    checkpoint, spans = model.checkpoint, Spans()
+    identity = wanted.identity(
+        model,
+        device,
+        f"{checkpoint.source} ({weights} substitute)",
+        context=model.context,
+        vocabulary=checkpoint.vocabulary,
+        tokenizer=checkpoint.tokenizer,
+    )
+    engine = Drafter(
+        model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
+    )
+    return DraftWorker(engine, identity, spans, keeper=engine)
+
+
+def _open_small(wanted: Wanted) -> DraftWorker[Any]:
+    from dovetail.workers.devices import open_device
+    from dovetail.workers.drafters.model import Drafter
+    from dovetail.workers.models.language_model import load_language_model
+
+    settings = wanted.settings
+    if settings.weights == "int4":
+        raise SettingsError(
+            f"draft.weights = 'int4' is for heads, and {settings.model} is an ordinary "
+            "language model: use int8, fp16, bf16 or fp32"
+        )
+    device = open_device(settings.device, wanted.threads)
+    weights = device.draft_weights if settings.weights == "auto" else settings.weights
+    model = load_language_model(settings.model, weights=weights, device=device.name)
+    checkpoint, spans = model.checkpoint, Spans()
+    identity = wanted.identity(
+        model,
+        device,
+        checkpoint.source,
+        context=model.context,
+        vocabulary=checkpoint.vocabulary,
+        tokenizer=checkpoint.tokenizer,
+    )
+    engine = Drafter(model, spans, ahead=settings.ahead is not False)
+    return DraftWorker(engine, identity, spans, keeper=engine)
+
+
+def _open_head(wanted: Wanted) -> DraftWorker[Any]:
+    from dovetail.workers.devices import open_device
+    from dovetail.workers.drafters.head import HeadDrafter
+    from dovetail.workers.heads.head import open_head
+
+    settings = wanted.settings
+    device = open_device(settings.device, wanted.threads)
+    head = open_head(
+        settings.model,
+        target=wanted.target,
+        weights=settings.weights,
+        device=device.name,
+        allow_bin=settings.pickled,
+    )
+    if settings.contrast is True and not head.spec.contrast:
+        raise SettingsError(
+            f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no "
+            "contrast output: leave draft.contrast out"
+        )
+    spans = Spans()
+    contrast = head.spec.contrast and settings.contrast is not False
+    engine = HeadDrafter(
+        head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
+    )
+    identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
+    return DraftWorker(engine, identity, spans, reader=engine, keeper=engine)
+
+
+OPENERS: Mapping[str, Callable[[Wanted], DraftWorker[Any]]] = {
+    "ngram": _open_ngram,
+    "substitute": _open_substitute,
+    "auto": _open_folder,
+    "small": _open_folder,
+    **dict.fromkeys(HEAD_KINDS, _open_folder),
+}
+"""Every `draft.kind` but `none`."""
