@@ -16,7 +16,7 @@ from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
 from benchmarks.models import Shape, draw_tree, tree_mask, write_model
 from benchmarks.sameness import Record
 from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.verifier import tree_paths
 from support.few_colours import MOST_BYTES, in_few_colours, small_png
 

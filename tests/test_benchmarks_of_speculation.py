@@ -22,7 +22,7 @@ from benchmarks.rounds import Waterfall, told
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 from support.charts import shapes_of
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"

@@ -15,7 +15,7 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from support.losslessness import difference
 from support.stacks import running

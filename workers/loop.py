@@ -11,10 +11,8 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import psutil
 
@@ -24,7 +22,6 @@ from dovetail.protocol.errors import (
     DovetailError,
     LinkClosed,
     LinkRefused,
-    RequestError,
     UserError,
     printable,
 )
@@ -32,33 +29,28 @@ from dovetail.protocol.links import Link
 from dovetail.protocol.messages import (
     MAX_SPANS,
     MAX_STRIKES,
-    VERSION,
-    Close,
     Command,
-    Draft,
     Drain,
     Engage,
     Event,
     Failed,
-    Feed,
-    Hello,
     Observe,
-    Open,
     Probe,
     Probed,
-    Refeed,
-    Verify,
     Welcome,
 )
-from dovetail.protocol.spans import Spans
 from dovetail.workers.progress import Abandoned, Watchdog, heard
-from dovetail.workers.serving.failures import as_request_error
+from dovetail.workers.serving.failures import as_request_error, failed_events, subject
+from dovetail.workers.serving.registration import (
+    EPOCH_BITS,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Reconnecting,
+    Standing,
+    Worker,
+    welcome,
+)
 
-EPOCH_BITS = 62
-REGISTRATION_S = 30.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait
-half a minute or longer (coordinator.recovery_s)."""
 MAX_WAITING = 64
 """Messages that are taken in while something is computed; the others wait in the link."""
 PROBE_BYTES = 128
@@ -68,59 +60,6 @@ BUSY_AFTER_S = 2.0
 turn."""
 LOOK_EVERY_S = 0.25
 """So often a worker that computes looks whether there is anybody left to compute for."""
-
-
-class Worker(Protocol):
-    """What the loop drives: sessions of one or both roles."""
-
-    stale: int
-    """Late, duplicate and stale commands that this worker has dropped."""
-
-    @property
-    def spans(self) -> Spans:
-        """In which it measures itself, and this loop itself."""
-
-    @property
-    def sessions(self) -> int:
-        """How many are open."""
-
-    def hello(self, epoch: int) -> Hello:
-        """The introduction; `epoch` is this worker's own and goes into every event."""
-
-    def handle(self, command: Command) -> Iterable[Event]:
-        """Do a command and answer it: with several events if it has parts, each sent as it comes;
-        with none if it was stale."""
-
-    def idle(self) -> bool:
-        """Do one bit of background work, about a millisecond; False: nothing is left to do."""
-
-    def forget(self) -> None:
-        """Free every session, the kept ones too: their coordinator has gone."""
-
-
-@dataclass(frozen=True)
-class Reconnecting:
-    """How a coordinator that has gone is looked for."""
-
-    connect: Callable[[], Link]
-    """A new link, or `LinkClosed` if nobody answers."""
-    most_s: float
-    say: Callable[[str], None]
-    """Hears of losses and returns."""
-
-
-@dataclass
-class _Standing:
-    """What is said of a worker that it does not know itself."""
-
-    binding: str
-    standby: bool
-    load_s: float
-
-    def introduce(self, worker: Worker, epoch: int) -> Hello:
-        return worker.hello(epoch).model_copy(
-            update={"binding": self.binding, "standby": self.standby, "load_s": self.load_s}
-        )
 
 
 def serve(
@@ -142,7 +81,7 @@ def serve(
     took to load. The worker knows none of these.
     """
     loop: _Loop | None
-    standing = _Standing(binding, standby, load_s)
+    standing = Standing(binding, standby, load_s)
     try:
         loop = _register(link, worker, standing, watchdog)
     except LinkClosed as lost:
@@ -164,20 +103,18 @@ def serve(
     return False
 
 
-def _register(
-    link: Link, worker: Worker, standing: _Standing, watchdog: Watchdog | None
-) -> "_Loop":
+def _register(link: Link, worker: Worker, standing: Standing, watchdog: Watchdog | None) -> "_Loop":
     """Introduce the worker; every time it is another incarnation."""
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(standing.introduce(worker, epoch)))
-    return _Loop(link, worker, standing, epoch, _welcome(link).epoch, watchdog)
+    return _Loop(link, worker, standing, epoch, welcome(link).epoch, watchdog)
 
 
 def _register_again(
     reconnecting: Reconnecting,
     why: str,
     worker: Worker,
-    standing: _Standing,
+    standing: Standing,
     watchdog: Watchdog | None,
 ) -> "_Loop | None":
     """Look for the coordinator until it is found; None if that takes too long, `LinkRefused` if it
@@ -208,35 +145,6 @@ def _register_again(
     return None
 
 
-def _welcome(link: Link) -> Welcome:
-    """The coordinator's answer to Hello; whatever else arrives before it is not for this worker."""
-    deadline = time.monotonic() + REGISTRATION_S
-    while (left := deadline - time.monotonic()) > 0:
-        frames = link.receive(left)
-        if frames is None:
-            break
-        try:
-            answer = COMMAND.decode(frames)
-        except DecodeError:
-            continue
-        if isinstance(answer, Failed):
-            text = f"the coordinator refused this worker: {printable(answer.text)}"
-            raise (
-                LinkClosed(text) if answer.code == "capacity" else UserError(text)
-            )  # there may be room later
-        if isinstance(answer, Welcome):
-            if answer.version != VERSION:
-                raise UserError(
-                    f"the coordinator speaks protocol {_dotted(answer.version)}, this worker "
-                    f"{_dotted(VERSION)}: run the same release on both"
-                )
-            return answer
-    raise LinkClosed(
-        f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address "
-        "is a dovetail coordinator's"
-    )
-
-
 class _Loop:
     """One incarnation of a worker: the state of `serve` from one registration to the loss of it."""
 
@@ -244,7 +152,7 @@ class _Loop:
         self,
         link: Link,
         worker: Worker,
-        standing: _Standing,
+        standing: Standing,
         epoch: int,
         coordinator_epoch: int,
         watchdog: Watchdog | None,
@@ -376,7 +284,7 @@ class _Loop:
         try:
             yield from self._answers(command)
         except Exception as error:  # one command's failure must not end the other sessions
-            yield from failures(command, self._epoch, as_request_error(error))
+            yield from failed_events(command, self._epoch, as_request_error(error))
         finally:
             self._began_s = None
 
@@ -452,30 +360,3 @@ class _Loop:
             busy=busy,
             beside=self._worker.spans.take_beside(MAX_SPANS),
         )
-
-
-def subject(message: Command | Event) -> dict[str, int | None]:
-    """The session and the round that a message is about, if it is about one."""
-    items: Sequence[Any] = getattr(message, "items", ())
-    about = items[0] if len(items) == 1 else message
-    return {"session": getattr(about, "session", None), "round": getattr(about, "round", None)}
-
-
-def failures(command: Command, epoch: int, error: RequestError) -> list[Event]:
-    """A Failed for every session that a command is about, or a single one if it is about none."""
-    subjects: list[tuple[int | None, int | None]] = [(None, None)]
-    match command:
-        case Verify():
-            subjects = [(item.session, item.round) for item in command.items]
-        case Open() | Feed() | Refeed() | Draft():
-            subjects = [(command.session, command.round)]
-        case Close():
-            subjects = [(command.session, None)]
-    return [
-        Failed(epoch=epoch, session=s, round=r, code=error.code, text=str(error))  # type: ignore[arg-type]
-        for s, r in subjects
-    ]
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"

@@ -6,11 +6,9 @@ commands arrive the loop's.
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ import torch
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
-    MAX_CURVES,
     MAX_SPANS,
     Close,
     Closed,
@@ -39,25 +36,16 @@ from dovetail.protocol.messages import (
     Verify,
     VerifyItem,
 )
-from dovetail.protocol.profile import ContextCurve, load_profile
-from dovetail.protocol.settings import MAX_GAMMA, MemorySettings, TargetSettings
+from dovetail.protocol.profile import ContextCurve
+from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
-from dovetail.workers.calibration.target import Subject, calibration_key, read_design
-from dovetail.workers.devices import open_device
-from dovetail.workers.models.checkpoints.inflate import inflation_bytes
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.serving.failures import as_request_error
-from dovetail.workers.serving.spread import known_readings, spread_of
 from dovetail.workers.sessions.admission import MAX_SESSIONS
-from dovetail.workers.sessions.prefix_cache import affordable_tokens
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
 from dovetail.workers.sessions.wire import to_array, to_tensor
 from dovetail.workers.speculation.rejection import Drawn
 from dovetail.workers.verifier import Verifier
-
-MOST_WORDS = 200
-"""Letters that summaries have for why torch computes a model; the log has all of them."""
-UNLIMITED = MemorySettings()
 
 
 @dataclass(frozen=True)
@@ -80,105 +68,6 @@ class Identity:
     """The device that reads prompts beside those that compute the model."""
     reads_from: int = 1
     """Rows of a prompt from which on it does."""
-
-
-def open_target_worker(
-    settings: TargetSettings,
-    *,
-    name: str,
-    threads: int,
-    profile: Path | None = None,
-    memory: MemorySettings = UNLIMITED,
-    beside: int = 0,
-) -> "TargetWorker":
-    """A target worker with its model loaded on its device, or spread over several; `UserError`
-    names what is wrong with the settings.
-
-    `profile`: the file that remembers what was measured on this machine. `beside`: bits of the
-    codes of a substitute that shares its GPU, 0 for none.
-    """
-    device = open_device(settings.device, threads)
-    spread = spread_of(
-        settings,
-        memory,
-        device,
-        threads,
-        () if profile is None else known_readings(settings, profile),
-        beside=beside,
-    )
-    if settings.weights == "int8-per-tensor":
-        print(
-            f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
-            "a token depend on what is computed beside it",
-            file=sys.stderr,
-        )
-    model = load_language_model(
-        settings.model,
-        weights=settings.weights,
-        device=device.name,
-        backend=settings.backend,
-        inflate_bytes=inflation_bytes(settings.inflate),
-        profile=profile,
-        stage=None if spread is None else spread.stage,
-    )
-    placed = ""
-    if device.is_cpu and (settings.backend, model.backend) == ("auto", "library"):
-        print(
-            f"{name}: torch's own operations compute this model, since {model.choice}",
-            file=sys.stderr,
-        )
-        placed = f"by torch's own operations, since {model.choice}"[:MOST_WORDS]
-    # the kernels compute the same bytes with any instruction set and any number of threads, torch
-    # does not
-    family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
-    others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
-    fingerprint = Fingerprint(
-        checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family, **others
-    )
-    whole = spread is None or spread.demand is None
-    curves = (
-        _curves(settings, model, profile) if profile is not None and device.is_cpu and whole else ()
-    )
-    # rows that are taken over are the same bytes as rows that are computed anew
-    keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
-    kept_tokens = (
-        affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes) if keeps else 0
-    )
-    identity = Identity(
-        name,
-        settings.model,
-        device.name,
-        threads,
-        fingerprint,
-        curves,
-        settings.inflate,
-        kept_tokens,
-        placement=placed,
-    )
-    if spread is not None:
-        reader = "" if spread.reader is None else spread.reader.name
-        identity = replace(
-            identity, placement=str(spread), reader=reader, reads_from=spread.reads_from
-        )
-    return TargetWorker(model, identity)
-
-
-def _curves(
-    settings: TargetSettings, model: LanguageModel, profile: Path
-) -> Sequence[ContextCurve]:
-    """What `dovetail calibrate` has found of this model, as it is computed here; nothing if it was
-    not asked."""
-    known = load_profile(profile)
-    if not any(entry.calibrations for entry in known.entries):
-        return ()
-    design = read_design(settings)
-    entry = known.find(calibration_key(Subject(model, design, design, random=False)))
-    found = [
-        calibration.t_v_by_context
-        for calibration in entry.calibrations
-        if calibration.backend == model.backend
-    ]
-    return found[0][:MAX_CURVES] if found else ()
 
 
 class TargetWorker:

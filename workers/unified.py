@@ -26,7 +26,6 @@ from dovetail.workers.devices import open_device
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
-from dovetail.workers.loop import Worker
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
 from dovetail.workers.models.substitutes.quantize import BITS
@@ -37,7 +36,9 @@ from dovetail.workers.models.substitutes.substitute import (
     shared_cache,
 )
 from dovetail.workers.progress import beat
-from dovetail.workers.target import TargetWorker, open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
+from dovetail.workers.serving.registration import Worker
+from dovetail.workers.target import TargetWorker
 
 BEAT_S = 0.2
 """Who waits for its turn says so often that it is alive."""

@@ -129,7 +129,8 @@ def agreement_of(
 ) -> Agreement:
     """Compare the target of a connection, on a text made of prompts; `text_tokens`: so many, None:
     as many as its configuration makes worth while."""
-    from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint, read_json
+    from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+    from dovetail.workers.models.checkpoints.files import read_json
     from dovetail.workers.models.parity.following import UnprovableError
     from dovetail.workers.models.parity.landmarks import landmarks
     from dovetail.workers.models.parity.reference import reference_logits

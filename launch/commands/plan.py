@@ -39,7 +39,7 @@ from dovetail.launch.simulation.machines import SIZES, read_machine
 from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
-from dovetail.workers.models.backends.placement import WEIGHT_BYTES
+from dovetail.workers.models.backends.sizes import WEIGHT_BYTES
 
 WIDTH = TreeSettings.model_fields["width"].default
 """Of trees, where the settings of the embedded pair are of no concern."""

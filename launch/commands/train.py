@@ -202,7 +202,7 @@ def train_small(
             f"--out {out} is what the training begins with, and would be replaced: give "
             "another folder"
         )
-    from dovetail.workers.training import small
+    from dovetail.workers.training import distil, small
     from dovetail.workers.training.data.corpus import open_reader
     from dovetail.workers.training.regenerate import Writing, regenerate_files
 
@@ -238,7 +238,7 @@ def train_small(
                     progress=show,
                 )
                 files.append(written)
-            return small.distil_folder(
+            return distil.distil_folder(
                 target, files, place, wanted, settings, init=init, progress=show
             )
 

@@ -15,16 +15,14 @@ from dovetail.launch.simulation.machines import SIZES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.runtime.planner import Target
 from dovetail.workers.models.backends.placement import (
-    WEIGHT_BYTES,
     cache_bytes,
     coded_bytes,
-    has_sizes,
     host_bytes,
     needed_bytes,
     pass_bytes,
-    sizes_of,
     substitute_bytes,
 )
+from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 
 HALF = 2

@@ -100,7 +100,7 @@ def look_here(configuration: Configuration, say: Say) -> Here:
     device = device_of(settings)
     from dovetail.workers.calibration.devices import known_costs, planned_config
     from dovetail.workers.devices import open_device
-    from dovetail.workers.models.backends.placement import has_sizes
+    from dovetail.workers.models.backends.sizes import has_sizes
 
     open_device("cpu", threads)
     target = with_target(settings.target)
@@ -122,7 +122,7 @@ def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:
     if calibration is not None:
         return calibration.limits, "measured"
     from dovetail.protocol.profile import machine_key
-    from dovetail.workers.calibration.target import measure_limits
+    from dovetail.workers.calibration.limits import measure_limits
 
     kept = [
         c.limits

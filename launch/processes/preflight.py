@@ -22,7 +22,8 @@ from dovetail.protocol.settings import (
     byte_count,
 )
 from dovetail.workers.models.backends import placement
-from dovetail.workers.models.backends.placement import Sizes, has_sizes, sizes_of, substitute_bytes
+from dovetail.workers.models.backends.placement import substitute_bytes
+from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -142,14 +143,12 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
 def check_whole(source: str) -> None:
     """Raise `CheckpointError` if a model that is here is damaged or cannot be decoded, as far as
     its files tell without reading the weights."""
-    from dovetail.workers.models.checkpoints import (
-        checkpoint,  # torch, for seconds: for refusals alone
-        hub,  # torch, for seconds: for refusals alone
-    )
+    # torch, for seconds: for refusals alone
+    from dovetail.workers.models.checkpoints import checkpoint, hub, tokenizer
 
     if (folder := hub.local_folder(source)) is not None:
         checkpoint.stored_tensors(folder)
-        checkpoint.read_tokenizer(folder)
+        tokenizer.read_tokenizer(folder)
 
 
 def check_source(role: str, source: str, *, pickled: bool = False) -> None:

@@ -32,7 +32,7 @@ from dovetail.protocol.links import CONNECT_TIMEOUT_S, open_link
 from dovetail.protocol.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from dovetail.workers.loop import Worker
+    from dovetail.workers.serving.registration import Worker
 
 
 Role = Literal["draft", "target", "unified"]
@@ -120,12 +120,12 @@ def serve_role(
     link = open_link(connect, keys=keys, role=role)
     answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
     try:
-        from dovetail.workers.loop import (
-            Reconnecting,
-            serve,
-        )  # torch comes in here, after the binding
+        from dovetail.workers.loop import serve  # torch comes in here, after the binding
         from dovetail.workers.progress import Watchdog, hearing_loads
         from dovetail.workers.serving.loading import Telling
+        from dovetail.workers.serving.registration import (
+            Reconnecting,  # torch comes in here, after the binding
+        )
 
         with hearing_loads(
             Telling(
@@ -193,12 +193,12 @@ def serve_both(
     answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
     over = threading.Event()
     try:
-        from dovetail.workers.loop import (
-            Reconnecting,
-            serve,
-        )  # torch comes in here, after the binding
+        from dovetail.workers.loop import serve  # torch comes in here, after the binding
         from dovetail.workers.progress import Watchdog, hearing_loads
         from dovetail.workers.serving.loading import Telling
+        from dovetail.workers.serving.registration import (
+            Reconnecting,  # torch comes in here, after the binding
+        )
         from dovetail.workers.unified import open_unified
 
         target, draft, profile = (
@@ -285,7 +285,7 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     """How the worker of this role is opened: (name, threads) -> worker."""
     target, profile = with_target(configuration.settings.target), writable_profile_path()
     if role == "target":
-        from dovetail.workers.target import open_target_worker
+        from dovetail.workers.serving.open_target import open_target_worker
 
         _check_text(target.model)
         memory = configuration.settings.memory
@@ -329,8 +329,8 @@ def _check_text(source: str) -> None:
     """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
     before the weights are read."""
     from dovetail.runtime.text.tokenizer import TextCodec
-    from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
     from dovetail.workers.models.checkpoints.hub import find_folder
+    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 
     folder = find_folder(source)
     try:

@@ -57,7 +57,7 @@ def measure(cores: str, memory_nodes: str, parent: int) -> None:
     bind(place)
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(len(place.cores))))
     from dovetail.workers import kernels
-    from dovetail.workers.calibration.target import best_of, measure_limits
+    from dovetail.workers.calibration.limits import best_of, measure_limits
     from dovetail.workers.devices import open_device
 
     open_device("cpu", len(place.cores))

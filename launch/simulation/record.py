@@ -128,7 +128,7 @@ def record(
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     from dovetail.launch.simulation.survey import Order, Recorder, processors
     from dovetail.workers.drafters.registry import open_draft_worker
-    from dovetail.workers.target import open_target_worker
+    from dovetail.workers.serving.open_target import open_target_worker
 
     with spinner() as say:
         say("loading the models")

@@ -20,8 +20,8 @@ from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 
 RANDOM_TEXT = 512

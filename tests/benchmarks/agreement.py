@@ -17,7 +17,8 @@ from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.nodes import coupled, matched, rejected
 from dovetail.workers.drafters.head import NOISE_SHARE
 from dovetail.workers.heads.head import Head, classify, open_head
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.sessions.wire import narrowed

@@ -30,7 +30,8 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, 
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.target import TargetWorker, open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
+from dovetail.workers.target import TargetWorker
 
 SpanField = tuple[str, int, int]
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from dovetail.workers.models.backends.streaming import Mark
+from dovetail.workers.devices.base import Mark
 
 
 class LimitedLink:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.child import obey, timed
 from benchmarks.ours import packed_matrices
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"

@@ -14,7 +14,8 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.kernels import PackedMatrix
 from dovetail.workers.models.backends.fused import Kernels
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.verifier import Verifier, tree_paths
 from support.opening import opening

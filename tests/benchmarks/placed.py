@@ -30,7 +30,7 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices import open_device
 from dovetail.workers.models.backends.placement import CACHED_ROWS, Placement
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.serving.spread import spread_of
 from dovetail.workers.verifier import Verifier

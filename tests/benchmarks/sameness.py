@@ -20,9 +20,12 @@ from benchmarks.models import SHAPES, token_row
 from benchmarks.options import ISAS, Command, Numbers, option, options, pin, report, written_model
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers import kernels
-from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass
-from dovetail.workers.models.backends.fused import BlockedCache, Kernels
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
+from dovetail.workers.kernels.layer_plan import LANES
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 
 CHAIN = 16

@@ -32,10 +32,12 @@ from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers import kernels
 from dovetail.workers.drafters.model import SHARPENING, SUBSTITUTE_SHARPENING, Drafter
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
-from dovetail.workers.models.backends.placement import Place, sizes_of
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.sizes import sizes_of
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.substitutes.quantize import BITS
 from dovetail.workers.models.substitutes.substitute import load_substitute, share, shared_cache
 from dovetail.workers.sessions.results import First, Verdict

@@ -25,31 +25,22 @@ from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.record.comparison import NEAR_TIE
-from dovetail.workers.calibration.target import Passes
+from dovetail.workers.calibration.passes import Passes
 from dovetail.workers.devices import Device
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.cuda import CudaTransfer
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
+from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
-from dovetail.workers.models.backends.placement import (
-    Demand,
-    Place,
-    coded_bytes,
-    place_layers,
-    sizes_of,
-)
-from dovetail.workers.models.backends.staged import (
-    KernelEngine,
-    Reader,
-    Stage,
-    StagedCache,
-    StagedPass,
-    Staging,
-    TorchEngine,
-)
+from dovetail.workers.models.backends.placement import Demand, Place, coded_bytes, place_layers
+from dovetail.workers.models.backends.sizes import sizes_of
+from dovetail.workers.models.backends.stage_engines import KernelEngine, TorchEngine
+from dovetail.workers.models.backends.staged import Reader, Stage, Staging
+from dovetail.workers.models.backends.staged_cache import StagedCache, StagedPass
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import Kept
 from dovetail.workers.models.substitutes import substitute
@@ -58,7 +49,7 @@ from dovetail.workers.models.substitutes.device_codes import (
     SharedLayer,
     load_device_substitute,
 )
-from dovetail.workers.models.substitutes.quantize import GROUP, Codes
+from dovetail.workers.models.substitutes.quantize import Codes
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape as Proposed
 from dovetail.workers.verifier import Verifier

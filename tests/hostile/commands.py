@@ -129,7 +129,7 @@ def _siege(
 def _open(victim: str, good: Mapping[str, Path]) -> Any:
     """A worker with a tiny model."""
     from dovetail.workers.drafters.registry import open_draft_worker
-    from dovetail.workers.target import open_target_worker
+    from dovetail.workers.serving.open_target import open_target_worker
 
     target = str(good["target"])
     if victim == "target":

@@ -42,7 +42,8 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.workers.loop import Reconnecting, Worker, serve
+from dovetail.workers.loop import serve
+from dovetail.workers.serving.registration import Reconnecting, Worker
 from hostile import messages
 from hostile.found import Found
 from hostile.messages import Knowledge, decodable, hostile

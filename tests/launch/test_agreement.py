@@ -12,7 +12,8 @@ from dovetail.launch.checks.agreement import Agreement, compare
 from dovetail.protocol.messages import TokenLogprobs
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.reference import reference_logits
 from dovetail.workers.models.segment import Segment
 from support.models import CONTEXT, tiny_mistral

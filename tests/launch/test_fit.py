@@ -22,7 +22,7 @@ from dovetail.protocol.settings import Settings
 from dovetail.workers.models import memory
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES, loading_bytes, read_tensors
-from dovetail.workers.models.language_model import against_device, load_language_model
+from dovetail.workers.models.loading import against_device, load_language_model
 from support.kernels import needs_kernels
 from support.models import tiny_llama, tiny_qwen2
 
@@ -295,7 +295,7 @@ LOADING = """
 import sys
 from pathlib import Path
 from dovetail.protocol.settings import TargetSettings
-from dovetail.workers.target import open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
 folder, weights, backend, inflate = sys.argv[1:]
 open_target_worker(TargetSettings(model=folder, weights=weights, backend=backend, inflate=inflate), name="t", threads=1)
 lines = Path("/proc/self/status").read_text().splitlines()

@@ -41,7 +41,8 @@ from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.target import TargetWorker, open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
+from dovetail.workers.target import TargetWorker
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 Children = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]

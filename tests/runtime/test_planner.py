@@ -22,7 +22,8 @@ from dovetail.runtime.planner import (
     by_budget,
 )
 from dovetail.workers.models.backends import placement
-from dovetail.workers.models.backends.placement import Demand, place_layers, sizes_of
+from dovetail.workers.models.backends.placement import Demand, place_layers
+from dovetail.workers.models.backends.sizes import sizes_of
 
 LAYERS = 6
 

@@ -31,7 +31,7 @@ from transformers import (
 
 from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.models.backends.fused import BlockedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Cache
 

@@ -21,7 +21,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.workers.loop import Worker
+from dovetail.workers.serving.registration import Worker
 
 EventT = TypeVar("EventT", bound=Event)
 KEY = bytes(range(16))

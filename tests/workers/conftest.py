@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dovetail.workers import kernels
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from support.models import tiny_llama
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.workers import kernels
-from dovetail.workers.models.backends.fused import BlockedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.cache import KVCache
 from support.models import cache_row
 

@@ -11,17 +11,11 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import Calibration, Limits, ProfileKey, RowsSeconds
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration.target import (
-    LADDER,
-    Passes,
-    best_of,
-    calibrate,
-    limit_curve,
-    open_subject,
-    read_design,
-    tree_paths,
-)
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.calibration.limits import best_of, limit_curve
+from dovetail.workers.calibration.passes import LADDER, Passes, tree_paths
+from dovetail.workers.calibration.subject import read_design
+from dovetail.workers.calibration.target import calibrate, open_subject
+from dovetail.workers.models.loading import load_language_model
 from support.models import tiny_llama
 
 GIB = 1 << 30

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint, read_tokenizer
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from support.models import VOCABULARY, reference_logits
 

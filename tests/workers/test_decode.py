@@ -13,7 +13,8 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.decode import Model, speculative_decode
 from support.losslessness import difference

@@ -10,6 +10,7 @@ from torch import Tensor
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cpu import HostTransfer
+from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.placement import (
     TREE_ROWS,
@@ -17,11 +18,13 @@ from dovetail.workers.models.backends.placement import (
     Place,
     coded_bytes,
     needed_bytes,
-    sizes_of,
 )
-from dovetail.workers.models.backends.staged import Staging, TorchEngine
+from dovetail.workers.models.backends.sizes import sizes_of
+from dovetail.workers.models.backends.stage_engines import TorchEngine
+from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.device_codes import (
     Capture,
@@ -29,7 +32,7 @@ from dovetail.workers.models.substitutes.device_codes import (
     load_device_substitute,
 )
 from dovetail.workers.models.substitutes.quantised import CodedProduct
-from dovetail.workers.models.substitutes.quantize import GROUP, Codes
+from dovetail.workers.models.substitutes.quantize import Codes
 from dovetail.workers.models.substitutes.substitute import load_substitute
 from dovetail.workers.serving.spread import spread_of
 from support.kernels import needs_kernels

@@ -25,7 +25,7 @@ from dovetail.workers.models.checkpoints.checkpoint import (
     open_weights,
 )
 from dovetail.workers.models.checkpoints.digests import Identity, all_finite
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.progress import hearing_loads
 from support.models import tiny_llama
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 from support.models import FAMILIES
 from support.sentences import check_sentence
 

@@ -11,11 +11,11 @@ from dovetail.protocol.profile import ContextCurve, ProfileKey, RowsSeconds, upd
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.draft import LEVELS, _Guesses, calibrate_draft
 from dovetail.workers.calibration.levels import levels_key
-from dovetail.workers.calibration.target import Passes
+from dovetail.workers.calibration.passes import Passes
 from dovetail.workers.devices import open_device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Predicted, open_head
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 from support.heads import VARIANTS, write_head
 
 TOLD = ContextCurve(

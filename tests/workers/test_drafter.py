@@ -17,7 +17,8 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.drafters.model import Drafter, DraftSession
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.growth import NO_ROW
 from dovetail.workers.speculation.prices import START, PassTimes

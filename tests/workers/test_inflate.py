@@ -18,7 +18,8 @@ from dovetail.workers.models.checkpoints.inflate import (
     plan_inflation,
     write_inflated,
 )
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from support.models import reference_logits, tiny_llama, tiny_qwen2, transformers_model
 

@@ -41,6 +41,7 @@ from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, open_head
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.sessions.prefix_cache import (
     MEMORY_SHARE,
     KeptSessions,
@@ -50,7 +51,7 @@ from dovetail.workers.sessions.prefix_cache import (
 from dovetail.workers.sessions.results import First, Part, Verdict
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Proposal, Shape
-from dovetail.workers.target import TargetWorker, open_target_worker
+from dovetail.workers.target import TargetWorker
 from dovetail.workers.verifier import Verifier
 from support.heads import write_head
 from support.kernels import needs_kernels

@@ -18,21 +18,23 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import (
-    LANES,
-    Activation,
     Attention,
-    AttentionPlan,
-    CacheRows,
     DecoderLayer,
     LayerPass,
+    activate,
+    normalise,
+    rotary_table,
+)
+from dovetail.workers.kernels.layer_plan import (
+    LANES,
+    Activation,
+    AttentionPlan,
+    CacheRows,
     LayerPlan,
     Norm,
     NormKind,
-    activate,
     lay_paths,
     new_cache,
-    normalise,
-    rotary_table,
 )
 from support.kernels import needs_kernels
 

@@ -12,12 +12,10 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models import attention
-from dovetail.workers.models.backends.fused import BlockedCache, Kernels
-from dovetail.workers.models.language_model import (
-    LanguageModel,
-    load_language_model,
-    random_language_model,
-)
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Paths, Segment
 from support.models import (

@@ -21,7 +21,7 @@ LOAD = """
 import json, os, re, sys
 from pathlib import Path
 import torch
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.loading import load_language_model
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

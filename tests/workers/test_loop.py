@@ -40,10 +40,12 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, 
 from dovetail.workers import loop
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.loop import Reconnecting, serve
+from dovetail.workers.loop import serve
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import beat
-from dovetail.workers.target import TargetWorker, open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
+from dovetail.workers.serving.registration import Reconnecting
+from dovetail.workers.target import TargetWorker
 from support.models import VOCABULARY, reference_tokens
 
 EPOCH = 77

@@ -35,11 +35,13 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.sessions.features import PREFILL_ROWS
 from dovetail.workers.sessions.results import First, Part, Verdict
 from dovetail.workers.sessions.wire import TYPES, to_array, to_tensor
-from dovetail.workers.target import TargetWorker, open_target_worker
+from dovetail.workers.target import TargetWorker
 from dovetail.workers.verifier import Verifier
 from support.heads import write_head
 from support.kernels import needs_kernels

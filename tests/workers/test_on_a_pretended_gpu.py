@@ -21,14 +21,16 @@ from dovetail.workers.devices.pretended import (
 from dovetail.workers.drafters.head_levels import open_levels
 from dovetail.workers.drafters.shared import Lent, SharedDrafter
 from dovetail.workers.heads.head import open_head
+from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
 from dovetail.workers.models.substitutes.quantised import CodedProduct
-from dovetail.workers.models.substitutes.quantize import GROUP, Codes
+from dovetail.workers.models.substitutes.quantize import Codes
 from dovetail.workers.models.substitutes.substitute import shared_cache
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape

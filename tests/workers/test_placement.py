@@ -10,20 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.kernels.layer import LANES
+from dovetail.workers.kernels.layer_plan import LANES
 from dovetail.workers.models.backends.blob import gather
-from dovetail.workers.models.backends.fused import BlockedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.placement import (
     BUFFERS,
     Demand,
     Place,
-    Sizes,
-    has_sizes,
     needed_bytes,
     place_layers,
-    sizes_of,
 )
-from dovetail.workers.models.language_model import load_language_model
+from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
+from dovetail.workers.models.loading import load_language_model
 from support.kernels import needs_kernels
 from support.models import FAMILIES
 

@@ -14,9 +14,10 @@ from dovetail.workers.devices.cuda import CudaTransfer
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.backends.streaming import Ring
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from dovetail.workers.target import open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
 

@@ -13,7 +13,8 @@ import torch
 
 from dovetail.workers import progress
 from dovetail.workers.heads.head import open_head
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import DEAF, Abandoned, beat, heard
 from support.heads import write_head

@@ -14,12 +14,13 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.following import UnprovableError
 from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.target import open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
 from support.models import CONTEXT, SHAPE, reference_logits
 from support.zoo import COMPUTED, ORIGINAL, REFUSED, SCALED, TOKENS, longrope, rope, write
 

@@ -10,7 +10,8 @@ import pytest
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.training.data.chats import Chat, Message, Renderer
 from dovetail.workers.training.data.corpus import open_reader, read_examples
 from dovetail.workers.training.regenerate import Outcome, Scribe, Writing, regenerate

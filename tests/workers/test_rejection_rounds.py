@@ -18,7 +18,8 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.ngram import Lookup
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.proposal import Proposal, Shape

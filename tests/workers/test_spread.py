@@ -12,8 +12,8 @@ from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSett
 from dovetail.workers.calibration.target import calibrate
 from dovetail.workers.devices import open_device
 from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.serving.spread import known_readings, spread_of
-from dovetail.workers.target import open_target_worker
 from support.kernels import needs_kernels
 from support.models import CONFIG, tiny_llama
 

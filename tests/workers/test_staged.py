@@ -19,8 +19,11 @@ from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.blob import Lying, unpack
 from dovetail.workers.models.backends.device_layer import product
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.staged import StagedCache, Staging, TorchEngine
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.backends.stage_engines import TorchEngine
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.backends.staged_cache import StagedCache
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import PROMPT_ROWS, Paths, Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.sessions.results import First, Verdict

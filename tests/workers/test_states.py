@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.inflate import plan_inflation
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.verifier import tree_paths

@@ -24,7 +24,7 @@ import json, sys
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.messages import Close, Open
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.target import open_target_worker
+from dovetail.workers.serving.open_target import open_target_worker
 folder, secret = sys.argv[1:]
 workers = [
     open_target_worker(TargetSettings(model=folder), name="t", threads=1),

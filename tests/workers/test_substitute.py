@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from dovetail.workers import kernels
 from dovetail.workers.models.backends import fused
-from dovetail.workers.models.backends.fused import BlockedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.substitutes.quantize import quantise
 from dovetail.workers.models.substitutes.substitute import load_substitute

@@ -23,9 +23,10 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.sessions.features import PREFILL_ROWS
 from dovetail.workers.sessions.wire import to_tensor
-from dovetail.workers.target import TargetWorker, open_target_worker
+from dovetail.workers.target import TargetWorker
 from support.models import VOCABULARY, reference_tokens, tiny_llama
 
 

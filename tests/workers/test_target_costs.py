@@ -18,9 +18,10 @@ from dovetail.protocol.profile import (
     update_profile,
 )
 from dovetail.protocol.settings import TargetSettings
-from dovetail.workers.calibration.target import Subject, calibration_key, read_design
-from dovetail.workers.models.language_model import load_language_model
-from dovetail.workers.target import open_target_worker
+from dovetail.workers.calibration.subject import Subject, read_design
+from dovetail.workers.calibration.target import calibration_key
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.serving.open_target import open_target_worker
 
 CURVES = tuple(
     ContextCurve(context=context, t_v=RowsSeconds(rows=(1, 8), seconds=(0.01, 0.02)))

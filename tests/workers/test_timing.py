@@ -9,7 +9,8 @@ import torch
 
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.timing import PARTS, asked, timed
 from dovetail.workers.sessions.timing import timed_pass

@@ -12,7 +12,7 @@ import torch
 
 from dovetail.launch.commands.train import train_small
 from dovetail.protocol.errors import UserError
-from dovetail.workers.training import run, small
+from dovetail.workers.training import distil, run, small
 from dovetail.workers.training.data.examples import read_token_file
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "launch" / "demo" / "target"
@@ -128,9 +128,9 @@ def test_what_is_in_the_way_of_a_small_model_stays(tokens: Path, tmp_path: Path)
 def test_distillation_raises_agreement(tokens: Path, tmp_path: Path) -> None:
     target, draft = model(1), model(2)
     small.train(target, read_token_file(tokens, 0), QUICK)
-    before = small.measure(target, draft, read_token_file(tokens, 0), context=32, batches=4)
-    small.distil(target, draft, read_token_file(tokens, 0), QUICK)
-    after = small.measure(target, draft, read_token_file(tokens, 0), context=32, batches=4)
+    before = distil.measure(target, draft, read_token_file(tokens, 0), context=32, batches=4)
+    distil.distil(target, draft, read_token_file(tokens, 0), QUICK)
+    after = distil.measure(target, draft, read_token_file(tokens, 0), context=32, batches=4)
     assert after.greedy > before.greedy
     assert after.overlap > before.overlap + 0.05
 

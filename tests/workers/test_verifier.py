@@ -18,7 +18,8 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.sessions import room
 from dovetail.workers.sessions.features import PREFILL_ROWS
 from dovetail.workers.sessions.results import First, Verdict

@@ -29,15 +29,17 @@ from dovetail.protocol.profile import (
 )
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration.target import CONTEXT, Passes, read_design
+from dovetail.workers.calibration.passes import CONTEXT, Passes
+from dovetail.workers.calibration.subject import read_design
 from dovetail.workers.devices import Device, open_device
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.linear import CANDIDATES
-from dovetail.workers.models.backends.placement import Place, has_sizes, sizes_of
+from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.selection import profile_key
+from dovetail.workers.models.backends.sizes import has_sizes, sizes_of
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.checkpoints.checkpoint import read_json
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     grow_skeleton,
@@ -45,7 +47,8 @@ from dovetail.workers.models.checkpoints.inflate import (
     plan_inflation,
 )
 from dovetail.workers.models.checkpoints.loader import random_skeleton
-from dovetail.workers.models.language_model import LanguageModel, random_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import random_language_model
 
 FEW, MORE = 2, 6
 """Layers of the models whose difference is taken; more than there are buffers, so that streamed

@@ -17,7 +17,7 @@ from torch import Tensor
 from dovetail.protocol.profile import ContextCurve, ProfileKey
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.levels import levels_key
-from dovetail.workers.calibration.target import CONTEXT, Computes, Passes
+from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
 from dovetail.workers.devices import open_device
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.head_levels import Capture, Levels, open_levels

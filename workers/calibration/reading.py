@@ -12,9 +12,11 @@ import torch
 from dovetail.protocol.profile import Reading, RowsSeconds
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers.devices import open_device
-from dovetail.workers.models.backends.placement import Place, sizes_of
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.sizes import sizes_of
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 
 LADDER = (16, 64, 256, 1024, 4096)

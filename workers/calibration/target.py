@@ -11,14 +11,11 @@ times are then scaled by weights. Knows settings and seconds; nothing of files b
 reads.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +23,6 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import (
     Calibration,
     ContextCurve,
-    Limits,
     ProfileKey,
     Reading,
     RowsSeconds,
@@ -36,80 +32,35 @@ from dovetail.protocol.profile import (
 )
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
+from dovetail.workers.calibration.limits import (
+    BYTES_A_WEIGHT,
+    PROBE_S,
+    arithmetic_of,
+    best_of,
+    limit_curve,
+    measure_limits,
+)
+from dovetail.workers.calibration.passes import (
+    CHUNK,
+    CONTEXT,
+    EVERY_ROW,
+    MOST_ROWS,
+    SHORT_LADDER,
+    Passes,
+)
 from dovetail.workers.calibration.reading import measure_reading
+from dovetail.workers.calibration.subject import Design, Subject, read_design
 from dovetail.workers.devices import open_device
-from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
 from dovetail.workers.models.backends.selection import profile_key
-from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.inflate import (
-    grow_skeleton,
-    plan_inflation,
-    planned_shapes,
-)
-from dovetail.workers.models.checkpoints.loader import decoder_layers, random_skeleton
-from dovetail.workers.models.language_model import (
-    LanguageModel,
-    context_of,
-    load_language_model,
-    random_language_model,
-)
-from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.models.loading import load_language_model, random_language_model
 
-MOST_ROWS = 64
-EVERY_ROW = tuple(range(1, MOST_ROWS + 1))
-LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
-"""Measured where all 64 would take too long; T_V is nearly a polyline with its bends at the
-kernels' tile heights."""
-SHORT_LADDER = (1, 2, 4, 8, 16, 32, 64)
-CHILDREN = 4
-CONTEXT = 512
-CHUNK = 128
-"""Rows of a prefill pass."""
-LEAST_PASSES, MOST_PASSES = 3, 25
-PROBE_S = 0.6
-"""For the bandwidth, and half as long for each kind of arithmetic."""
 SHARE_OF_MEMORY = 0.8
 """Of the memory that is free, for a model that is measured without being needed."""
-BYTES_A_WEIGHT = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
-TORCH_SIDE, TORCH_BYTES = 1024, 128 << 20
 
-Shapes = Sequence[tuple[int, int]]
 Say = Callable[[str, float], None]
 """Hears what is being done, and what share of all of it has been done."""
 LOADED = 0.15
 """The share that is done when the model is loaded."""
-
-
-@dataclass(frozen=True)
-class Design:
-    """What a config.json says of a model, and what the settings make of it."""
-
-    folder: Path
-    shapes: Shapes
-    """[out, in] of all linears, head included."""
-    layers: int
-    context: int
-
-    @property
-    def weights(self) -> int:
-        """How many weights the linears have."""
-        return sum(n * k for n, k in self.shapes)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to be measured, its own design, and that of the whole model that it stands for: of
-    fewer layers where memory does not hold all of them."""
-
-    model: LanguageModel
-    measured: Design
-    whole: Design
-    random: bool
-
-    @property
-    def scale(self) -> float:
-        """Seconds of the whole model for one second of the one that is measured."""
-        return self.whole.weights / self.measured.weights
 
 
 def calibrate(
@@ -193,7 +144,7 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
             for curve in calibration.t_v_by_context
         },
         "bandwidth_gb_s": limits.bandwidth_gb_s,
-        "peak_gflop_s": limits.peak_gflop_s[_arithmetic(subject.model, limits)],
+        "peak_gflop_s": limits.peak_gflop_s[arithmetic_of(subject.model, limits)],
         "peaks_gflop_s": dict(limits.peak_gflop_s),
         "probe": limits.probe,
     }
@@ -202,94 +153,7 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
 # -- the machine -----------------------------------------------------------------------------------
 
 
-def measure_limits(budget_s: float) -> Limits:
-    """Bandwidth and peaks on the threads in use: by the kernels' own loops; without kernels by
-    torch, whose best is somewhat below the peak."""
-    if not kernels.available():
-        return Limits(
-            bandwidth_gb_s=_torch_bandwidth(),
-            peak_gflop_s={
-                "fp32": _torch_gflop_s(torch.float32),
-                "bf16": _torch_gflop_s(torch.bfloat16),
-            },
-            probe="torch",
-        )
-    peaks = {
-        arithmetic.name.lower(): peak
-        for arithmetic in Arithmetic
-        if (peak := peak_gflop_s(arithmetic, budget_s=budget_s / 2)) is not None
-    }
-    return Limits(
-        bandwidth_gb_s=bandwidth_gb_s(budget_s=budget_s),
-        peak_gflop_s=peaks,
-        probe=f"kernels {kernels.isa().name.lower()}",
-    )
-
-
-def best_of(one: Limits, other: Limits) -> Limits:
-    """The larger of each: whatever else ran on the machine made the smaller one small."""
-    peaks = {name: max(peak, other.peak_gflop_s[name]) for name, peak in one.peak_gflop_s.items()}
-    return Limits(
-        bandwidth_gb_s=max(one.bandwidth_gb_s, other.bandwidth_gb_s),
-        peak_gflop_s=peaks,
-        probe=one.probe,
-    )
-
-
-def _torch_gflop_s(dtype: torch.dtype) -> float:
-    a = torch.ones(TORCH_SIDE, TORCH_SIDE, dtype=dtype)
-    return 2 * TORCH_SIDE**3 / _least_seconds(lambda: a @ a) / 1e9
-
-
-def _torch_bandwidth() -> float:
-    memory = torch.ones(TORCH_BYTES // 4)
-    return TORCH_BYTES / _least_seconds(memory.sum) / 1e9
-
-
-def _least_seconds(call: Callable[[], object]) -> float:
-    with torch.inference_mode():
-        return min(_seconds(call) for _ in range(8))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def _arithmetic(model: LanguageModel, limits: Limits) -> str:
-    """Which peak bounds a model's products: 16-bit weights are multiplied in fp32, but by the
-    library's bf16, where there are instructions for it."""
-    wanted = {
-        "int8": "int8",
-        "int8-per-tensor": "int8",
-        "bf16": "bf16" if model.backend == "library" else "fp32",
-    }.get(model.weights, "fp32")
-    return wanted if wanted in limits.peak_gflop_s else "fp32"
-
-
-def limit_curve(subject: Subject, limits: Limits) -> RowsSeconds:
-    """max(packed bytes / bandwidth, 2 rows weights / peak), in seconds."""
-    weights = subject.whole.weights
-    reading = weights * BYTES_A_WEIGHT[subject.model.weights] / (limits.bandwidth_gb_s * 1e9)
-    row = 2 * weights / (limits.peak_gflop_s[_arithmetic(subject.model, limits)] * 1e9)
-    return RowsSeconds(rows=EVERY_ROW, seconds=tuple(max(reading, m * row) for m in EVERY_ROW))
-
-
 # -- the model -------------------------------------------------------------------------------------
-
-
-def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
-    """The design of the settings' model, from its config.json alone; `layers`: with so many in
-    place of the configured number."""
-    folder = find_folder(settings.model)
-    model = random_skeleton(folder, layers=layers, stored=torch.float16).model
-    plan = plan_inflation(model, byte_count(settings.inflate)) if settings.inflate else None
-    if plan is not None:
-        grow_skeleton(model, plan)
-    return Design(
-        folder, planned_shapes(model, plan), len(decoder_layers(model)[1]), context_of(model.config)
-    )
 
 
 def _measure_reading(
@@ -432,101 +296,3 @@ def _measure(
 
 def _say_share(say: Say, doing: str, begun: float, share: float, done: float) -> None:
     say(doing, begun + share * done)
-
-
-class Computes(Protocol):
-    """What passes are made of: `LanguageModel`, or what passes for one."""
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    def new_cache(self, capacity: int) -> Cache:
-        """For one session."""
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        segments: Sequence[Segment],
-        *,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits [R, V] of `rows`, None: of all."""
-
-
-class Passes:
-    """Passes of a model over one cache; `done` hears what share of a curve's time has gone."""
-
-    def __init__(self, model: Computes, capacity: int) -> None:
-        self._model = model
-        self._cache: Cache = model.new_cache(capacity)
-        self._generator = torch.Generator().manual_seed(1)
-        self._prefill_s = 0.0
-        self.done: Callable[[float], None] = lambda _: None
-
-    def fill(self, length: int) -> None:
-        """Prefill random tokens until the cache holds `length` rows."""
-        while (start := self._cache.length) < length:
-            count = min(CHUNK, length - start)
-            positions = torch.arange(start, start + count)
-            segment, last = Segment(self._cache, start, count), torch.tensor([count - 1])
-            took = _seconds(partial(self._forward, positions, segment, last))
-            self._cache.keep(range(start, start + count), count)
-            self._prefill_s = took / count
-
-    def seconds_to(self, length: int) -> float:
-        """About how long it takes to fill the cache up to this length."""
-        return self._prefill_s * max(0, length - self._cache.length)
-
-    def curve(self, rows: Sequence[int], budget_s: float, *, scale: float = 1.0) -> RowsSeconds:
-        """The median seconds of passes over so many rows, times `scale`; fewer row counts (LADDER)
-        where not all can be measured within `budget_s`."""
-        self.once(max(rows))  # memory is taken, threads are awake
-        slowest, fastest = self.once(max(rows)), self.once(min(rows))
-        if LEAST_PASSES * len(rows) * (slowest + fastest) / 2 > budget_s:
-            rows = [count for count in rows if count in LADDER]
-        began = time.perf_counter()
-        taken: dict[int, list[float]] = {count: [] for count in rows}
-        for turn in range(MOST_PASSES):
-            gone = (time.perf_counter() - began) / max(budget_s, 1e-9)
-            if turn >= LEAST_PASSES and gone > 1:
-                break
-            self.done(min(1.0, max(gone, turn / MOST_PASSES)))
-            for count in rows if turn % 2 == 0 else reversed(rows):
-                taken[count].append(self.once(count))
-        return RowsSeconds(
-            rows=tuple(rows),
-            seconds=tuple(statistics.median(taken[count]) * scale for count in rows),
-        )
-
-    def once(self, rows: int) -> float:
-        """Seconds of one pass over a tree of so many rows; nothing is committed."""
-        root = self._cache.length
-        paths = tree_paths(rows)
-        segment = Segment(
-            self._cache,
-            root,
-            rows,
-            Paths.of(root, [[root + node for node in path] for path in paths]),
-        )
-        positions = torch.tensor([root + len(path) - 1 for path in paths])
-        return _seconds(lambda: self._forward(positions, segment, None))
-
-    def _forward(
-        self, positions: torch.Tensor, segment: Segment, rows: torch.Tensor | None
-    ) -> float:
-        tokens = torch.randint(
-            self._model.vocabulary_size, (segment.count,), generator=self._generator
-        )
-        return self._model.forward(tokens, positions, [segment], rows=rows)[
-            0, 0
-        ].item()  # asked for, so that a GPU has done it
-
-
-def tree_paths(rows: int) -> list[list[int]]:
-    """For each row of a tree of CHILDREN children a node, filled level by level: its ancestors, the
-    root first, and itself."""
-    paths: list[list[int]] = [[0]]
-    for node in range(1, rows):
-        paths.append([*paths[(node - 1) // CHILDREN], node])
-    return paths

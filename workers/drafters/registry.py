@@ -171,7 +171,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import Drafter
-    from dovetail.workers.models.language_model import load_language_model
+    from dovetail.workers.models.loading import load_language_model
 
     settings = wanted.settings
     if settings.weights == "int4":

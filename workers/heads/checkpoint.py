@@ -36,10 +36,9 @@ from dovetail.workers.models.checkpoints.checkpoint import (
     COUNT_TYPES,
     FLOAT_TYPES,
     open_weights,
-    read_json,
     stored_tensors,
-    unreadable,
 )
+from dovetail.workers.models.checkpoints.files import read_json, unreadable
 from dovetail.workers.models.checkpoints.hub import HUB_FILES, PICKLED_FILES, find_folder
 
 EMBEDDINGS = (

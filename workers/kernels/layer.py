@@ -18,151 +18,25 @@ a structure points to is kept alive beside it.
 
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.workers.kernels import MatrixStruct, PackedMatrix, declare, fresh_memory, library
-
-LANES = 16
-"""Positions that stand side by side in a block of keys; capacities are multiples of it."""
-
-
-class NormKind(IntEnum):
-    """Root mean square, or mean and variance."""
-
-    RMS = 0
-    LAYER_NORM = 1
-
-
-class Activation(IntEnum):
-    """What stands between the two halves of the MLP; the gated ones multiply with the second half
-    of `gate_up`."""
-
-    SILU_GATED = 0
-    GELU_TANH_GATED = 1
-    GELU_TANH = 2
-
-
-@dataclass(frozen=True)
-class Norm:
-    """float32 [width]; Gemma's weights come as 1 + weight."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """The angles of all positions: float32 [context, rotary_dim / 2]; rotary_dim may be less than
-    head_dim, and the rest of a head is left alone."""
-
-    cosines: Tensor
-    sines: Tensor
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """A decoder layer: h += o(attention(norm(h))), then h += down(activation(gate_up(norm(h)))),
-    with a norm on what is added where there is a post norm."""
-
-    index: int
-    """Of the layer in the caches."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    qkv: PackedMatrix
-    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values."""
-    output: PackedMatrix
-    gate_up: PackedMatrix
-    """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]."""
-    down: PackedMatrix
-    attention_norm: Norm | None
-    """None: attention reads the hidden states as they are, as in the first layer of an EAGLE
-    head."""
-    mlp_norm: Norm
-    post_attention_norm: Norm | None = None
-    post_mlp_norm: Norm | None = None
-    query_norm: Norm | None = None
-    """[head_dim], RMS, on each head before it is rotated."""
-    key_norm: Norm | None = None
-    rotary: Rotary | None = None
-    norm_kind: NormKind = NormKind.RMS
-    activation: Activation = Activation.SILU_GATED
-    epsilon: float = 1e-6
-    scale: float | None = None
-    """What scores are multiplied by; None: 1 / sqrt(head_dim)."""
-    softcap: float = 0.0
-    """Scores become softcap tanh(score / softcap); 0: they do not."""
-    window: int = 0
-    """A position sees itself and window - 1 before it; 0: all."""
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """The attention of a layer whose other parts are computed one by one; names as in
-    `LayerPlan`."""
-
-    index: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary: Rotary
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
-    epsilon: float = 1e-6
-
-
-@dataclass(frozen=True)
-class CacheRows:
-    """The rows of one session in a pass: they are written to slots start .. start + count - 1 of
-    its cache."""
-
-    keys: Tensor
-    """float32 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache."""
-    values: Tensor
-    """float32 [layers, kv_heads, capacity, head_dim]."""
-    start: int
-    count: int
-    paths: "Paths | None" = None
-    """None: row i sees slots 0 .. start + i."""
-
-
-@dataclass(frozen=True)
-class Paths:
-    """What each row sees: slots 0 .. prefix - 1 and behind them its own path, root first and itself
-    last, by any slots from prefix on."""
-
-    prefix: int
-    offsets: Tensor
-    """int32 [rows + 1]: the path of row i is slots[offsets[i] : offsets[i + 1]]."""
-    slots: Tensor
-    """int32."""
-
-
-def new_cache(*, layers: int, kv_heads: int, head_dim: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Keys and values for `capacity` slots and what is missing to a whole block, in huge pages
-    where the system gives them: a pass reads all of it."""
-    blocks = -(-capacity // LANES)
-    size = layers * kv_heads * blocks * LANES * head_dim
-    keys, values = (
-        torch.frombuffer(fresh_memory(4 * size)[0], dtype=torch.float32) if size else torch.empty(0)
-        for _ in range(2)
-    )
-    return keys.view(layers, kv_heads, blocks, head_dim, LANES), values.view(
-        layers, kv_heads, blocks * LANES, head_dim
-    )
-
-
-def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
-    """The paths of the rows of a segment, one after the other."""
-    offsets = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int32)
-    return Paths(prefix, offsets, torch.tensor(list(chain.from_iterable(paths)), dtype=torch.int32))
+from dovetail.workers.kernels import MatrixStruct, declare, library
+from dovetail.workers.kernels.layer_plan import (
+    LANES,
+    Activation,
+    AttentionPlan,
+    CacheRows,
+    LayerPlan,
+    Norm,
+    NormKind,
+    Rotary,
+    check_heads,
+    check_shapes,
+)
 
 
 class NormStruct(Structure):
@@ -253,18 +127,6 @@ def _functions() -> Any:
         },
     )
     return library()
-
-
-def rotary_table(frequencies: Tensor, context: int, *, scaling: float = 1.0) -> Rotary:
-    """Cosines and sines of position times frequency [rotary_dim / 2], times scaling, for all
-    positions below `context`: the same bytes on every machine."""
-    pairs = frequencies.numel()
-    table = torch.empty(2, context, pairs)
-    start = _address(frequencies.float().contiguous(), (pairs,))
-    _functions().dt_rotary_table(
-        start, pairs, scaling, context, table[0].data_ptr(), table[1].data_ptr()
-    )
-    return Rotary(table[0], table[1])
 
 
 class LayerPass:
@@ -368,7 +230,7 @@ class Attention:
     layer's two matrices."""
 
     def __init__(self, plan: AttentionPlan) -> None:
-        _check_heads(plan)
+        check_heads(plan)
         self.plan = plan
         self._width = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
         self._struct = LayerStruct(
@@ -422,7 +284,7 @@ def activate(activation: Activation, x: Tensor) -> Tensor:
 
 
 def _layer_struct(plan: LayerPlan) -> LayerStruct:
-    _check_shapes(plan)
+    check_shapes(plan)
     struct = LayerStruct(
         hidden=plan.qkv.k,
         intermediate=plan.down.k,
@@ -451,37 +313,6 @@ def _set_rotary(struct: LayerStruct, rotary: Rotary) -> None:
     )
 
 
-def _check_shapes(plan: LayerPlan) -> None:
-    hidden, intermediate = plan.qkv.k, plan.down.k
-    expected = {
-        "qkv": ((plan.heads + 2 * plan.kv_heads) * plan.head_dim, hidden),
-        "output": (hidden, plan.heads * plan.head_dim),
-        "gate_up": (
-            intermediate if plan.activation is Activation.GELU_TANH else 2 * intermediate,
-            hidden,
-        ),
-        "down": (hidden, intermediate),
-    }
-    for name, shape in expected.items():
-        matrix = getattr(plan, name)
-        if (matrix.n, matrix.k) != shape:
-            raise ValueError(
-                f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {shape}"
-            )
-    _check_heads(plan)
-
-
-def _check_heads(plan: LayerPlan | AttentionPlan) -> None:
-    """ValueError for heads that do not share their keys evenly, or of which more is rotated than
-    there is: the kernels do not look."""
-    rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
-    if plan.kv_heads < 1 or plan.heads % plan.kv_heads or rotated > plan.head_dim:
-        raise ValueError(
-            f"{plan.heads} heads of {plan.head_dim} with {plan.kv_heads} key heads, of which "
-            f"{rotated} numbers are rotated"
-        )
-
-
 def _norm_struct(norm: Norm | None, width: int) -> NormStruct:
     if norm is None:
         return NormStruct()
@@ -505,3 +336,15 @@ def _address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.
             f"{tuple(tensor.shape)}"
         )
     return tensor.data_ptr()
+
+
+def rotary_table(frequencies: Tensor, context: int, *, scaling: float = 1.0) -> Rotary:
+    """Cosines and sines of position times frequency [rotary_dim / 2], times scaling, for all
+    positions below `context`: the same bytes on every machine."""
+    pairs = frequencies.numel()
+    table = torch.empty(2, context, pairs)
+    start = _address(frequencies.float().contiguous(), (pairs,))
+    _functions().dt_rotary_table(
+        start, pairs, scaling, context, table[0].data_ptr(), table[1].data_ptr()
+    )
+    return Rotary(table[0], table[1])

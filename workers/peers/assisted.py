@@ -20,9 +20,9 @@ from transformers.utils import logging
 
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import write_inflated
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.peers.generated import Generated, Round
 
 

@@ -6,8 +6,23 @@ ours that stumbles. Knows exceptions, not commands.
 
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
-from dovetail.protocol.errors import RequestError
+from dovetail.protocol.errors import (
+    RequestError,
+)
+from dovetail.protocol.messages import (
+    Close,
+    Command,
+    Draft,
+    Event,
+    Failed,
+    Feed,
+    Open,
+    Refeed,
+    Verify,
+)
 
 
 def as_request_error(error: Exception) -> RequestError:
@@ -33,3 +48,26 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
+
+
+def subject(message: Command | Event) -> dict[str, int | None]:
+    """The session and the round that a message is about, if it is about one."""
+    items: Sequence[Any] = getattr(message, "items", ())
+    about = items[0] if len(items) == 1 else message
+    return {"session": getattr(about, "session", None), "round": getattr(about, "round", None)}
+
+
+def failed_events(command: Command, epoch: int, error: RequestError) -> list[Event]:
+    """A Failed for every session that a command is about, or a single one if it is about none."""
+    subjects: list[tuple[int | None, int | None]] = [(None, None)]
+    match command:
+        case Verify():
+            subjects = [(item.session, item.round) for item in command.items]
+        case Open() | Feed() | Refeed() | Draft():
+            subjects = [(command.session, command.round)]
+        case Close():
+            subjects = [(command.session, None)]
+    return [
+        Failed(epoch=epoch, session=s, round=r, code=error.code, text=str(error))  # type: ignore[arg-type]
+        for s, r in subjects
+    ]

@@ -17,23 +17,21 @@ from dovetail.protocol.memory import read_room
 from dovetail.protocol.profile import ProfileKey, Reading, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration.target import read_design
+from dovetail.workers.calibration.subject import read_design
 from dovetail.workers.devices import Device, open_device
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.placement import (
-    WEIGHT_BYTES,
     Demand,
     Placement,
     all_on_cpu,
     coded_bytes,
-    has_sizes,
     needed_bytes,
     place_layers,
     reader_bytes,
-    sizes_of,
 )
+from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, has_sizes, sizes_of
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.checkpoints.checkpoint import read_json
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 
 FREE_SHARE = 0.9

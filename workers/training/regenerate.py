@@ -24,7 +24,8 @@ from dovetail.protocol import files as disk
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.noise import gumbel_noise
 from dovetail.workers.speculation.sampling import choose, process_logits

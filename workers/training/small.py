@@ -68,16 +68,6 @@ class Settings(Pace):
     """The weight of the plain cross entropy beside the divergence, when a model is distilled."""
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How well a draft follows its target: share of equal most likely tokens, mean sum of min(p,
-    q), tokens measured."""
-
-    greedy: float
-    overlap: float
-    tokens: int
-
-
 StepLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -194,7 +184,7 @@ class Checkpoint:
     about: Mapping[str, Any]
 
 
-def _run(
+def carry_on(
     stage: str,
     model: nn.Module,
     text: Text,
@@ -236,13 +226,13 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
     """Cross entropy of the next token, where it is learned."""
     logits = logits_of(model, rows[:, :-1])
-    return _mean(
+    return mean_of(
         nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"),
         learn,
     )
 
 
-def _mean(losses: Tensor, learn: Tensor) -> Tensor:
+def mean_of(losses: Tensor, learn: Tensor) -> Tensor:
     """The mean over what is learned. Nothing is picked by index, so that the step can be compiled
     as a whole."""
     return (losses * learn.flatten()).sum() / learn.sum().clamp(min=1)
@@ -257,7 +247,7 @@ def train(
     progress: Callback = silent,
 ) -> Outcome:
     """Train the model in place."""
-    return _run(
+    return carry_on(
         "training",
         model,
         Text(rows, settings.context),
@@ -288,7 +278,7 @@ def train_folder(
         if init is not None
         else new_model(shape or Shape(), source, settings.context, settings.seed)
     )
-    about = _begun_from(init, model, shape or Shape())
+    about = begun_from(init, model, shape or Shape())
     outcome = train(
         model,
         read_text(files, source),
@@ -301,7 +291,10 @@ def train_folder(
     return outcome
 
 
-def _begun_from(init: Path | None, model: nn.Module, shape: Shape) -> dict[str, Any]:
+# Distilling a draft
+
+
+def begun_from(init: Path | None, model: nn.Module, shape: Shape) -> dict[str, Any]:
     """What a run is known by: the weights that it begins with, or the shape of a new model."""
     return {"init": digest_of_weights(model)} if init is not None else asdict(shape)
 
@@ -312,100 +305,3 @@ def digest_of_weights(model: nn.Module) -> str:
     for name, value in model.state_dict().items():
         content.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
     return content.hexdigest()
-
-
-# Distilling a draft
-
-
-def distillation_loss(target: nn.Module, cross_entropy: float) -> StepLoss:
-    """The divergence of the draft from the target's whole distribution, and a little of the plain
-    cross entropy."""
-
-    def loss_of(draft: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = torch.log_softmax(logits_of(target, rows[:, :-1]), -1).flatten(0, 1)
-        given = torch.log_softmax(logits_of(draft, rows[:, :-1]), -1).flatten(0, 1)
-        divergence = (wanted.exp() * (wanted - given)).sum(-1)
-        surprise = nn.functional.nll_loss(given, rows[:, 1:].flatten(), reduction="none")
-        return _mean(divergence + cross_entropy * surprise, learn)
-
-    return loss_of
-
-
-def distil(
-    target: nn.Module,
-    draft: nn.Module,
-    rows: Sequence[Example],
-    settings: Settings,
-    *,
-    checkpoint: Checkpoint | None = None,
-    progress: Callback = silent,
-) -> Outcome:
-    """Distil the draft from the target in place."""
-    target.to(settings.device).eval()
-    text = Text(rows, settings.context)
-    return _run(
-        "distilling",
-        draft,
-        text,
-        distillation_loss(target, settings.cross_entropy),
-        settings,
-        checkpoint,
-        progress,
-    )
-
-
-def distil_folder(
-    target: Path,
-    files: Sequence[Path],
-    place: Workplace,
-    shape: Shape,
-    settings: Settings,
-    *,
-    init: Path | None = None,
-    progress: Callback = silent,
-) -> Outcome:
-    """Distil a draft of that shape, or the one in `init`, from the model in `target`, and write its
-    folder; see `train_folder`."""
-    teacher = load_model(target)
-    draft = (
-        load_model(init)
-        if init is not None
-        else new_model(shape, target, settings.context, settings.seed)
-    )
-    about = {**_begun_from(init, draft, shape), "target": digest_of_weights(teacher)}
-    outcome = distil(
-        teacher,
-        draft,
-        read_text(files, target),
-        settings,
-        checkpoint=Checkpoint(place.checkpoint, about),
-        progress=progress,
-    )
-    with place.result() as folder:
-        save_model(draft, target, folder)
-    return outcome
-
-
-@torch.no_grad()
-def measure(
-    target: nn.Module,
-    draft: nn.Module,
-    rows: Sequence[Example],
-    *,
-    batches: int = 16,
-    context: int = 256,
-    seed: int = 1,
-) -> Agreement:
-    """How well the draft follows the target, over the learned ids only."""
-    text, rng = Text(rows, context), np.random.default_rng(seed)
-    equal = overlap = 0.0
-    tokens = 0
-    for _ in range(batches):
-        ids, learn = text.batch(8, rng)
-        p = torch.softmax(target(input_ids=ids[:, :-1], use_cache=False).logits.float(), -1)[learn]
-        q = torch.softmax(draft(input_ids=ids[:, :-1], use_cache=False).logits.float(), -1)[learn]
-        equal += (p.argmax(-1) == q.argmax(-1)).sum().item()
-        overlap += torch.minimum(p, q).sum().item()
-        tokens += len(p)
-    return Agreement(equal / max(tokens, 1), overlap / max(tokens, 1), tokens)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.models.checkpoints.checkpoint import Stored, open_weights, read_json
+from dovetail.workers.models.checkpoints.checkpoint import Stored, open_weights
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 
 

@@ -28,9 +28,9 @@ def process(configuration: Configuration, out: Path, parent: int) -> None:
     end_with(parent)
     end_when_told()
     said = claim_stdout()
-    from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer  # torch comes in here
     from dovetail.workers.models.checkpoints.hub import find_folder
     from dovetail.workers.models.checkpoints.inflate import write_inflated
+    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer  # torch comes in here
 
     target = with_target(configuration.settings.target)
     folder = find_folder(target.model)

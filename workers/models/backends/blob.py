@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import ALIGNMENT, Kind, PackedMatrix, fresh_memory
-from dovetail.workers.kernels.layer import LayerPlan
+from dovetail.workers.kernels.layer_plan import LayerPlan
 
 MATRICES = ("qkv", "output", "gate_up", "down")
 PANEL, VECTOR, STEP = 48, 16, 4

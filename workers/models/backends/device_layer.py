@@ -23,7 +23,7 @@ from torch.nn.functional import (
 )
 
 from dovetail.workers.kernels import Kind
-from dovetail.workers.kernels.layer import Activation, LayerPlan, Norm, NormKind, Rotary
+from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, Norm, NormKind, Rotary
 from dovetail.workers.models.attention import Block, attend_blocks, attend_capped
 from dovetail.workers.models.backends.blob import Matrix
 

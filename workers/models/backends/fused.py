@@ -12,45 +12,36 @@ are computed beside it. Knows layers and slots.
 """
 
 import copy
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
 
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import (
-    LANES,
-    Activation,
-    CacheRows,
-    DecoderLayer,
-    LayerPass,
-    LayerPlan,
-    Norm,
-    NormKind,
-    Rotary,
-    new_cache,
-    normalise,
-    rotary_table,
-)
-from dovetail.workers.kernels.layer import Paths as KernelPaths
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise, rotary_table
+from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind, Rotary
 from dovetail.workers.models.attention import Noted
+from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
+from dovetail.workers.models.backends.layer_parts import (
+    DTYPES,
+    LayerParts,
+    exact_kind,
+    pack,
+    pack_and_drop,
+    read_norm,
+)
 from dovetail.workers.models.backends.library import transformers_pass
 from dovetail.workers.models.backends.proof import LAYER_TOLERANCE, LayerProof, Product
-from dovetail.workers.models.checkpoints.loader import decoder_layers
+from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import (
     PROMPT_ROWS,
     Cache,
     Segment,
-    check_truncation,
-    has_to_move,
-    slots_in_place,
 )
 from dovetail.workers.models.states import LAST, Kept, keeping
 from dovetail.workers.models.timing import asked, timing
@@ -62,76 +53,6 @@ TABLE_ROWS = 512
 """Positions, spread over the context, at which the table of angles is compared with the model's
 own."""
 TABLE_TOLERANCE = 1e-5
-DTYPES = {
-    Kind.FP32: torch.float32,
-    Kind.FP16: torch.float16,
-    Kind.BF16: torch.bfloat16,
-    Kind.INT8: torch.float32,
-}
-"""What a matrix of each kind is packed from."""
-EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
-"""The kind that holds weights of a type as they are."""
-MOST_ROOM = 1024
-"""Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little
-beside a long context."""
-PIECE_WEIGHTS = 1 << 22
-"""So many weights are converted at a time: 16 MiB of fp32."""
-
-
-def with_room(capacity: int) -> int:
-    """Rows to have memory for, so that the next turn of a conversation finds its place: to move 400
-    rows into fresh memory takes longer than to read 12."""
-    return capacity + min(capacity // 2, MOST_ROOM)
-
-
-class BlockedCache:
-    """A session's keys and values in the layout of the kernels: keys sixteen slots side by side, so
-    that lanes run along slots."""
-
-    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self.keys, self.values = new_cache(
-            layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=with_room(capacity)
-        )
-
-    def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit
-        the first `committed`; only these rows move."""
-        in_place = slots_in_place(self, slots, committed)
-        if in_place < len(slots):
-            source = torch.tensor(slots[in_place:])
-            target = torch.arange(self.length + in_place, self.length + len(slots))
-            self.values[:, :, target] = self.values[:, :, source]
-            self.keys[:, :, target // LANES, :, target % LANES] = self.keys[
-                :, :, source // LANES, :, source % LANES
-            ]
-        self.length += committed
-
-    def truncate(self, length: int) -> None:
-        """Let the committed rows from slot `length` on go."""
-        check_truncation(self, length)
-        self.length = length
-
-    def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
-        too small, or much too large."""
-        layers, kv_heads, slots, head_dim = self.values.shape
-        if has_to_move(self, slots, capacity):
-            blocks = -(-self.length // LANES)
-            keys, values = new_cache(
-                layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=with_room(capacity)
-            )
-            keys[:, :, :blocks] = self.keys[:, :, :blocks]
-            values[:, :, : self.length] = self.values[:, :, : self.length]
-            self.keys, self.values = keys, values
-        self.capacity = capacity
-
-    @property
-    def row_bytes(self) -> int:
-        """Memory of one row."""
-        layers, kv_heads, _, head_dim = self.values.shape
-        return 2 * layers * kv_heads * head_dim * self.values.element_size()
 
 
 class KernelLinear(nn.Module):
@@ -224,14 +145,12 @@ class Kernels:
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """What stands in the layer's place until all are there; the layer has its numbers and is
         not needed afterwards."""
-        parts = _Parts(layer)
+        parts = LayerParts(layer)
         proof = LayerProof(self._oracle, layer, index, parts.linears)
         proving = (
             None
             if self._computes_here
-            else {
-                name: _pack(_exact_kind(parts), linears) for name, linears in parts.linears.items()
-            }
+            else {name: pack(exact_kind(parts), linears) for name, linears in parts.linears.items()}
         )
         matrices = {
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
@@ -258,7 +177,7 @@ class Kernels:
         setattr(base, name, self._norm)
         head = model.get_output_embeddings()
         product = Product("head", [head])
-        matrix = _pack(self._kind, [head])
+        matrix = pack(self._kind, [head])
         product.use(matrix)
         product(states)
         self._head = self._final_linear(matrix)
@@ -286,7 +205,7 @@ class Kernels:
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         """One matrix of a layer, from linears with the same inputs that are not needed
         afterwards."""
-        return _pack_and_drop(kind, linears)
+        return pack_and_drop(kind, linears)
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
@@ -363,7 +282,7 @@ class Kernels:
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
 
     def _plan(
-        self, parts: "_Parts", index: int, noted: Noted, matrices: Mapping[str, PackedMatrix]
+        self, parts: "LayerParts", index: int, noted: Noted, matrices: Mapping[str, PackedMatrix]
     ) -> LayerPlan:
         norms, kinds, epsilons = {}, set(), set()
         for name, module in parts.norms.items():
@@ -390,129 +309,6 @@ class Kernels:
             softcap=noted.softcap or 0.0,
             window=noted.window or 0,
         )
-
-
-class _Parts:
-    """The parts of a decoder layer, found by their names."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.attention: Any = _part(layer, "self_attn", "attn")
-        mlp = _part(layer, "mlp")
-        self.linears = {
-            "qkv": _linears(
-                self.attention, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",)
-            ),
-            "output": _linears(self.attention, ("o_proj",), ("c_proj",)),
-            "gate_up": _linears(mlp, ("gate_proj", "up_proj"), ("gate_up_proj",), ("c_fc",)),
-            "down": _linears(mlp, ("down_proj",), ("c_proj",)),
-        }
-        """Of each matrix of the kernels, those that it is packed of."""
-        self.activation = read_activation(
-            _part(mlp, "act_fn", "activation_fn", "act"), gated=not hasattr(mlp, "c_fc")
-        )
-        self.norms = self._norms(layer)
-
-    def _norms(self, layer: nn.Module) -> dict[str, nn.Module]:
-        names = {"attention_norm": _part(layer, "input_layernorm", "ln_1")}
-        if hasattr(layer, "pre_feedforward_layernorm"):
-            names["post_attention_norm"] = _part(layer, "post_attention_layernorm")
-            names["mlp_norm"] = _part(layer, "pre_feedforward_layernorm")
-            names["post_mlp_norm"] = _part(layer, "post_feedforward_layernorm")
-        else:
-            names["mlp_norm"] = _part(layer, "post_attention_layernorm", "ln_2")
-        if hasattr(self.attention, "q_norm"):
-            names |= {"query_norm": self.attention.q_norm, "key_norm": self.attention.k_norm}
-        return names
-
-
-def _part(module: nn.Module, *names: str) -> Any:
-    """The first of these parts that a module has."""
-    for name in names:
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise UnsupportedError(f"{type(module).__name__} has no {' or '.join(names)}")
-
-
-def _linears(module: nn.Module, *choices: Sequence[str]) -> list[nn.Linear]:
-    """The linears of the first choice that a module has all of."""
-    for names in choices:
-        found = [getattr(module, name, None) for name in names]
-        if all(type(part) is nn.Linear for part in found):
-            return found  # type: ignore[return-value]
-    raise UnsupportedError(
-        f"{type(module).__name__} has no linears "
-        f"{' or '.join('+'.join(names) for names in choices)}"
-    )
-
-
-def _pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """One matrix of the kernels from linears with the same inputs, below each other."""
-    biases = [linear.bias for linear in linears]
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [
-                torch.zeros(part.out_features) if b is None else b.detach().float()
-                for part, b in zip(linears, biases, strict=True)
-            ]
-        )
-    matrix = PackedMatrix(
-        kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias
-    )
-    for part, first in zip(
-        linears,
-        itertools.accumulate((part.out_features for part in linears), initial=0),
-        strict=False,
-    ):
-        weight, piece = part.weight.detach(), max(1, PIECE_WEIGHTS // part.in_features)
-        for start in range(0, part.out_features, piece):
-            matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), first + start)
-    return matrix
-
-
-def _exact_kind(parts: "_Parts") -> Kind:
-    """The kind that holds all weights of a layer as they are."""
-    types = {part.weight.dtype for linears in parts.linears.values() for part in linears}
-    return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
-
-
-def _pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """The same; the linears lose their weights, so that at no time a whole layer is there twice."""
-    matrix = _pack(kind, linears)
-    for part in linears:
-        part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    return matrix
-
-
-def read_norm(module: nn.Module) -> tuple[NormKind, Norm, float]:
-    """Kind, weights and epsilon of a norm; RMS norms are told by trying: some multiply by their
-    weight, Gemma's by one more."""
-    weight: Any = getattr(module, "weight", None)
-    if isinstance(module, nn.LayerNorm) and weight is not None:
-        bias = None if module.bias is None else module.bias.detach().float().contiguous()
-        return NormKind.LAYER_NORM, Norm(weight.detach().float().contiguous(), bias), module.eps
-    epsilon: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or not isinstance(epsilon, float):
-        raise UnsupportedError(f"a norm of type {type(module).__name__}")
-    x = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(1))
-    expected = module(x).float()
-    for weights in (weight.detach().float().contiguous(), 1.0 + weight.detach().float()):
-        if torch.allclose(
-            normalise(NormKind.RMS, Norm(weights), x, epsilon), expected, rtol=1e-4, atol=1e-5
-        ):
-            return NormKind.RMS, Norm(weights), epsilon
-    raise UnsupportedError(f"a norm of type {type(module).__name__}")
-
-
-def read_activation(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
-    """Which of the kernels' activations a function is, told by trying."""
-    x = torch.linspace(-6, 6, 97)
-    y = function(x)
-    if torch.allclose(y, gelu(x, approximate="tanh"), atol=1e-5):
-        return Activation.GELU_TANH_GATED if gated else Activation.GELU_TANH
-    if gated and torch.allclose(y, silu(x), atol=1e-5):
-        return Activation.SILU_GATED
-    raise UnsupportedError(f"the activation {type(function).__name__}")
 
 
 def _rotary(model: Any, context: int) -> Rotary | None:
@@ -554,22 +350,6 @@ def _final_norm(base: Any) -> tuple[str, nn.Module]:
         if hasattr(base, name):
             return name, getattr(base, name)
     raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")
-
-
-def cache_rows(segment: Segment) -> CacheRows:
-    """A segment in the words of the kernels."""
-    cache = segment.cache
-    if not isinstance(cache, BlockedCache):
-        raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
-    paths = segment.paths
-    seen = (
-        None
-        if paths is None
-        else KernelPaths(
-            paths.prefix, torch.from_numpy(paths.offsets), torch.from_numpy(paths.slots)
-        )
-    )
-    return CacheRows(cache.keys, cache.values, segment.start, segment.count, seen)
 
 
 def reason_against(kind: Kind) -> str:

@@ -17,7 +17,7 @@ from dovetail.workers.models.backends.embedding import widen_embeddings
 from dovetail.workers.models.backends.linear import PackedLinear
 from dovetail.workers.models.backends.selection import Selection
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.checkpoints.loader import decoder_layers
+from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.parity.following import (
     EAGER,
     UnprovableError,

@@ -6,19 +6,12 @@ is needed. Which of the possible placements is the fastest is a planner's busine
 beyond their names.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.workers.models.backends.sizes import NUMBER_BYTES, WEIGHT_BYTES, Sizes
 
-ALIGNMENT, VECTOR, STEP = 64, 16, 4
-"""Of the packed matrices (`kernels/native/packing.h`): bytes between two of them, outputs side by
-side, and int8 inputs side by side."""
-WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
-NUMBER_BYTES = 4
-"""Of states, norms, biases, keys and values: fp32."""
 BUFFERS = 2
 """That streamed layers pass through: one is computed from while the next is filled."""
 CACHED_ROWS = 4096
@@ -38,14 +31,6 @@ WIDENED_BYTES = 64 << 20
 PACKED_LAYERS = 2
 """While a model is loaded one layer is there as it was stored and as it is packed, before it lies
 where it stays."""
-MOST = 1 << 24
-"""Of any number of a config.json: none of a model that there is comes near."""
-GPT2 = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
 
 
 class Place(Enum):
@@ -56,108 +41,6 @@ class Place(Enum):
     """On the device, which keeps its weights."""
     STREAMED = "streamed"
     """On the device; its weights stay in the memory of the host and are copied for every pass."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a model's parts, in bytes. A bias is counted whether there is one or not: 4 bytes an
-    output."""
-
-    layers: int
-    layer: int
-    """One decoder layer's matrices and norms."""
-    matrix: int
-    """The largest matrix of a layer: a device needs it once more while it is laid out."""
-    head: int
-    """The final norm and the language model's head."""
-    embedding: int
-    row: int
-    """The keys and values of one token in one layer."""
-    context: int
-    state: int
-    """The state of one row between two layers."""
-    inner: int
-    """What one row takes within a layer: normed states, queries, keys and values, what was attended
-    to, units of the MLP before and after they are gated."""
-    groups: int
-    """Query heads of a key head: a GPU has what a row sees once for each."""
-    logits: int
-    """Of one row."""
-
-
-def has_sizes(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
-    gpt2 = config.get("model_type") == "gpt2"
-    needed = [
-        config.get(name)
-        for name in (*(GPT2.values() if gpt2 else (*GPT2, "intermediate_size")), "vocab_size")
-    ]
-    optional = [
-        config.get(name) for name in (("n_inner",) if gpt2 else ("num_key_value_heads", "head_dim"))
-    ]
-    if not all(map(_is_size, needed)) or not all(
-        value is None or _is_size(value) for value in optional
-    ):
-        return False
-    heads = config[GPT2["num_attention_heads"] if gpt2 else "num_attention_heads"]
-    hidden = config[GPT2["hidden_size"] if gpt2 else "hidden_size"]
-    fits = hidden >= heads if gpt2 or not config.get("head_dim") else True
-    return bool(fits and heads % (1 if gpt2 else config.get("num_key_value_heads") or heads) == 0)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
-
-
-def sizes_of(config: Mapping[str, Any], weights: str) -> Sizes:
-    """The sizes of a model by its config.json (a dense decoder's) with these weights; an embedding
-    is as the checkpoint has it, 2 or 4 bytes a number."""
-    gpt2 = config.get("model_type") == "gpt2"
-
-    def number(name: str) -> int:
-        return int(config[GPT2.get(name, name) if gpt2 else name])
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    kv_heads = heads if gpt2 else int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    units = int((config.get("n_inner") or 4 * hidden) if gpt2 else config["intermediate_size"])
-    shapes = (
-        ((heads + 2 * kv_heads) * head_dim, hidden),
-        (hidden, heads * head_dim),
-        ((1 if gpt2 else 2) * units, hidden),
-        (hidden, units),
-    )
-    matrices = [matrix_bytes(weights, n, k) for n, k in shapes]
-    queries = (heads + 2 * kv_heads) * head_dim
-    vocabulary, stored = (
-        int(config["vocab_size"]),
-        2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4,
-    )
-    return Sizes(
-        layers=number("num_hidden_layers"),
-        layer=sum(matrices) + 4 * hidden * NUMBER_BYTES,
-        matrix=max(matrices),
-        head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
-        embedding=vocabulary * hidden * stored,
-        row=2 * kv_heads * head_dim * NUMBER_BYTES,
-        context=number("max_position_embeddings"),
-        state=hidden * NUMBER_BYTES,
-        inner=(3 * hidden + 2 * queries + heads * head_dim + (2 if gpt2 else 3) * units)
-        * NUMBER_BYTES,
-        groups=heads // kv_heads,
-        logits=vocabulary * NUMBER_BYTES,
-    )
-
-
-def matrix_bytes(weights: str, outputs: int, inputs: int) -> int:
-    """A packed matrix with a bias, and what is missing to a whole line of a cache."""
-    columns = -(-outputs // VECTOR) * VECTOR
-    packed = columns * inputs * WEIGHT_BYTES[weights]
-    if weights == "int8":
-        packed = (
-            columns * -(-inputs // STEP) * STEP + columns * NUMBER_BYTES + outputs * NUMBER_BYTES
-        )
-    return -(-(packed + outputs * NUMBER_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

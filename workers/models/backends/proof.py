@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import CacheRows, DecoderLayer, LayerPass, LayerPlan, new_cache
-from dovetail.workers.kernels.layer import Paths as KernelPaths
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
+from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, new_cache
+from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.parity.following import (
     UnprovableError,

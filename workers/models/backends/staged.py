@@ -9,64 +9,55 @@ so that weights are read, and copied, once. Knows placements and transfers; what
 other modules know.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import LANES, DecoderLayer, LayerPass, LayerPlan, Norm, NormKind
-from dovetail.workers.models import attention
-from dovetail.workers.models.attention import Masks
+from dovetail.workers.kernels.layer import DecoderLayer
+from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
 from dovetail.workers.models.backends.blob import (
-    MATRICES,
     Blob,
     Lying,
-    Matrix,
     gather,
     hollow,
-    plan_at,
     unpack,
 )
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.device_layer import (
-    Angles,
-    DeviceLayer,
     DeviceNorm,
-    Rows,
-    Turn,
     product,
     rounded_product,
 )
-from dovetail.workers.models.backends.fused import (
-    BlockedCache,
-    KernelLinear,
-    KernelNorm,
-    Kernels,
-    cache_rows,
-)
+from dovetail.workers.models.backends.fused import KernelLinear, KernelNorm, Kernels
 from dovetail.workers.models.backends.placement import BUFFERS, Place
+from dovetail.workers.models.backends.stage_engines import (
+    Engine,
+    KernelEngine,
+    Ready,
+    Run,
+    SettledLayer,
+    engine_of,
+)
+from dovetail.workers.models.backends.staged_cache import (
+    StagedCache,
+    StagedPass,
+    chunks_of,
+    part_of,
+)
 from dovetail.workers.models.backends.streaming import Ring
-from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import Kept
-from dovetail.workers.models.timing import asked
 from dovetail.workers.progress import beat
 
 LONG_PROMPT_ROWS = 1 << 15
 """Rows of a prompt that go through a layer before the next one's weights are read: 512 MiB of
 states of width 4096."""
-
-GPU_ROWS = 1024
-"""Of these, so many at a time on a GPU, where each time the streamed matrices are laid out anew: 90
-MB between the matrices of a 7B model's MLP."""
-
-Run = Callable[[Any, Tensor], None]
-"""A layer whose weights are there: (the rows of a pass, as its engine sees them; states [T,
-hidden]), in place."""
 
 
 @dataclass(frozen=True)
@@ -79,233 +70,6 @@ class Staging:
     """The way to the device that computes what is not on the CPU, and the head."""
     reader: Transfer | None = None
     """The way to a device that reads prompts for the layers on the CPU."""
-
-
-class Ready(Protocol):
-    """A layer that lacks its matrices."""
-
-    def at(self, memory: Tensor) -> Run:
-        """The layer with a copy of its blob that lies in `memory`, on the device, for as long as it
-        lies there."""
-
-    def settled(self, memory: Tensor) -> Run:
-        """The layer that stays: of a copy of its blob, which only it holds on to."""
-
-
-class Engine(Protocol):
-    """What computes layers on a device."""
-
-    device: torch.device
-    chunk: int
-    """Rows of a prompt that a layer computes at a time."""
-
-    def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
-        """A layer, but for its matrices."""
-
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> Cache:
-        """An empty cache of so many layers like this one."""
-
-    def see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
-        """The rows of a pass as the layers take them."""
-
-    def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
-        """The first rows of a cache of one layer, into a layer of a cache on the CPU."""
-
-
-@dataclass(frozen=True)
-class _KernelReady:
-    plan: LayerPlan
-    blob: Blob
-
-    def at(self, memory: Tensor) -> Run:
-        return DecoderLayer(plan_at(self.plan, self.blob, memory)).run
-
-    settled = at
-
-
-class KernelEngine:
-    """The C++ kernels."""
-
-    chunk = PROMPT_ROWS
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
-        return _KernelReady(plan, blob)
-
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> BlockedCache:
-        return BlockedCache(
-            layers=layers, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity
-        )
-
-    def see(self, positions: Tensor, segments: Sequence[Segment]) -> LayerPass:
-        rows = LayerPass(positions, [cache_rows(segment) for segment in segments])
-        if (parts := asked()) is not None:
-            rows.time_parts(parts.layers)
-        return rows
-
-    def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
-        assert isinstance(cache, BlockedCache)
-        blocks = -(-rows // LANES)
-        to.keys[layer, :, :blocks] = cache.keys[0, :, :blocks]
-        to.values[layer, :, :rows] = cache.values[0, :, :rows]
-
-
-@dataclass(frozen=True)
-class SettledLayer:
-    """A layer that stays on a device, with its matrices as torch has them."""
-
-    layer: DeviceLayer
-    matrices: Mapping[str, Matrix]
-
-    def __call__(self, rows: Rows, states: Tensor) -> None:
-        self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
-
-
-class _TorchReady:
-    def __init__(self, plan: LayerPlan, blob: Blob, device: torch.device) -> None:
-        self._blob, self._layer = blob, DeviceLayer(plan, device)
-
-    def at(self, memory: Tensor) -> Run:
-        """Each matrix is laid out when it is due, so that no more than one is there twice."""
-        return lambda rows, states: self._layer.run(
-            rows, states, lambda name, x: product(unpack(self._blob.matrices[name], memory), x)
-        )
-
-    def settled(self, memory: Tensor) -> Run:
-        return SettledLayer(
-            self._layer, {name: unpack(self._blob.matrices[name], memory) for name in MATRICES}
-        )
-
-
-class TorchEngine:
-    """torch's operations, on a GPU."""
-
-    chunk = GPU_ROWS
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._masks: Masks | None = None
-        self._angles: Angles | None = None
-
-    def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
-        if self._angles is None and plan.rotary is not None:
-            self._angles = Angles(plan.rotary, self.device)  # a model has one table
-        if self._masks is None:
-            self._masks = Masks(
-                groups=plan.heads // plan.kv_heads, device=self.device, dtype=torch.float32
-            )
-        return _TorchReady(plan, blob, self.device)
-
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> KVCache:
-        """Of zeros: who reads it in fixed shapes multiplies slots that nobody has written by 0."""
-        cache = KVCache(
-            layers=layers,
-            kv_heads=plan.kv_heads,
-            head_dim=plan.head_dim,
-            capacity=capacity,
-            dtype=torch.float32,
-            device=self.device,
-        )
-        cache.rows.zero_()
-        return cache
-
-    def see(self, positions: Tensor, segments: Sequence[Segment]) -> Rows:
-        assert self._masks is not None
-        return Rows(self.turn(positions.to(self.device)), attention.arrange(segments, self._masks))
-
-    def turn(self, positions: Tensor) -> Turn | None:
-        """The angles of rows, positions int64 [T] on the device."""
-        return None if self._angles is None else self._angles.at(positions)
-
-    def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
-        assert isinstance(cache, KVCache)
-        keys, values = (cache.rows[0, which, :, :rows].cpu() for which in (0, 1))
-        to.values[layer, :, :rows] = values
-        whole = rows // LANES
-        kv_heads, _, head_dim = keys.shape
-        to.keys[layer, :, :whole] = (
-            keys[:, : whole * LANES].view(kv_heads, whole, LANES, head_dim).transpose(2, 3)
-        )
-        if rows % LANES:
-            to.keys[layer, :, whole, :, : rows % LANES] = keys[:, whole * LANES :].transpose(1, 2)
-
-
-def engine_of(transfer: Transfer) -> Engine:
-    """What computes on the device at the end of a way."""
-    return KernelEngine() if transfer.device.type == "cpu" else TorchEngine(transfer.device)
-
-
-@dataclass(frozen=True)
-class StagedPass:
-    """The rows of a pass for all stages."""
-
-    positions: Tensor
-    segments: Sequence[Segment]
-    apart: bool = False
-    """Whether the reader computes the layers on the CPU."""
-
-    def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Tensor, Sequence[Segment]]]:
-        """For a stage, a part of the rows at a time: which they are, their positions, and their
-        segments with the stage's own caches."""
-        segments = [
-            replace(segment, cache=_part(segment.cache, stage)) for segment in self.segments
-        ]
-        for rows, part in _chunks(segments, chunk):
-            yield rows, self.positions[rows], part
-
-
-def _part(cache: Cache, stage: int) -> Cache:
-    if not isinstance(cache, StagedCache):
-        raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
-    return cache.parts[stage]
-
-
-def _chunks(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
-    """The rows of a pass `chunk` at a time where they are those of one prompt; else all of them."""
-    if len(segments) > 1 or segments[0].paths is not None:
-        yield slice(0, sum(segment.count for segment in segments)), segments
-        return
-    segment = segments[0]
-    for first in range(0, segment.count, chunk):
-        count = min(chunk, segment.count - first)
-        yield (
-            slice(first, first + count),
-            [replace(segment, start=segment.start + first, count=count)],
-        )
-
-
-class StagedCache:
-    """A session's keys and values, each stage's where it computes."""
-
-    def __init__(self, parts: Sequence[Cache]) -> None:
-        self.parts = parts
-        self.length, self.capacity = 0, parts[0].capacity
-
-    def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` to length, length + 1, ... in this order and commit the first
-        `committed`."""
-        for part in self.parts:
-            part.keep(slots, committed)
-        self.length += committed
-
-    def truncate(self, length: int) -> None:
-        """Let the committed rows from slot `length` on go."""
-        for part in self.parts:
-            part.truncate(length)
-        self.length = length
-
-    def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows."""
-        for part in self.parts:
-            part.resize(capacity)
-        self.capacity = capacity
-
-    @property
-    def row_bytes(self) -> int:
-        """Memory of one row, of whatever device."""
-        return sum(part.row_bytes for part in self.parts)
 
 
 class Stage:
@@ -425,12 +189,12 @@ class Reader:
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
         """states [T, hidden] of the first T rows of a session, on the CPU as they came."""
         (segment,) = seen.segments
-        cache = _part(segment.cache, 0)
+        cache = part_of(segment.cache, 0)
         assert isinstance(cache, BlockedCache)
         own = self._engine.new_cache(1, self._plans[0], segment.count)
         parts = [
             (rows, self._engine.see(seen.positions[rows], part))
-            for rows, part in _chunks([replace(segment, cache=own)], self._engine.chunk)
+            for rows, part in chunks_of([replace(segment, cache=own)], self._engine.chunk)
         ]
         there = states.to(self._engine.device)
         for index, layer in enumerate(self._layers):

@@ -6,7 +6,6 @@ pickled, truncated, missing from the index, not a number, or quantised. Knows fi
 model.
 """
 
-import errno
 import json
 import tempfile
 from collections.abc import Mapping
@@ -15,21 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
-from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.workers.models.checkpoints.architecture import (
-    MODEL_FILES,
     reason,
     refuse_content,
     refuse_elsewhere,
-    shown,
 )
 from dovetail.workers.models.checkpoints.digests import (
     Identity,
@@ -39,25 +33,17 @@ from dovetail.workers.models.checkpoints.digests import (
     digest_of,
     refuse_changed,
 )
+from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.progress import count_bytes
 
-MAX_FILE_BYTES = MAX_ARRAY_BYTES
-"""Of configurations, indices and tokenizers: what may travel to the coordinator, and twice the
-largest tokenizer that there is."""
 FLOAT_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-FACTS = {
-    "size": "vocab_size in config.json",
-    "end": "eos_token_id, the ids that end a reply,",
-    "begin": "bos_token_id, the id that begins a text,",
-    "template": "the chat template",
-}
-"""What a folder calls the facts of its vocabulary."""
 COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 """Of tables of token ids, which some draft heads have."""
 
@@ -168,7 +154,7 @@ def open_weights(folder: Path) -> Weights:
     own."""
     refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
     files = weight_files(folder)
-    configuration = _read(folder / "config.json")
+    configuration = read_bytes(folder / "config.json")
     read = [_read_header(file) for file in files]
     for _, tensors in read:
         _refuse_kinds(tensors)
@@ -187,73 +173,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         for file in weight_files(folder)
         for name, stored in _read_header(file)[1].items()
     }
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers will load, sorted by name: model.safetensors, else
-    exactly those that the index lists."""
-    if (folder / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{folder} holds an adapter (adapter_config.json); merge it into its model and "
-            "save that"
-        )
-    if (single := folder / "model.safetensors").is_file():
-        return [single]
-    if (index := folder / "model.safetensors.index.json").is_file():
-        return _indexed_files(folder, index)
-    pickled = sorted(
-        f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in folder.glob(pattern)
-    )
-    if pickled:
-        raise CheckpointError(
-            f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; "
-            "convert them to safetensors"
-        )
-    if found := sorted(f.name for f in folder.glob("*.gguf")):
-        raise CheckpointError(
-            f"{folder} has only GGUF weights ({found[0]}), which llama.cpp reads; take the "
-            "model's folder of safetensors"
-        )
-    others = sorted(f.name for f in folder.glob("*.safetensors"))
-    beside = f", though it has {others[0]}" if others else ""
-    raise CheckpointError(
-        f"{folder} has no model.safetensors and no model.safetensors.index.json{beside}; fetch "
-        "the model again"
-    )
-
-
-def _indexed_files(folder: Path, index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(f, str) for f in weight_map.values())
-    ):
-        raise CheckpointError(
-            f"{index} has no weight_map of tensor names to file names; fetch the model again"
-        )
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index} names {name!r}, which is no safetensors file beside it; fetch the "
-                "model again"
-            )
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder / name} is missing, although {index.name} lists it; fetch the model again"
-            )
-        absent = sorted(
-            t
-            for t, f in weight_map.items()
-            if f == name and t not in set(tensor_names(folder / name))
-        )
-        if absent:
-            raise CheckpointError(
-                f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it; "
-                "fetch the model again"
-            )
-    return [folder / name for name in names]
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -333,125 +252,68 @@ def _refuse_kinds(tensors: Mapping[str, Stored]) -> None:
             )
 
 
-def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
-    """The bytes of tokenizer.json and what the model's other files say about the vocabulary."""
-    folder = Path(folder)
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers will load, sorted by name: model.safetensors, else
+    exactly those that the index lists."""
+    if (folder / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{folder} has no tokenizer.json; save it there with transformers: "
-            f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+            f"{folder} holds an adapter (adapter_config.json); merge it into its model and "
+            "save that"
         )
-    content = _read(file)
-    config = read_json(folder / "config.json")
-    refuse_content(config, folder / "config.json")
-    generation = (
-        read_json(folder / "generation_config.json")
-        if (folder / "generation_config.json").is_file()
-        else {}
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return _indexed_files(folder, index)
+    pickled = sorted(
+        f.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in folder.glob(pattern)
     )
-    try:
-        digest = vocabulary_digest(read_vocabulary(content))
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    try:
-        facts = VocabularyFacts(
-            digest=digest,
-            size=config.get("vocab_size", 0),
-            end=_ids(generation, config, "eos_token_id"),
-            begin=(_ids(generation, config, "bos_token_id") or (None,))[0],
-            template=_chat_template(folder),
-        )
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+    if pickled:
         raise CheckpointError(
-            f"{folder}: {FACTS[str(first['loc'][0])]} cannot be {shown(first['input'])} "
-            f"({first['msg']}); correct it"
-        ) from None
-    return content, facts
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; "
+            "convert them to safetensors"
+        )
+    if found := sorted(f.name for f in folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} has only GGUF weights ({found[0]}), which llama.cpp reads; take the "
+            "model's folder of safetensors"
+        )
+    others = sorted(f.name for f in folder.glob("*.safetensors"))
+    beside = f", though it has {others[0]}" if others else ""
+    raise CheckpointError(
+        f"{folder} has no model.safetensors and no model.safetensors.index.json{beside}; fetch "
+        "the model again"
+    )
 
 
-def _ids(generation: dict[str, Any], config: dict[str, Any], name: str) -> tuple[int, ...]:
-    """A special token id, which the files give as a number, a list or null; generation_config.json
-    has the last word."""
-    value = generation.get(name)
-    value = config.get(name) if value is None else value
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
-
-
-def _chat_template(folder: Path) -> str:
-    """The default chat template, from its own file or from tokenizer_config.json; empty if there is
-    none."""
-    if (file := folder / "chat_template.jinja").is_file():
-        try:
-            return _read(file).decode("utf-8")
-        except UnicodeDecodeError as error:
+def _indexed_files(folder: Path, index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(f, str) for f in weight_map.values())
+    ):
+        raise CheckpointError(
+            f"{index} has no weight_map of tensor names to file names; fetch the model again"
+        )
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8"
-            ) from None
-    if not (folder / "tokenizer_config.json").is_file():
-        return ""
-    template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
-    if isinstance(template, list):
-        template = next(
-            (
-                t.get("template", "")
-                for t in template
-                if isinstance(t, dict) and t.get("name") == "default"
-            ),
-            "",
+                f"{index} names {name!r}, which is no safetensors file beside it; fetch the "
+                "model again"
+            )
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder / name} is missing, although {index.name} lists it; fetch the model again"
+            )
+        absent = sorted(
+            t
+            for t, f in weight_map.items()
+            if f == name and t not in set(tensor_names(folder / name))
         )
-    return template if isinstance(template, str) else ""
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; `CheckpointError` if the file holds none."""
-    text = _read(file)
-    if not text.strip():
-        raise CheckpointError(f"{file} is empty; fetch the model again")
-    try:
-        content = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{file} is not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}; fetch "
-            "the model again"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(
-            f"{file} is no JSON ({error.msg}, line {error.lineno} column {error.colno}); fetch "
-            "the model again"
-        ) from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(
-            f"{file} is nested too deep, or has a number that is too long; fetch the model again"
-        ) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{file} holds no JSON object but {shown(content)}; fetch the model again"
-        )
-    return content
-
-
-def _read(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} has no {file.name}; {MODEL_FILES}") from None
-    except OSError as error:
-        raise unreadable(file, error) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise CheckpointError(
-            f"{file} has more than {MAX_FILE_BYTES >> 20} MiB; fetch the model again"
-        )
-    return content
-
-
-def unreadable(file: Path, error: OSError) -> CheckpointError:
-    """The error for a file of a model that the system does not let us read."""
-    remedy = (
-        "let your user read it"
-        if error.errno in (errno.EACCES, errno.EPERM)
-        else "fetch the model again"
-    )
-    return CheckpointError(f"{file} cannot be read ({reason(error)}); {remedy}")
+        if absent:
+            raise CheckpointError(
+                f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it; "
+                "fetch the model again"
+            )
+    return [folder / name for name in names]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from dovetail.workers.models.backends.placement import WEIGHT_BYTES, matrix_bytes
+from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
 
 PROCESS_BYTES = 300_000_000
 """Of a process that has imported torch and transformers and holds no model (torch 2.13, measured:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.parity.comparison import Comparison, near
 from dovetail.workers.models.parity.following import (
     EAGER,
     Call,
     ClaimedCache,
-    Path,
     Recorder,
     UnprovableError,
     first_of,
@@ -34,14 +34,8 @@ from dovetail.workers.models.parity.following import (
 from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.segment import Paths, Segment
 
-CHANGING = ("dynamic", "longrope")
-"""Types of rotary embeddings whose angles may depend on the longest sequence; named where those of
-a model do."""
 HIDDEN = -1e4
 """What eager attention adds to the score of what a row does not see is no more than this."""
-SAME = 1e-5
-"""How far what transformers hands to a layer may differ with the other rows of a pass: nothing but
-rounding."""
 LEAST_ADDED = 1e-3
 """A layer that adds less than this share of the states is measured by them: they are rounded as
 they are added to."""
@@ -86,9 +80,7 @@ class Oracle:
         self.tokens = torch.randint(size, (self.count,), generator=torch.Generator().manual_seed(1))
         self._assembled: dict[tuple[int, ...], Tensor] = {}
         self._checked: set[tuple[tuple[int, ...], int | None]] = set()
-        self._same: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """Pairs that have been compared, by their addresses, and held on to for as long as these
-        are looked up."""
+        self._comparison = Comparison(model.config)
         try:
             self._record()
         except UnprovableError:
@@ -144,12 +136,14 @@ class Oracle:
         with implementation(self._model, attention.IMPLEMENTATION, *self._layers):
             self._ours = self._called_with(*rows, None, **ours)
         for index in range(len(self._layers)):
-            self._compare(shortest.calls[index], self._whole.calls[index], 2, 0, self.count)
+            self._comparison.compare(
+                shortest.calls[index], self._whole.calls[index], 2, 0, self.count
+            )
             for run, part, calls in zip(self.runs, parts, self._of_runs, strict=True):
-                self._compare(
+                self._comparison.compare(
                     calls.calls[index], self._whole.calls[index], run.count, part.start, self.count
                 )
-            self._compare(
+            self._comparison.compare(
                 self._whole.calls[index],
                 self._ours.calls[index],
                 self.count,
@@ -186,73 +180,20 @@ class Oracle:
         )
         others = dict(own.leaves())
         same = all(
-            path in others and _near(tensor, others[path])
+            path in others and near(tensor, others[path])
             for path, tensor in given.leaves()
             if tensor.is_floating_point()
         )
-        if not (same and _near(given.states, own.states)):
+        if not (same and near(given.states, own.states)):
             raise UnprovableError(
                 "it does not number tokens by 0, 1, 2, ... from the first one on, as sessions "
                 "here do"
             )
-        if not _near(given.states, turned.states.flip(1)):
+        if not near(given.states, turned.states.flip(1)):
             raise UnprovableError(
                 "it numbers tokens by itself, where the branches of a token tree are at the "
                 "same positions"
             )
-
-    def _compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:
-        """`UnprovableError` where a layer is given other numbers for the same rows with others
-        beside them; masks are looked at elsewhere."""
-        others = dict(whole.leaves())
-        for path, tensor in part.leaves():
-            other = others.get(path)
-            key = (id(tensor), id(other))
-            if other is None or tensor.ndim == 4 or key in self._same:
-                continue
-            axes = [
-                axis
-                for axis, size in enumerate(tensor.shape)
-                if (size, other.shape[axis : axis + 1]) == (count, (rows,))
-            ]
-            beside = other.narrow(axes[0], first, count) if axes else other
-            if beside.shape != tensor.shape:
-                raise UnprovableError(
-                    f"transformers gives a layer {_named(path)} {list(tensor.shape)}, which is "
-                    "not one row for each token"
-                )
-            self._same[key] = (tensor, other)
-            if tensor.is_floating_point() or tensor.is_complex():
-                far = (tensor - beside).abs() > SAME
-                if bool(far.any()):
-                    raise UnprovableError(self._why(path))
-            elif not torch.equal(tensor, beside):
-                raise UnprovableError(self._why(path))
-
-    def _why(self, path: Path) -> str:
-        kind = self._model.config.model_type
-        if (
-            any("position_embeddings" in str(name) or "rot" in str(name) for name in path)
-            or "args" in path
-        ):
-            rope = getattr(self._model.config, "rope_parameters", None) or {}
-            kinds = sorted(
-                {
-                    str(part["rope_type"])
-                    for part in (rope, *rope.values())
-                    if isinstance(part, dict) and "rope_type" in part
-                }
-            )
-            changing = [part for part in kinds if part in CHANGING]
-            named = f" of type {' and '.join(changing or kinds)}" if kinds else ""
-            return (
-                f"rotary embeddings{named} ({kind}) are not supported: they depend on the "
-                "longest sequence of a pass"
-            )
-        return (
-            f"what transformers gives to the layers of a {kind} model ({_named(path)}) "
-            "depends on the other rows of a pass"
-        )
 
     # what a row sees
 
@@ -429,10 +370,6 @@ class Oracle:
         return min(wrong, default=None)
 
 
-def _near(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=SAME, atol=SAME))
-
-
 def _visible(mask: Tensor, index: int) -> Tensor:
     """What is seen by a mask of eager attention, bool of the same shape; `UnprovableError` where it
     does more than to hide."""
@@ -443,7 +380,3 @@ def _visible(mask: Tensor, index: int) -> Tensor:
             f"layer {index} is given a mask that adds to scores, which is not supported"
         )
     return mask == 0.0
-
-
-def _named(path: Path) -> str:
-    return ".".join(map(str, path))

@@ -17,7 +17,8 @@ from torch.nn.functional import linear
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
-from dovetail.workers.models.checkpoints.loader import Types, decoder_layers, open_skeleton
+from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import (
     EAGER,

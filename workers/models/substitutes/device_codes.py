@@ -20,14 +20,16 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import LayerPlan
+from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.device_layer import DeviceLayer, FixedRows, rounded_product
 from dovetail.workers.models.backends.fused import Kernels
-from dovetail.workers.models.backends.staged import DeviceHead, SettledLayer, Staged, TorchEngine
+from dovetail.workers.models.backends.stage_engines import SettledLayer, TorchEngine
+from dovetail.workers.models.backends.staged import DeviceHead, Staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.language_model import LanguageModel, assemble, context_of
+from dovetail.workers.models.language_model import LanguageModel, context_of
+from dovetail.workers.models.loading import assemble
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST, Kept
 from dovetail.workers.models.substitutes.quantised import CodedProduct

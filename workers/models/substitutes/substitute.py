@@ -23,24 +23,19 @@ from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library
-from dovetail.workers.models.backends.staged import Staged, StagedCache
+from dovetail.workers.models.backends.staged import Staged
+from dovetail.workers.models.backends.staged_cache import StagedCache
 from dovetail.workers.models.checkpoints.checkpoint import (
     Checkpoint,
     load_tensors,
     open_checkpoint,
     save_tensors,
 )
+from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
-from dovetail.workers.models.checkpoints.loader import decoder_layers, open_skeleton
-from dovetail.workers.models.language_model import (
-    GPU_TYPES,
-    KINDS,
-    BackEnd,
-    LanguageModel,
-    assemble,
-    context_of,
-    type_of,
-)
+from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
+from dovetail.workers.models.loading import assemble
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache
@@ -55,6 +50,7 @@ from dovetail.workers.models.substitutes.quantize import (
     quantise,
     to_bytes,
 )
+from dovetail.workers.models.weight_types import GPU_TYPES, KINDS, type_of
 
 Tell = Callable[[int, int], None]
 """Hears how many layers of how many have codes."""

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.models.checkpoints.checkpoint import read_tokenizer
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.training.data.chats import RefusedError, Renderer, read_chats
 from dovetail.workers.training.data.examples import Example, Examples, arrange, read_token_file
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.workers.devices import open_device
-from dovetail.workers.models.language_model import LanguageModel, load_language_model
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.sessions.wire import narrowed

@@ -1,0 +1,65 @@
+"""The model that is measured, and the one that its cost is told for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dovetail.protocol.settings import TargetSettings, byte_count
+from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.inflate import (
+    grow_skeleton,
+    plan_inflation,
+    planned_shapes,
+)
+from dovetail.workers.models.checkpoints.loader import random_skeleton
+from dovetail.workers.models.language_model import LanguageModel, context_of
+
+Shapes = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a config.json says of a model, and what the settings make of it."""
+
+    folder: Path
+    shapes: Shapes
+    """[out, in] of all linears, head included."""
+    layers: int
+    context: int
+
+    @property
+    def weights(self) -> int:
+        """How many weights the linears have."""
+        return sum(n * k for n, k in self.shapes)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be measured, its own design, and that of the whole model that it stands for: of
+    fewer layers where memory does not hold all of them."""
+
+    model: LanguageModel
+    measured: Design
+    whole: Design
+    random: bool
+
+    @property
+    def scale(self) -> float:
+        """Seconds of the whole model for one second of the one that is measured."""
+        return self.whole.weights / self.measured.weights
+
+
+def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
+    """The design of the settings' model, from its config.json alone; `layers`: with so many in
+    place of the configured number."""
+    folder = find_folder(settings.model)
+    model = random_skeleton(folder, layers=layers, stored=torch.float16).model
+    plan = plan_inflation(model, byte_count(settings.inflate)) if settings.inflate else None
+    if plan is not None:
+        grow_skeleton(model, plan)
+    return Design(
+        folder, planned_shapes(model, plan), len(decoder_layers(model)[1]), context_of(model.config)
+    )

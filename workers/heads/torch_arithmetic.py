@@ -1,0 +1,181 @@
+"""The arithmetic of heads by torch's own operations, on any device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from dovetail.workers.heads.arithmetic import (
+    TYPES,
+    Arithmetic,
+    FixedRows,
+    Geometry,
+    Layer,
+    LayerWeights,
+    Mix,
+    Product,
+)
+from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.segment import Cache, Segment
+from dovetail.workers.models.substitutes import quantised
+
+
+@dataclass(frozen=True)
+class PartedLayer:
+    """A decoder layer from its parts."""
+
+    attention_norm: Product | None
+    qkv: Product
+    mix: Mix
+    output: Product
+    mlp_norm: Product
+    gate_up: Product
+    gated: Product
+    down: Product
+
+    def __call__(self, states: Tensor, seen: Any) -> Tensor:
+        inputs = states if self.attention_norm is None else self.attention_norm(states)
+        states = states + self.output(self.mix(self.qkv(inputs), seen))
+        return states + self.down(self.gated(self.gate_up(self.mlp_norm(states))))
+
+
+def parted_layer(arithmetic: Arithmetic, weights: LayerWeights, epsilon: float) -> PartedLayer:
+    """A decoder layer whose parts are those of `arithmetic`."""
+    if weights.gate_up is None or weights.down is None:
+        raise ValueError(f"layer {weights.index} has no MLP")
+    return PartedLayer(
+        attention_norm=None
+        if weights.attention_norm is None
+        else arithmetic.norm(weights.attention_norm, epsilon),
+        qkv=arithmetic.linear(weights.qkv, weights.qkv_bias),
+        mix=arithmetic.mix(weights),
+        output=arithmetic.linear(weights.output, weights.output_bias),
+        mlp_norm=arithmetic.norm(weights.mlp_norm, epsilon),
+        gate_up=arithmetic.linear(weights.gate_up),
+        gated=arithmetic.gated,
+        down=arithmetic.linear(weights.down),
+    )
+
+
+@dataclass(frozen=True)
+class TorchRows:
+    """The rows of a pass for torch: their angles, and how they attend."""
+
+    cosines: Tensor
+    """[T, rotary_dim / 2]."""
+    sines: Tensor
+    rows: tuple[Block, ...] | FixedRows
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [heads, T, head_dim], key and value [kv_heads, T, head_dim] -> [T, heads,
+        head_dim]; keys and values are cached."""
+        if not isinstance(self.rows, FixedRows):
+            return attend_blocks(layer, query, key, value, self.rows, scale)
+        keys, values = self.rows.cache.rows[layer]
+        keys.index_copy_(1, self.rows.slots, key)
+        values.index_copy_(1, self.rows.slots, value)
+        heads, count, size = query.shape
+        packed = query.reshape(1, keys.shape[0], -1, size)
+        mask = self.rows.mask.to(query.dtype).repeat(packed.shape[2] // count, 1)
+        mixed = scaled_dot_product_attention(
+            packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
+        )
+        return mixed.reshape(heads, count, size).transpose(0, 1)
+
+
+class TorchArithmetic:
+    """torch's own operations, on a GPU or on a CPU. On a CPU states are fp32, and so are weights of
+    16 bits once they have been rounded to these."""
+
+    def __init__(
+        self, geometry: Geometry, *, weights: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """`dtype`: of states, and of the weights where `weights` is auto."""
+        self._geometry, self._weights = geometry, weights
+        self.device, self.dtype, self.name = device, dtype, f"torch on {device}"
+        self._frequencies = geometry.frequencies.to(device)
+        groups = geometry.heads // geometry.kv_heads
+        self._masks = Masks(groups=groups, device=device, dtype=dtype)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        weight = weight.to(self.device)
+        offset = None if bias is None else bias.to(self.device, self.dtype)
+        if self._weights == "int8":
+            return quantised.int8(weight, offset, self.dtype)
+        if self._weights == "int4":
+            return quantised.int4(weight, offset, self.dtype)
+        matrix = weight.to(TYPES.get(self._weights, weight.dtype)).to(self.dtype).contiguous()
+        return lambda x: linear(x, matrix, offset)
+
+    def norm(self, weight: Tensor, epsilon: float) -> Product:
+        scale = weight.to(self.device, self.dtype)
+        return lambda x: rms_norm(x, scale.shape, scale, epsilon)
+
+    def gated(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def mix(self, weights: LayerWeights) -> Mix:
+        at, index = self._geometry, weights.index
+        norms = [
+            None if w is None else self.norm(w, at.epsilon)
+            for w in (weights.query_norm, weights.key_norm)
+        ]
+        sizes = [count * at.head_dim for count in (at.heads, at.kv_heads, at.kv_heads)]
+
+        def mix(qkv: Tensor, seen: TorchRows) -> Tensor:
+            query, key, value = (
+                part.reshape(len(part), -1, at.head_dim).transpose(0, 1)
+                for part in torch.split(qkv, sizes, dim=-1)
+            )
+            query, key = (
+                part if norm is None else norm(part)
+                for part, norm in zip((query, key), norms, strict=True)
+            )
+            query, key = (rotate(part, seen.cosines, seen.sines) for part in (query, key))
+            return seen.attend(index, query, key, value, at.head_dim**-0.5).flatten(1)
+
+        return mix
+
+    def layer(self, weights: LayerWeights) -> Layer:
+        return parted_layer(self, weights, self._geometry.epsilon)
+
+    def new_cache(self, capacity: int) -> Cache:
+        at = self._geometry
+        cache = KVCache(
+            layers=at.layers,
+            kv_heads=at.kv_heads,
+            head_dim=at.head_dim,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        # a masked slot is multiplied by 0, and what memory held before may be no number
+        cache.rows.zero_()
+        return cache
+
+    def arrange(self, positions: Tensor, segments: Sequence[Segment] | FixedRows) -> TorchRows:
+        angles = positions.to(self.device).unsqueeze(1) * self._frequencies
+        cosines, sines = (
+            (turn * self._geometry.rope_scaling).to(self.dtype)
+            for turn in (angles.cos(), angles.sin())
+        )
+        return TorchRows(
+            cosines,
+            sines,
+            segments if isinstance(segments, FixedRows) else arrange(segments, self._masks),
+        )
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x [heads, T, head_dim]: the pairs (j, j + rotary_dim / 2) are turned by angle j; what lies
+    behind rotary_dim is left alone."""
+    half = cosines.shape[1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat(
+        [first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1
+    )

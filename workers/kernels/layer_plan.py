@@ -1,0 +1,178 @@
+"""The plan of a decoder layer as a caller has it: norms, rotary positions, matrices, and the rows
+of a pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.kernels import PackedMatrix, fresh_memory
+
+LANES = 16
+"""Positions that stand side by side in a block of keys; capacities are multiples of it."""
+
+
+class NormKind(IntEnum):
+    """Root mean square, or mean and variance."""
+
+    RMS = 0
+    LAYER_NORM = 1
+
+
+class Activation(IntEnum):
+    """What stands between the two halves of the MLP; the gated ones multiply with the second half
+    of `gate_up`."""
+
+    SILU_GATED = 0
+    GELU_TANH_GATED = 1
+    GELU_TANH = 2
+
+
+@dataclass(frozen=True)
+class Norm:
+    """float32 [width]; Gemma's weights come as 1 + weight."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The angles of all positions: float32 [context, rotary_dim / 2]; rotary_dim may be less than
+    head_dim, and the rest of a head is left alone."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A decoder layer: h += o(attention(norm(h))), then h += down(activation(gate_up(norm(h)))),
+    with a norm on what is added where there is a post norm."""
+
+    index: int
+    """Of the layer in the caches."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv: PackedMatrix
+    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values."""
+    output: PackedMatrix
+    gate_up: PackedMatrix
+    """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]."""
+    down: PackedMatrix
+    attention_norm: Norm | None
+    """None: attention reads the hidden states as they are, as in the first layer of an EAGLE
+    head."""
+    mlp_norm: Norm
+    post_attention_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    query_norm: Norm | None = None
+    """[head_dim], RMS, on each head before it is rotated."""
+    key_norm: Norm | None = None
+    rotary: Rotary | None = None
+    norm_kind: NormKind = NormKind.RMS
+    activation: Activation = Activation.SILU_GATED
+    epsilon: float = 1e-6
+    scale: float | None = None
+    """What scores are multiplied by; None: 1 / sqrt(head_dim)."""
+    softcap: float = 0.0
+    """Scores become softcap tanh(score / softcap); 0: they do not."""
+    window: int = 0
+    """A position sees itself and window - 1 before it; 0: all."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The attention of a layer whose other parts are computed one by one; names as in
+    `LayerPlan`."""
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """The rows of one session in a pass: they are written to slots start .. start + count - 1 of
+    its cache."""
+
+    keys: Tensor
+    """float32 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache."""
+    values: Tensor
+    """float32 [layers, kv_heads, capacity, head_dim]."""
+    start: int
+    count: int
+    paths: "Paths | None" = None
+    """None: row i sees slots 0 .. start + i."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What each row sees: slots 0 .. prefix - 1 and behind them its own path, root first and itself
+    last, by any slots from prefix on."""
+
+    prefix: int
+    offsets: Tensor
+    """int32 [rows + 1]: the path of row i is slots[offsets[i] : offsets[i + 1]]."""
+    slots: Tensor
+    """int32."""
+
+
+def new_cache(*, layers: int, kv_heads: int, head_dim: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Keys and values for `capacity` slots and what is missing to a whole block, in huge pages
+    where the system gives them: a pass reads all of it."""
+    blocks = -(-capacity // LANES)
+    size = layers * kv_heads * blocks * LANES * head_dim
+    keys, values = (
+        torch.frombuffer(fresh_memory(4 * size)[0], dtype=torch.float32) if size else torch.empty(0)
+        for _ in range(2)
+    )
+    return keys.view(layers, kv_heads, blocks, head_dim, LANES), values.view(
+        layers, kv_heads, blocks * LANES, head_dim
+    )
+
+
+def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
+    """The paths of the rows of a segment, one after the other."""
+    offsets = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int32)
+    return Paths(prefix, offsets, torch.tensor(list(chain.from_iterable(paths)), dtype=torch.int32))
+
+
+def check_shapes(plan: LayerPlan) -> None:
+    hidden, intermediate = plan.qkv.k, plan.down.k
+    expected = {
+        "qkv": ((plan.heads + 2 * plan.kv_heads) * plan.head_dim, hidden),
+        "output": (hidden, plan.heads * plan.head_dim),
+        "gate_up": (
+            intermediate if plan.activation is Activation.GELU_TANH else 2 * intermediate,
+            hidden,
+        ),
+        "down": (hidden, intermediate),
+    }
+    for name, shape in expected.items():
+        matrix = getattr(plan, name)
+        if (matrix.n, matrix.k) != shape:
+            raise ValueError(
+                f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {shape}"
+            )
+    check_heads(plan)
+
+
+def check_heads(plan: LayerPlan | AttentionPlan) -> None:
+    """ValueError for heads that do not share their keys evenly, or of which more is rotated than
+    there is: the kernels do not look."""
+    rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
+    if plan.kv_heads < 1 or plan.heads % plan.kv_heads or rotated > plan.head_dim:
+        raise ValueError(
+            f"{plan.heads} heads of {plan.head_dim} with {plan.kv_heads} key heads, of which "
+            f"{rotated} numbers are rotated"
+        )

@@ -1,0 +1,150 @@
+"""The parts of a decoder layer of transformers: its linears, norms and activation, found by their
+names and by trying."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.layer import normalise
+from dovetail.workers.kernels.layer_plan import Activation, Norm, NormKind
+from dovetail.workers.models.parity.following import UnsupportedError
+
+DTYPES = {
+    Kind.FP32: torch.float32,
+    Kind.FP16: torch.float16,
+    Kind.BF16: torch.bfloat16,
+    Kind.INT8: torch.float32,
+}
+"""What a matrix of each kind is packed from."""
+EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
+"""The kind that holds weights of a type as they are."""
+PIECE_WEIGHTS = 1 << 22
+"""So many weights are converted at a time: 16 MiB of fp32."""
+
+
+class LayerParts:
+    """The parts of a decoder layer, found by their names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.attention: Any = part_named(layer, "self_attn", "attn")
+        mlp = part_named(layer, "mlp")
+        self.linears = {
+            "qkv": linears_of(
+                self.attention, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",)
+            ),
+            "output": linears_of(self.attention, ("o_proj",), ("c_proj",)),
+            "gate_up": linears_of(mlp, ("gate_proj", "up_proj"), ("gate_up_proj",), ("c_fc",)),
+            "down": linears_of(mlp, ("down_proj",), ("c_proj",)),
+        }
+        """Of each matrix of the kernels, those that it is packed of."""
+        self.activation = read_activation(
+            part_named(mlp, "act_fn", "activation_fn", "act"), gated=not hasattr(mlp, "c_fc")
+        )
+        self.norms = self._norms(layer)
+
+    def _norms(self, layer: nn.Module) -> dict[str, nn.Module]:
+        names = {"attention_norm": part_named(layer, "input_layernorm", "ln_1")}
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            names["post_attention_norm"] = part_named(layer, "post_attention_layernorm")
+            names["mlp_norm"] = part_named(layer, "pre_feedforward_layernorm")
+            names["post_mlp_norm"] = part_named(layer, "post_feedforward_layernorm")
+        else:
+            names["mlp_norm"] = part_named(layer, "post_attention_layernorm", "ln_2")
+        if hasattr(self.attention, "q_norm"):
+            names |= {"query_norm": self.attention.q_norm, "key_norm": self.attention.k_norm}
+        return names
+
+
+def part_named(module: nn.Module, *names: str) -> Any:
+    """The first of these parts that a module has."""
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise UnsupportedError(f"{type(module).__name__} has no {' or '.join(names)}")
+
+
+def linears_of(module: nn.Module, *choices: Sequence[str]) -> list[nn.Linear]:
+    """The linears of the first choice that a module has all of."""
+    for names in choices:
+        found = [getattr(module, name, None) for name in names]
+        if all(type(part) is nn.Linear for part in found):
+            return found  # type: ignore[return-value]
+    raise UnsupportedError(
+        f"{type(module).__name__} has no linears "
+        f"{' or '.join('+'.join(names) for names in choices)}"
+    )
+
+
+def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+    """One matrix of the kernels from linears with the same inputs, below each other."""
+    biases = [linear.bias for linear in linears]
+    bias = None
+    if any(b is not None for b in biases):
+        bias = torch.cat(
+            [
+                torch.zeros(part.out_features) if b is None else b.detach().float()
+                for part, b in zip(linears, biases, strict=True)
+            ]
+        )
+    matrix = PackedMatrix(
+        kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias
+    )
+    for part, first in zip(
+        linears,
+        itertools.accumulate((part.out_features for part in linears), initial=0),
+        strict=False,
+    ):
+        weight, piece = part.weight.detach(), max(1, PIECE_WEIGHTS // part.in_features)
+        for start in range(0, part.out_features, piece):
+            matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), first + start)
+    return matrix
+
+
+def exact_kind(parts: "LayerParts") -> Kind:
+    """The kind that holds all weights of a layer as they are."""
+    types = {part.weight.dtype for linears in parts.linears.values() for part in linears}
+    return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
+
+
+def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+    """The same; the linears lose their weights, so that at no time a whole layer is there twice."""
+    matrix = pack(kind, linears)
+    for part in linears:
+        part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    return matrix
+
+
+def read_norm(module: nn.Module) -> tuple[NormKind, Norm, float]:
+    """Kind, weights and epsilon of a norm; RMS norms are told by trying: some multiply by their
+    weight, Gemma's by one more."""
+    weight: Any = getattr(module, "weight", None)
+    if isinstance(module, nn.LayerNorm) and weight is not None:
+        bias = None if module.bias is None else module.bias.detach().float().contiguous()
+        return NormKind.LAYER_NORM, Norm(weight.detach().float().contiguous(), bias), module.eps
+    epsilon: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or not isinstance(epsilon, float):
+        raise UnsupportedError(f"a norm of type {type(module).__name__}")
+    x = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(1))
+    expected = module(x).float()
+    for weights in (weight.detach().float().contiguous(), 1.0 + weight.detach().float()):
+        if torch.allclose(
+            normalise(NormKind.RMS, Norm(weights), x, epsilon), expected, rtol=1e-4, atol=1e-5
+        ):
+            return NormKind.RMS, Norm(weights), epsilon
+    raise UnsupportedError(f"a norm of type {type(module).__name__}")
+
+
+def read_activation(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
+    """Which of the kernels' activations a function is, told by trying."""
+    x = torch.linspace(-6, 6, 97)
+    y = function(x)
+    if torch.allclose(y, gelu(x, approximate="tanh"), atol=1e-5):
+        return Activation.GELU_TANH_GATED if gated else Activation.GELU_TANH
+    if gated and torch.allclose(y, silu(x), atol=1e-5):
+        return Activation.SILU_GATED
+    raise UnsupportedError(f"the activation {type(function).__name__}")

@@ -1,0 +1,79 @@
+"""The cache of a session over all stages, and the rows of a pass as each stage sees them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from dovetail.workers.models.segment import Cache, Segment
+
+
+@dataclass(frozen=True)
+class StagedPass:
+    """The rows of a pass for all stages."""
+
+    positions: Tensor
+    segments: Sequence[Segment]
+    apart: bool = False
+    """Whether the reader computes the layers on the CPU."""
+
+    def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Tensor, Sequence[Segment]]]:
+        """For a stage, a part of the rows at a time: which they are, their positions, and their
+        segments with the stage's own caches."""
+        segments = [
+            replace(segment, cache=part_of(segment.cache, stage)) for segment in self.segments
+        ]
+        for rows, part in chunks_of(segments, chunk):
+            yield rows, self.positions[rows], part
+
+
+def part_of(cache: Cache, stage: int) -> Cache:
+    if not isinstance(cache, StagedCache):
+        raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
+    return cache.parts[stage]
+
+
+def chunks_of(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
+    """The rows of a pass `chunk` at a time where they are those of one prompt; else all of them."""
+    if len(segments) > 1 or segments[0].paths is not None:
+        yield slice(0, sum(segment.count for segment in segments)), segments
+        return
+    segment = segments[0]
+    for first in range(0, segment.count, chunk):
+        count = min(chunk, segment.count - first)
+        yield (
+            slice(first, first + count),
+            [replace(segment, start=segment.start + first, count=count)],
+        )
+
+
+class StagedCache:
+    """A session's keys and values, each stage's where it computes."""
+
+    def __init__(self, parts: Sequence[Cache]) -> None:
+        self.parts = parts
+        self.length, self.capacity = 0, parts[0].capacity
+
+    def keep(self, slots: Sequence[int], committed: int) -> None:
+        """Move `slots` to length, length + 1, ... in this order and commit the first
+        `committed`."""
+        for part in self.parts:
+            part.keep(slots, committed)
+        self.length += committed
+
+    def truncate(self, length: int) -> None:
+        """Let the committed rows from slot `length` on go."""
+        for part in self.parts:
+            part.truncate(length)
+        self.length = length
+
+    def resize(self, capacity: int) -> None:
+        """Have slots for `capacity` rows."""
+        for part in self.parts:
+            part.resize(capacity)
+        self.capacity = capacity
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row, of whatever device."""
+        return sum(part.row_bytes for part in self.parts)

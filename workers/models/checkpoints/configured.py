@@ -1,0 +1,230 @@
+"""The configuration of a checkpoint as transformers builds a model from it, and what is wrong with
+one that it cannot build."""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models import attention
+from dovetail.workers.models.checkpoints.architecture import (
+    REMEDY,
+    bidirectional,
+    reason,
+    refuse_config,
+    refuse_content,
+    refuse_unknown,
+    shown,
+    why_not,
+)
+from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Checkpoint
+from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.lean import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    transformers,
+)
+
+CORRECT = "correct it, or take the config.json that belongs to the weights"
+
+
+def configured(checkpoint: Checkpoint) -> Any:
+    """The model of a checkpoint's config.json, without numbers; what cannot be decoded or has other
+    shapes is refused before memory is taken for any."""
+    attention.register()
+    file = checkpoint.folder / "config.json"
+    config = read_config(file)
+    layers = config.num_hidden_layers
+    if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
+        found = len(checkpoint.tensors)
+        raise CheckpointError(
+            f"{checkpoint.folder} has {found} tensors in all, where its config.json calls for "
+            f"{layers} layers; fetch the model again"
+        )
+    model = built(config, file)
+    refuse_misshapen(model, checkpoint)
+    return with_buffers(model)
+
+
+def read_config(file: Path) -> Any:
+    """transformers' configuration of a config.json; `CheckpointError` for one that it cannot read
+    or of a model that cannot be decoded."""
+    content = read_json(file)
+    refuse_content(content, file)
+    refuse_unknown(
+        content,
+        file,
+        known=content["model_type"] in CONFIG_MAPPING,
+        version=transformers.__version__,
+    )
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(
+                str(file), trust_remote_code=False, local_files_only=True
+            )
+    except Exception as error:  # whatever transformers' lines happen to stumble over
+        why = said_by(error) or _culprit(content, CONFIG_MAPPING[content["model_type"]].from_dict)
+        raise CheckpointError(
+            f"{file} is not what transformers reads for model type {content['model_type']}: "
+            f"{why}; {CORRECT}"
+        ) from error
+    refuse_config(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), file)
+    return config
+
+
+def built(config: Any, file: Path) -> Any:
+    """The model on no device at all; `CheckpointError` for one that cannot be built with our
+    attention."""
+    try:
+        model = empty(config, attention.IMPLEMENTATION)
+    except Exception as error:
+        raise CheckpointError(
+            f"{file}: model type {config.model_type} cannot be {_why_not_built(config, error)}"
+        ) from error
+    try:
+        decoder_layers(model)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    if getattr(config, "is_decoder", None) is False and any(
+        getattr(module, "is_causal", None) is False for module in model.modules()
+    ):
+        raise CheckpointError(bidirectional(config, "is_decoder", file))
+    return model
+
+
+def with_buffers(model: Any) -> Any:
+    """The model with the buffers that no checkpoint holds, such as rotary frequencies."""
+    for module in model.modules():
+        if buffers := dict(module.named_buffers(recurse=False)):
+            _fill_buffers(model, module, buffers)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def empty(config: Any, implementation: str) -> Any:
+    """The model on no device."""
+    with quiet(), torch.inference_mode(False), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=implementation, trust_remote_code=False
+        )
+
+
+def _fill_buffers(model: Any, module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Compute what no checkpoint holds; what transformers does not compute is None, or NaN, for the
+    whole model to be loaded by it (`_maps_one_to_one`)."""
+    for name, buffer in buffers.items():
+        module._buffers[name] = (
+            torch.full_like(buffer, float("nan"), device="cpu")
+            if buffer.is_floating_point()
+            else None
+        )
+    try:
+        model._init_weights(module)
+    except Exception:  # it fills buffers that are there, and these are not
+        module._buffers.update(dict.fromkeys(buffers))
+
+
+def _why_not_built(config: Any, error: Exception) -> str:
+    """The end of the sentence for a class that cannot be built with our attention: with
+    transformers' own it can, or its configuration is to blame."""
+    try:
+        model = empty(config, "eager")
+    except Exception:
+        why = said_by(error) or _culprit(
+            config.to_dict(), lambda fields: empty(type(config).from_dict(fields), "eager")
+        )
+        return f"built by transformers from this config.json: {why}; {CORRECT}"
+    return f"decoded here: {why_not(config, type(model))}; {REMEDY}"
+
+
+def said_by(error: BaseException) -> str:
+    """What an error says that was raised for people to read, empty for one that a line of code
+    stumbled into."""
+    for raised in (error, error.__cause__):
+        if isinstance(raised, ValueError | ImportError | OSError):
+            lines = traceback.extract_tb(raised.__traceback__)
+            return (
+                reason(raised).rstrip(".")
+                if lines and (lines[-1].line or "").startswith("raise")
+                else ""
+            )
+    return ""
+
+
+def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]) -> str:
+    """The first field of a configuration without which an attempt that fails with it succeeds, and
+    its value."""
+
+    def works(fields: dict[str, Any]) -> bool:
+        with contextlib.suppress(Exception), quiet():
+            attempt(fields)
+            return True
+        return False
+
+    if not works(dict(content)):
+        for name, value in content.items():
+            if name != "model_type" and works(
+                {key: other for key, other in content.items() if key != name}
+            ):
+                return f"{name} is {shown(value)}"
+    return "its fields do not fit together"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bar and report; what they say is checked by the caller."""
+    bar, verbosity = (
+        transformers.logging.is_progress_bar_enabled(),
+        transformers.logging.get_verbosity(),
+    )
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bar:
+            transformers.logging.enable_progress_bar()
+
+
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """The name and the list of a model's decoder layers; `CheckpointError` where they cannot be
+    told."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == model.config.num_hidden_layers
+            and "." in name
+        ):
+            return name, module
+    raise CheckpointError(
+        f"model type {model.config.model_type} has no list of num_hidden_layers decoder layers "
+        f"in transformers; {REMEDY}"
+    )
+
+
+def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
+    """`CheckpointError` naming a tensor that has another shape than the model calls for, or other
+    numbers than fractions where these are due.
+
+    Names that stand on one side only are left to transformers, which renames some as it loads.
+    """
+    for name, tensor in model.state_dict().items():
+        stored = checkpoint.tensors.get(name)
+        if stored is not None and stored.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {name} has the shape {list(stored.shape)}, "
+                f"where config.json calls for {list(tensor.shape)}; fetch the model again"
+            )
+        if stored is not None and tensor.is_floating_point() and stored.kind not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{stored.file}: tensor {name} has numbers of type {stored.kind}; take weights "
+                f"of type {', '.join(FLOAT_TYPES)}"
+            )

@@ -1,0 +1,380 @@
+"""The loading of a causal language model: its back end is chosen, its layers are taken over one by
+one, and each is proved."""
+
+import contextlib
+import gc
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import VocabularyFacts
+from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.backends.library import Library, prove_whole
+from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
+from dovetail.workers.models.backends.selection import select
+from dovetail.workers.models.backends.staged import Staged
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
+from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.inflate import (
+    Plan,
+    grow_layer,
+    grow_skeleton,
+    inflated_digest,
+    plan_inflation,
+    planned_shapes,
+)
+from dovetail.workers.models.checkpoints.loader import (
+    Skeleton,
+    Types,
+    load_transformers,
+    open_skeleton,
+    random_skeleton,
+)
+from dovetail.workers.models.language_model import (
+    ROUNDED_TOLERANCE,
+    WHOLE_TOLERANCE,
+    BackEnd,
+    LanguageModel,
+    check_attention,
+    context_of,
+)
+from dovetail.workers.models.memory import release_memory
+from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.proving import StumbledError, Trial, TriedError, oracle_of, provable
+from dovetail.workers.models.wanted import Stager, Wanted
+from dovetail.workers.models.weight_types import (
+    GPU_TYPES,
+    KINDS,
+    LINEAR_TYPES,
+    _configured_type,
+    check_names,
+    type_of,
+)
+from dovetail.workers.progress import loading
+
+log = logging.getLogger(__name__)
+
+
+def load_language_model(
+    source: str,
+    *,
+    weights: str,
+    device: str,
+    backend: str = "auto",
+    inflate_bytes: int = 0,
+    profile: Path | None = None,
+    stage: Stager | None = None,
+) -> LanguageModel:
+    """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
+    inflated to a size in bytes if that is not 0.
+
+    `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file
+    that remembers what was measured of the library. `stage`: how it is spread over devices, in
+    place of `device`; only a model that the kernels can compute is.
+    """
+    check_names(weights, backend)
+    read_config(
+        find_folder(source) / "config.json"
+    )  # what cannot be decoded is refused before all weights are read
+    checkpoint = open_checkpoint(source)
+    wanted = Wanted(weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage)
+    digest = (
+        inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
+    )
+    if stage is not None or torch.device(device).type == "cpu":
+        return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, digest, wanted)
+    return _on_gpu(checkpoint, digest, wanted, torch.device(device))
+
+
+def random_language_model(
+    config_folder: str | Path,
+    *,
+    weights: str,
+    backend: str = "auto",
+    layers: int | None = None,
+    profile: Path | None = None,
+    stage: Stager | None = None,
+) -> LanguageModel:
+    """A model of random weights from a config.json alone, for measurements before a download;
+    `layers`: so many in place of the configured number."""
+    check_names(weights, backend)
+    folder = Path(config_folder)
+    wanted = Wanted(weights, _configured_type(weights, folder), backend, 0, profile, stage)
+    facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
+    checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
+    return _on_cpu(
+        lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]),
+        checkpoint,
+        "random",
+        wanted,
+    )
+
+
+def _on_cpu(
+    skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: Wanted
+) -> LanguageModel:
+    """Kernels where that is wanted and can be; else the library."""
+    why_not = _against_kernels(wanted)
+    if not why_not:
+        skeleton = skeleton_of()
+        kind = skeleton.model.config.model_type
+        try:
+            return _assemble(
+                skeleton,
+                checkpoint,
+                digest,
+                wanted,
+                kernels=True,
+                choice="the C++ kernels compute it",
+            )
+        except UnsupportedError as error:
+            why_not = f"the C++ kernels cannot compute model type {kind}: {error}"
+        except StumbledError:
+            why_not = (
+                f"the C++ kernels cannot compute model type {kind}, which is built in a "
+                "way that they do not know"
+            )
+    if wanted.stage is not None:
+        raise CheckpointError(
+            f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, "
+            f"and {why_not}; "
+            "leave target.split, target.resident, target.prefill and memory.vram out"
+        )
+    rounded = wanted.weights == "int8" or (wanted.weights == "bf16" and wanted.asked == "half")
+    if (
+        rounded or wanted.backend == "kernels"
+    ):  # the remedies below are not to lead into another refusal
+        try_library(skeleton_of(), checkpoint, digest, wanted)
+    if wanted.backend == "kernels":
+        other = "backend library and weights fp32" if rounded else "backend library"
+        raise CheckpointError(f"{checkpoint.source}: {why_not}; or use {other}")
+    if wanted.backend == "library" and wanted.weights == "int8":
+        raise CheckpointError(
+            f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it "
+            "out, or use weights fp32"
+        )
+    if wanted.weights == "int8":
+        raise CheckpointError(
+            f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use "
+            "weights fp32"
+        )
+    if wanted.weights == "bf16" and wanted.asked == "half":
+        raise CheckpointError(
+            f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and "
+            f"{why_not}; or use weights fp32 or bf16"
+        )
+    model = _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
+    if wanted.backend == "auto":
+        log.warning("%s: the library computes it, since %s", checkpoint.source, why_not)
+    return model
+
+
+def _against_kernels(wanted: Wanted) -> str:
+    """Why the kernels are not to be tried, empty if they are."""
+    if wanted.backend == "library":
+        return "the settings say so"
+    if wanted.weights not in KINDS:
+        return f"{wanted.weights} is the library's"
+    if (
+        wanted.asked == "bf16"
+        and wanted.backend == "auto"
+        and not reason_against(CANDIDATES["bf16"][0])
+    ):
+        return "oneDNN multiplies bf16 with instructions that the kernels do not use"
+    return fused.reason_against(KINDS[wanted.weights])
+
+
+def _assemble(
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    digest: str,
+    wanted: Wanted,
+    *,
+    kernels: bool,
+    choice: str,
+) -> LanguageModel:
+    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+        return _open_back_end(model, plan, wanted, kernels=kernels)
+
+    return assemble(
+        skeleton,
+        checkpoint,
+        digest,
+        weights=wanted.weights,
+        choice=choice,
+        inflate_bytes=wanted.inflate_bytes,
+        open_back_end=open_back_end,
+    )
+
+
+def assemble(
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    digest: str,
+    *,
+    weights: str,
+    choice: str,
+    inflate_bytes: int,
+    open_back_end: Callable[[Any, Plan | None], BackEnd],
+) -> LanguageModel:
+    """Read the layers one by one, each taken over by its back end before the next is read, then the
+    rest."""
+    model = skeleton.model
+    plan = plan_inflation(model, inflate_bytes) if inflate_bytes else None
+    if plan is not None:
+        grow_skeleton(model, plan)
+    types = Types(
+        None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None
+    )  # dead units get numbers of the type that is wanted
+    name, layers = decoder_layers(model)
+    prefixes = [
+        f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))
+    ]
+    with loading("loading", _stored_bytes(checkpoint, prefixes)), provable(checkpoint, model):
+        skeleton.fill(
+            model, "", types, but=layers
+        )  # transformers' own forward runs around the layers, and proves them
+        back_end = open_back_end(model, plan)
+        for index, layer in enumerate(layers):
+            skeleton.fill(layer, prefixes[index], types)
+            if plan is not None:
+                grow_layer(layer, index, plan)
+            layers[index] = back_end.take_layer(layer, index)
+            release_memory()
+        del layer
+        back_end.finish(model)
+    gc.collect()  # what transformers' modules hold of each other
+    release_memory()
+    real = range(len(layers)) if plan is None else plan.real
+    language_model = LanguageModel(
+        model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real
+    )
+    with provable(checkpoint, model):
+        check_attention(language_model)
+        if isinstance(back_end, Library):
+            prove_whole(
+                model,
+                back_end,
+                language_model.context,
+                WHOLE_TOLERANCE.get(weights, ROUNDED_TOLERANCE),
+            )
+    return language_model
+
+
+def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
+    """Return how much is read of a checkpoint for layers of these prefixes, as often as they occur,
+    and for the rest of the model."""
+    sizes = {name: stored.size_bytes for name, stored in checkpoint.tensors.items()}
+    of_layer = {
+        prefix: sum(size for name, size in sizes.items() if name.startswith(f"{prefix}."))
+        for prefix in {*layers}
+    }
+    return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
+
+
+def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bool) -> BackEnd:
+    if kernels and wanted.stage is not None:
+        staging = wanted.stage(model.config.to_dict(), wanted.weights)
+        return Staged(
+            model, KINDS[wanted.weights], context=context_of(model.config), staging=staging
+        )
+    if kernels:
+        return Kernels(model, KINDS[wanted.weights], context=context_of(model.config))
+    selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
+    return Library(selection, device=torch.device("cpu"), oracle=oracle_of(model))
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return how much memory is free on a device; None where torch cannot tell."""
+    tell = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if tell is None else int(tell(device)[0])
+
+
+def _on_gpu(
+    checkpoint: Checkpoint, digest: str, wanted: Wanted, device: torch.device
+) -> LanguageModel:
+    """As transformers has it, in one type."""
+    if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
+        raise CheckpointError(
+            f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "
+            f"end {wanted.backend}; use weights fp32"
+        )
+    if (free := _free_bytes(device)) is not None and (
+        why := against_device(checkpoint, wanted.weights, device, free)
+    ):
+        raise CheckpointError(f"{checkpoint.source}: {why}")
+    model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
+    real: Sequence[int] = range(len(decoder_layers(model)[1]))
+    if wanted.inflate_bytes:
+        plan = plan_inflation(model, wanted.inflate_bytes)
+        real = plan.real
+        grow_skeleton(model, plan)
+        for index, layer in enumerate(decoder_layers(model)[1]):
+            grow_layer(layer, index, plan)
+    with provable(checkpoint, model):
+        back_end = Library(
+            None, device=device, dtype=GPU_TYPES[wanted.weights], oracle=oracle_of(model)
+        )
+        for index, layer in enumerate(decoder_layers(model)[1]):
+            back_end.prove(layer, index)
+        back_end.finish(model)
+        language_model = LanguageModel(
+            model,
+            back_end,
+            checkpoint,
+            digest=digest,
+            weights=wanted.weights,
+            choice=f"on {device}",
+            real=real,
+        )
+        check_attention(language_model)
+        prove_whole(
+            model,
+            back_end,
+            language_model.context,
+            WHOLE_TOLERANCE["fp32"] if wanted.weights == "fp32" else ROUNDED_TOLERANCE,
+        )
+    return language_model
+
+
+def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, free: int) -> str:
+    """Return why all of a checkpoint in a type of GPU_TYPES does not fit into the `free` bytes of a
+    device, and what would; empty if it does."""
+    numbers = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values())
+    size = numbers * GPU_TYPES[weights].itemsize
+    if size <= free:
+        return ""
+    kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}
+    halved = weights == "fp32" and len(kinds) == 1 and kinds <= {"F16", "BF16"} and size <= 2 * free
+    remedy = "use weights half" if halved else "take a smaller model, or leave it on the CPU"
+    return (
+        f"its weights take {size / 1e9:.3g} GB of {device} as {weights}, of which "
+        f"{free / 1e9:.3g} GB are free: {remedy}"
+    )
+
+
+def try_library(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: Wanted) -> None:
+    """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32
+    either."""
+
+    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+        selection = select(planned_shapes(model, plan), weights="fp32", profile=wanted.profile)
+        return Trial(selection, device=torch.device("cpu"), oracle=oracle_of(model))
+
+    with contextlib.suppress(TriedError):
+        assemble(
+            skeleton,
+            checkpoint,
+            digest,
+            weights="fp32",
+            choice="",
+            inflate_bytes=0,
+            open_back_end=open_back_end,
+        )

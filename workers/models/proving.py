@@ -1,0 +1,67 @@
+"""The proof of a model against transformers' own: one that cannot be proved is refused, and so is
+one whose own code stumbles."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dovetail.protocol.errors import CheckpointError, UserError
+from dovetail.workers.models.backends.library import Library
+from dovetail.workers.models.checkpoints.architecture import REMEDY, why_not
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.configured import decoder_layers, said_by
+from dovetail.workers.models.language_model import context_of
+from dovetail.workers.models.memory import is_out_of_memory
+from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
+from dovetail.workers.models.parity.oracle import Oracle
+
+LAYERS_TRIED = 8
+"""Layers of a model on which the remedy of a refusal is tried: kinds of layers alternate in cycles
+of two to six."""
+
+
+class TriedError(UnsupportedError):
+    """As many layers were computed as a trial takes."""
+
+
+class Trial(Library):
+    """The library's back end for some layers alone, so that a trial of a large model takes little
+    memory."""
+
+    def take_layer(self, layer: Any, index: int) -> Any:
+        if index >= LAYERS_TRIED:
+            raise TriedError
+        return super().take_layer(layer, index)
+
+
+KIND_OF_ERROR = re.compile(r"\b\w+Error: ")
+
+
+class StumbledError(CheckpointError):
+    """A model in whose classes a line stumbles: nobody foresaw how it is built."""
+
+
+@contextlib.contextmanager
+def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
+    """What no back end can be proved to compute is refused, and what stumbles too, by what its
+    configuration and class tell."""
+    what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
+    try:
+        yield
+    except (UserError, UnsupportedError):
+        raise
+    except UnprovableError as error:
+        stumbled = error.__cause__ is not None and not said_by(error.__cause__)
+        why = why_not(model.config, type(model)) if stumbled else KIND_OF_ERROR.sub("", str(error))
+        raise CheckpointError(f"{what}: {why}; {REMEDY}") from error
+    except Exception as error:  # a model that is not ours may stumble in any way
+        if is_out_of_memory(error):
+            raise
+        raise StumbledError(
+            f"{what}: {said_by(error) or why_not(model.config, type(model))}; {REMEDY}"
+        ) from error
+
+
+def oracle_of(model: Any) -> Oracle:
+    return Oracle(model, decoder_layers(model)[1], context_of(model.config))

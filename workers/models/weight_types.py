@@ -1,0 +1,77 @@
+"""The types that weights can have, and the one that a checkpoint's own numbers call for."""
+
+from pathlib import Path
+
+import torch
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.settings import BACKENDS
+from dovetail.workers.kernels import Kind
+from dovetail.workers.models.backends import fused
+from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Checkpoint
+from dovetail.workers.models.checkpoints.files import read_json
+
+WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
+"""`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute
+with them, else fp32."""
+GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
+"""The kernels' kind of matrix for weights of a type; `half` is one of the two in the middle."""
+LINEAR_TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.float32,
+    "int8-per-tensor": torch.float32,
+}
+
+
+def check_names(weights: str, backend: str) -> None:
+    if weights not in WEIGHTS:
+        raise CheckpointError(
+            f"there are no weights of type {weights!r} here; choose {' or '.join(WEIGHTS)}"
+        )
+    if backend not in BACKENDS:
+        raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
+
+
+def type_of(weights: str, checkpoint: Checkpoint) -> str:
+    """`weights` with `half` and `stored` put into the words of what the checkpoint's matrices are;
+    half weights of others would be another function."""
+    if weights not in ("half", "stored"):
+        return weights
+    kinds = {
+        stored.kind
+        for stored in checkpoint.tensors.values()
+        if len(stored.shape) == 2 and stored.kind in FLOAT_TYPES
+    }
+    name = {"F16": "fp16", "BF16": "bf16"}.get("".join(kinds))
+    if weights == "stored":
+        return "fp32" if name is None or fused.reason_against(KINDS[name]) else name
+    if name is not None:
+        return name
+    found = " and ".join(sorted(kinds)) or "none"
+    raise CheckpointError(
+        f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has "
+        f"{found}: use weights fp32, or convert it to F16"
+    )
+
+
+def _configured_type(weights: str, folder: Path) -> str:
+    """The same for a config.json alone, by the type that it names for the checkpoint's matrices; 16
+    bits where it names none."""
+    if weights not in ("half", "stored"):
+        return weights
+    file = folder if folder.is_file() else folder / "config.json"
+    content = read_json(file)
+    name = {"bfloat16": "bf16", "float16": "fp16", "None": "fp16"}.get(
+        str(content.get("dtype") or content.get("torch_dtype"))
+    )
+    if name is not None:
+        return name
+    if weights == "stored":
+        return "fp32"
+    raise CheckpointError(
+        f"{file}: half weights need a checkpoint of 16-bit weights, and this one's are not "
+        "(dtype); use weights fp32"
+    )

@@ -1,0 +1,126 @@
+"""A target worker opened from settings: its model loaded on its device, or spread over several."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dovetail.protocol.messages import (
+    MAX_CURVES,
+    Fingerprint,
+)
+from dovetail.protocol.profile import ContextCurve, load_profile
+from dovetail.protocol.settings import MemorySettings, TargetSettings
+from dovetail.workers.calibration.subject import Subject, read_design
+from dovetail.workers.calibration.target import calibration_key
+from dovetail.workers.devices import Device, open_device
+from dovetail.workers.models.checkpoints.inflate import inflation_bytes
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.serving.spread import Spread, known_readings, spread_of
+from dovetail.workers.sessions.prefix_cache import affordable_tokens
+from dovetail.workers.target import Identity, TargetWorker
+
+MOST_WORDS = 200
+"""Letters that summaries have for why torch computes a model; the log has all of them."""
+UNLIMITED = MemorySettings()
+
+
+def open_target_worker(
+    settings: TargetSettings,
+    *,
+    name: str,
+    threads: int,
+    profile: Path | None = None,
+    memory: MemorySettings = UNLIMITED,
+    beside: int = 0,
+) -> TargetWorker:
+    """Return a target worker with its model loaded on its device, or spread over several; `UserError`
+    names what is wrong with the settings.
+
+    `profile`: the file that remembers what was measured on this machine. `beside`: bits of the
+    codes of a substitute that shares its GPU, 0 for none.
+    """
+    device = open_device(settings.device, threads)
+    spread = spread_of(
+        settings,
+        memory,
+        device,
+        threads,
+        () if profile is None else known_readings(settings, profile),
+        beside=beside,
+    )
+    if settings.weights == "int8-per-tensor":
+        print(
+            f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
+            "a token depend on what is computed beside it",
+            file=sys.stderr,
+        )
+    model = load_language_model(
+        settings.model,
+        weights=settings.weights,
+        device=device.name,
+        backend=settings.backend,
+        inflate_bytes=inflation_bytes(settings.inflate),
+        profile=profile,
+        stage=None if spread is None else spread.stage,
+    )
+    placed = ""
+    if device.is_cpu and (settings.backend, model.backend) == ("auto", "library"):
+        print(
+            f"{name}: torch's own operations compute this model, since {model.choice}",
+            file=sys.stderr,
+        )
+        placed = f"by torch's own operations, since {model.choice}"[:MOST_WORDS]
+    # rows that are taken over are the same bytes as rows that are computed anew
+    keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
+    whole = spread is None or spread.demand is None
+    identity = Identity(
+        name,
+        settings.model,
+        device.name,
+        threads,
+        _fingerprint(settings, model, device, spread),
+        _curves(settings, model, profile)
+        if profile is not None and device.is_cpu and whole
+        else (),
+        settings.inflate,
+        affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes) if keeps else 0,
+        placement=placed,
+    )
+    if spread is not None:
+        reader = "" if spread.reader is None else spread.reader.name
+        identity = replace(
+            identity, placement=str(spread), reader=reader, reads_from=spread.reads_from
+        )
+    return TargetWorker(model, identity)
+
+
+def _fingerprint(
+    settings: TargetSettings, model: LanguageModel, device: Device, spread: Spread | None
+) -> Fingerprint:
+    """Return what tells whether another worker computes the same bytes: the kernels do with any
+    instruction set and any number of threads, torch does not."""
+    family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
+    others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
+    return Fingerprint(
+        checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family, **others
+    )
+
+
+def _curves(
+    settings: TargetSettings, model: LanguageModel, profile: Path
+) -> Sequence[ContextCurve]:
+    """Return what `dovetail calibrate` has found of this model, as it is computed here; nothing if it was
+    not asked."""
+    known = load_profile(profile)
+    if not any(entry.calibrations for entry in known.entries):
+        return ()
+    design = read_design(settings)
+    entry = known.find(calibration_key(Subject(model, design, design, random=False)))
+    found = [
+        calibration.t_v_by_context
+        for calibration in entry.calibrations
+        if calibration.backend == model.backend
+    ]
+    return found[0][:MAX_CURVES] if found else ()

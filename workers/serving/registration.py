@@ -1,0 +1,116 @@
+"""The registration of a worker with its coordinator, and the search for one that has gone."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dovetail.protocol.codec import COMMAND
+from dovetail.protocol.errors import (
+    DecodeError,
+    LinkClosed,
+    UserError,
+    printable,
+)
+from dovetail.protocol.links import Link
+from dovetail.protocol.messages import (
+    VERSION,
+    Command,
+    Event,
+    Failed,
+    Hello,
+    Welcome,
+)
+from dovetail.protocol.spans import Spans
+
+EPOCH_BITS = 62
+REGISTRATION_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait
+half a minute or longer (coordinator.recovery_s)."""
+
+
+class Worker(Protocol):
+    """What the loop drives: sessions of one or both roles."""
+
+    stale: int
+    """Late, duplicate and stale commands that this worker has dropped."""
+
+    @property
+    def spans(self) -> Spans:
+        """In which it measures itself, and this loop itself."""
+
+    @property
+    def sessions(self) -> int:
+        """How many are open."""
+
+    def hello(self, epoch: int) -> Hello:
+        """The introduction; `epoch` is this worker's own and goes into every event."""
+
+    def handle(self, command: Command) -> Iterable[Event]:
+        """Do a command and answer it: with several events if it has parts, each sent as it comes;
+        with none if it was stale."""
+
+    def idle(self) -> bool:
+        """Do one bit of background work, about a millisecond; False: nothing is left to do."""
+
+    def forget(self) -> None:
+        """Free every session, the kept ones too: their coordinator has gone."""
+
+
+@dataclass(frozen=True)
+class Reconnecting:
+    """How a coordinator that has gone is looked for."""
+
+    connect: Callable[[], Link]
+    """A new link, or `LinkClosed` if nobody answers."""
+    most_s: float
+    say: Callable[[str], None]
+    """Hears of losses and returns."""
+
+
+@dataclass
+class Standing:
+    """What is said of a worker that it does not know itself."""
+
+    binding: str
+    standby: bool
+    load_s: float
+
+    def introduce(self, worker: Worker, epoch: int) -> Hello:
+        return worker.hello(epoch).model_copy(
+            update={"binding": self.binding, "standby": self.standby, "load_s": self.load_s}
+        )
+
+
+def welcome(link: Link) -> Welcome:
+    """The coordinator's answer to Hello; whatever else arrives before it is not for this worker."""
+    deadline = time.monotonic() + REGISTRATION_S
+    while (left := deadline - time.monotonic()) > 0:
+        frames = link.receive(left)
+        if frames is None:
+            break
+        try:
+            answer = COMMAND.decode(frames)
+        except DecodeError:
+            continue
+        if isinstance(answer, Failed):
+            text = f"the coordinator refused this worker: {printable(answer.text)}"
+            raise (
+                LinkClosed(text) if answer.code == "capacity" else UserError(text)
+            )  # there may be room later
+        if isinstance(answer, Welcome):
+            if answer.version != VERSION:
+                raise UserError(
+                    f"the coordinator speaks protocol {_dotted(answer.version)}, this worker "
+                    f"{_dotted(VERSION)}: run the same release on both"
+                )
+            return answer
+    raise LinkClosed(
+        f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address "
+        "is a dovetail coordinator's"
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
