@@ -35,8 +35,8 @@ def open_target_worker(
     memory: MemorySettings = UNLIMITED,
     beside: int = 0,
 ) -> TargetWorker:
-    """Return a target worker with its model loaded on its device, or spread over several; `UserError`
-    names what is wrong with the settings.
+    """Return a target worker with its model loaded on its device, or spread over several;
+    `UserError` names what is wrong with the settings.
 
     `profile`: the file that remembers what was measured on this machine. `beside`: bits of the
     codes of a substitute that shares its GPU, 0 for none.
@@ -111,8 +111,8 @@ def _fingerprint(
 def _curves(
     settings: TargetSettings, model: LanguageModel, profile: Path
 ) -> Sequence[ContextCurve]:
-    """Return what `dovetail calibrate` has found of this model, as it is computed here; nothing if it was
-    not asked."""
+    """Return what `dovetail calibrate` has found of this model, as it is computed here; nothing if
+    it was not asked."""
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
         return ()
