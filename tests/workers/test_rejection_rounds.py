@@ -195,19 +195,14 @@ def test_a_tree_without_the_laws_that_it_was_drawn_from_is_refused(llama: Langua
 def test_a_lookup_refuses_what_it_cannot_do() -> None:
     known = {"capacity": 80, "vocabulary_size": VOCABULARY, "key": bytes(16)}
     with pytest.raises(RequestError, match="needs a draft that draws from probabilities"):
-        Lookup().open(PROMPT, sampling=SAMPLED, tree=TREE, **known)
+        Lookup().open(opening(1, PROMPT, sampling=SAMPLED, tree=TREE, **known))
     with pytest.raises(
         RequestError,
         match=r"grows its tree best first: set tree\.policy to 'dynamic' or 'budget' or "
         r"'goodput', not 'beam'",
     ):
-        Lookup().open(
-            PROMPT, sampling=Sampling(), tree=TREE.model_copy(update={"policy": "beam"}), **known
-        )
-    session = Lookup().open(
-        [1, 2, 3, 1, 2],
-        sampling=Sampling(),
-        tree=TREE.model_copy(update={"policy": "budget"}),
-        **known,
-    )
+        beam = TREE.model_copy(update={"policy": "beam"})
+        Lookup().open(opening(1, PROMPT, sampling=Sampling(), tree=beam, **known))
+    budget = TREE.model_copy(update={"policy": "budget"})
+    session = Lookup().open(opening(1, [1, 2, 3, 1, 2], sampling=Sampling(), tree=budget, **known))
     assert Lookup().draft(session, (), 3, SHAPE).tree != TokenTree()
