@@ -196,12 +196,12 @@ def test_a_lookup_refuses_what_it_cannot_do() -> None:
     known = {"capacity": 80, "vocabulary_size": VOCABULARY, "key": bytes(16)}
     with pytest.raises(RequestError, match="needs a draft that draws from probabilities"):
         Lookup().open(opening(1, PROMPT, sampling=SAMPLED, tree=TREE, **known))
+    beam = TREE.model_copy(update={"policy": "beam"})
     with pytest.raises(
         RequestError,
         match=r"grows its tree best first: set tree\.policy to 'dynamic' or 'budget' or "
         r"'goodput', not 'beam'",
     ):
-        beam = TREE.model_copy(update={"policy": "beam"})
         Lookup().open(opening(1, PROMPT, sampling=Sampling(), tree=beam, **known))
     budget = TREE.model_copy(update={"policy": "budget"})
     session = Lookup().open(opening(1, [1, 2, 3, 1, 2], sampling=Sampling(), tree=budget, **known))
