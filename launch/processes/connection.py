@@ -10,8 +10,9 @@ from typing import Literal
 
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.directory import announcements, only_announcement
+from dovetail.launch.processes.ear import Ear
 from dovetail.launch.processes.stack import Stack, start_stack, wait_until_ready
-from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
@@ -138,6 +139,19 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         _tell_of_losses(state.workers)
         client = owned.enter_context(stack.connect())
         yield Connection(client, state, stack)
+        if configuration.settings.coordinator.record:
+            _tell_of_recordings(supervisor, stack.coordinator)
+
+
+def _tell_of_recordings(supervisor: Supervisor, coordinator: Child) -> None:
+    """End a coordinator of ours, which writes its recordings to the end, and note what it says of
+    those that it could not."""
+    ear = Ear(coordinator)
+    supervisor.end([coordinator])
+    for line in ear.listen():
+        if "recording" in line:
+            note(line.partition(" WARNING ")[2] or line)
+    ear.close()
 
 
 def models_of(state: Reported) -> str:

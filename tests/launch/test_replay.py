@@ -308,6 +308,17 @@ def test_a_coordinator_that_cannot_record_says_so_and_does_not_start(
 
 
 @pytest.mark.slow
+def test_a_recording_that_could_not_be_written_is_told_by_the_command_that_asked_for_it(
+    run: Run, tmp_path: Path
+) -> None:
+    asked = ("--draft", "none", "--max-tokens", "3", "--coordinator.record", str(tmp_path), "Hi")
+    for prefix, said in ((), 0), (("prlimit", "--fsize=40960"), 1):
+        done = run("generate", *asked, command_prefix=prefix)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("ends early: File too large") == said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["small", "dovetail", "ngram"])
 def test_what_a_real_pair_did_is_done_again_by_each_of_its_workers(
     run: Run, tmp_path: Path, draft: str
