@@ -57,9 +57,10 @@ class Wire:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, other["public"].encode())
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, own["public"].encode())
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, own["secret"].encode())
-        for option in (zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL):
-            self.socket.setsockopt(option, 1200)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
+        if keys is not None or role != "client":
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1200)
+            self.socket.setsockopt(zmq.HEARTBEAT_TTL, 1200)
         self.socket.connect(address)
         self.epoch = secrets.randbits(62)
         self.version = [int(part) for part in version.split(".")]
