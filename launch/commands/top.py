@@ -30,7 +30,7 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.messages import Reported
 from dovetail.runtime.client import Client
-from dovetail.runtime.telemetry.live_stats import FORMAT, Lately, Spell, label
+from dovetail.runtime.telemetry.live_stats import FORMAT, LiveStats, Spell, label
 from dovetail.runtime.text.tokenizer import TextCodec
 
 EVERY_S = 1.0
@@ -98,7 +98,7 @@ class _LinkEye:
     def __init__(self, configuration: Configuration, address: str | None) -> None:
         self._configuration, self._address = configuration, address
         self._client: Client | None = None
-        self._lately = Lately()
+        self._live_stats = LiveStats()
         self._spelt: tuple[str, Spell | None] = ("", None)
         """The fingerprint of a target, and what its tokens stand for."""
 
@@ -113,11 +113,11 @@ class _LinkEye:
             if self._client is None:
                 self._client = find_coordinator(self._configuration, self._address)
             for _ in range(MOST_LOOKS):
-                if not self._lately.see(self._client.look(self._lately.next)):
+                if not self._live_stats.see(self._client.look(self._live_stats.next)):
                     break
             state = self._client.status()
-            self._lately.hear(state)
-            return self._lately.view(spell=self._spell(self._client, state), session=session)
+            self._live_stats.hear(state)
+            return self._live_stats.view(spell=self._spell(self._client, state), session=session)
         except DovetailError:
             self._close()
             raise

@@ -1,6 +1,6 @@
 """How a session's next round is drafted, from what its rounds have cost and brought.
 
-A `Pilot` steers one session: it prices drafting by what else is in the pass, stops and resumes it,
+A `Controller` steers one session: it prices drafting by what else is in the pass, stops and resumes it,
 has it go on ahead where that pays, and predicts each round before it is made. Whatever shapes the
 tree, its size is a bound, unless the request insists. Pure: rounds are handed in as values; what is
 decided comes back as values and sentences.
@@ -89,7 +89,7 @@ class Round:
     """Whether a worker read a prompt meanwhile."""
 
 
-class Pilot:
+class Controller:
     """Steers one session. Without a pair - the target alone - it plans nothing, and only keeps
     count of what rounds bring."""
 

@@ -1,7 +1,7 @@
 """What a draft and a target that work together have learned of each other: costs, what rounds
 bring, and whether drafting pays, at each load apart.
 
-Pure: rounds are handed in by the pilots of sessions.
+Pure: rounds are handed in by the controllers of sessions.
 """
 
 from dataclasses import dataclass, field

@@ -451,19 +451,19 @@ class Coordinator:
         """How to draft for a session's next round."""
         if live.draft is None:
             return None
-        session, pilot = live.session, live.pilot
+        session, controller = live.session, live.controller
         load = self._census.load(live)
         if not self._dispatch.can_draft(live, load):
-            return pilot.plan(session.length, load=load, ready=False)
+            return controller.plan(session.length, load=load, ready=False)
         self._dispatch.resume(live)
         ready = not live.draft.turns.busy_with(session.number)
         live.joining &= not ready
-        worth_waiting = session.round == 1 and pilot.awaits_draft(
+        worth_waiting = session.round == 1 and controller.awaits_draft(
             session.length, session.new_tokens
         )
         began_ns = self._observing.began_ns
         free = load.alone or live.draft is live.target or not live.draft.turns.reading
-        plan = pilot.plan(
+        plan = controller.plan(
             session.length,
             load=load,
             ready=(ready or worth_waiting) and free,
@@ -584,11 +584,11 @@ class Coordinator:
         live.over(now_ns)
         result = live.session.result(now_ns, finish.reason)
         controls = min(
-            live.pilot.controls, result.plain_rounds
+            live.controller.controls, result.plain_rounds
         )  # the last one may have been cut short
         result = result.model_copy(
             update={
-                "predicted_tokens_per_s": live.pilot.predicted_tokens_per_s,
+                "predicted_tokens_per_s": live.controller.predicted_tokens_per_s,
                 "control_rounds": controls,
                 "draft_failure": live.draft_failure,
             }
@@ -949,7 +949,7 @@ class Coordinator:
         reasons += [medley[:MAX_WORDS]] if (medley := self.registry.medley()) else []
         offs: list[str] = []
         for live in [*self._live.values()]:
-            self.attempt(live, lambda live=live: offs.append(live.pilot.off))  # type: ignore[misc]
+            self.attempt(live, lambda live=live: offs.append(live.controller.off))  # type: ignore[misc]
         reasons += [off[:MAX_WORDS] for off in offs if off]
         return Reported(
             epoch=self.epoch,

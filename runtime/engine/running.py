@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verify
 from dovetail.protocol.spans import Span
-from dovetail.runtime.control.controller import Pilot
+from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.engine.session import Action, Session, State
 from dovetail.runtime.fleet.registry import ClientPeer, Worker
@@ -78,7 +78,7 @@ class Live:
     draft: Worker | None
     mark_ns: int
     trace: bool
-    pilot: Pilot
+    controller: Controller
     queued: bool = False
     sent: bool = False
     observing: Observing | None = None
@@ -225,7 +225,7 @@ class Live:
         if self.draft is None or self.draft.turns.reads(self.session.number):
             return
         if self.session.briefed:
-            self.pilot.prompt_read(self.session.to_brief, self.reading_ns / 1e9)
+            self.controller.prompt_read(self.session.to_brief, self.reading_ns / 1e9)
             self.reading_ns = 0
         self._draft_ready(now_ns)
 
@@ -233,7 +233,7 @@ class Live:
         """The draft has read all that it was given; note by how much later than the target."""
         if self.opened_ns is None:
             return
-        self.pilot.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
+        self.controller.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
         self.opened_ns = None
 
     def round_ended(self) -> RoundTimes:

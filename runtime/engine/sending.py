@@ -105,7 +105,9 @@ class Dispatch:
             held = worker.turns.postponed.get(live.session.number, ())
             size = sum(len(feed.features.data) for feed in held if isinstance(feed, Feed))
             return bool(held) and size + live.session.held_bytes <= MAX_HELD_BYTES
-        return live.session.state is State.OPENING or not live.pilot.drafts_at(self._coming(live))
+        return live.session.state is State.OPENING or not live.controller.drafts_at(
+            self._coming(live)
+        )
 
     def _postpone(self, live: Live, worker: Worker, command: Open | Feed) -> None:
         worker.turns.postpone(live.session.number, command)
@@ -118,7 +120,7 @@ class Dispatch:
         """Return whether a session is drafted for once all sessions that are opening run, and it
         pays to have its draft read the prompt for that."""
         load = self._coming(live)
-        return live.pilot.drafts_soon(load) and live.pilot.worth_reading(
+        return live.controller.drafts_soon(load) and live.controller.worth_reading(
             live.session.to_brief, live.session.room, load
         )
 
@@ -139,7 +141,7 @@ class Dispatch:
         """Return whether a session is drafted for at the load that it runs at. If the draft has not
         read its prompt, it is not where so many others are about to run that drafting will stop,
         nor where the rest of the reply would not pay for that."""
-        if not live.pilot.drafts_at(load):
+        if not live.controller.drafts_at(load):
             return False
         if live.draft is None or live.session.number not in live.draft.turns.postponed:
             return True
@@ -309,7 +311,7 @@ class Dispatch:
             if not order or live is None:
                 return
             elapsed_s = (now_ns - live.mark_ns) / 1e9 if live.sent else 0.0
-            at_s += max(live.pilot.order_s - elapsed_s, LATE * elapsed_s)
+            at_s += max(live.controller.order_s - elapsed_s, LATE * elapsed_s)
             if live.target is target:
                 yield at_s
 
@@ -320,12 +322,14 @@ class Dispatch:
         lives = [self._live[item.session] for item in items if item.session in self._live]
         if len(lives) < len(items):
             return counts
-        choosing = [place for place, live in enumerate(lives) if live.pilot.cuts and counts[place]]
+        choosing = [
+            place for place, live in enumerate(lives) if live.controller.cuts and counts[place]
+        ]
         if not choosing or not worker.verifying.known:
             return counts
         context = sum(item.prefix for item in items) / len(items)
         running = sum(live.running and live.target is worker for live in self._live.values())
-        rate = sum(live.pilot.rate(live.session.length) for live in lives) * max(
+        rate = sum(live.controller.rate(live.session.length) for live in lives) * max(
             1.0, running / len(items)
         )
         if rate <= 0.0:
@@ -348,4 +352,4 @@ def _passing(live: Live, item: VerifyItem, rows: int) -> None:
     expected to take."""
     live.give(live.session.sent, len(item.tokens))
     live.other_rows = rows - len(item.tokens)
-    live.pilot.sends(item.prefix, live.session.scores, rows)
+    live.controller.sends(item.prefix, live.session.scores, rows)

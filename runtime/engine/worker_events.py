@@ -310,7 +310,7 @@ class Answers:
             self._census.load(live),
             live.disturbed(),
         )
-        live.pilot.learn(done)
+        live.controller.learn(done)
         return times
 
     def _relieve(self, live: Live) -> Effects[None]:

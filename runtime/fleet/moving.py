@@ -58,12 +58,12 @@ class Moving:
             return None
         yield from self._forget_draft(live)
         if draft is None:
-            live.pilot.leave()
+            live.controller.leave()
             live.give(live.session.draft_lost)
             return None
         live.draft, live.joining = draft, True
         draft.sessions += draft is not live.target
-        live.pilot.work_with(*self._placement.pair(draft, live.target))
+        live.controller.work_with(*self._placement.pair(draft, live.target))
         yield Say(
             f"session {live.session.number} is drafted for by {draft.name} from token "
             f"{len(live.session.tokens)} on"
@@ -75,7 +75,7 @@ class Moving:
         if shun and live.draft is not None:
             live.shunned.add(live.draft.peer)
         yield from self._forget_draft(live)
-        live.pilot.leave()
+        live.controller.leave()
         if live.session.state is State.DRAFTING and (live.sent or live.queued):
             live.interrupted(self._now_ns())
         yield Follow(live, live.give(live.session.draft_lost))
@@ -177,7 +177,7 @@ class Moving:
         """A session goes on on another target, which reads its log."""
         live.target, live.loss = target, None
         target.sessions += target is not live.draft
-        live.pilot.work_with(*self._placement.pair(live.draft, target))
+        live.controller.work_with(*self._placement.pair(live.draft, target))
         yield Say(
             f"session {live.session.number} goes on on {target.name} from token "
             f"{len(live.session.tokens)} on"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import PairState, Submit
-from dovetail.runtime.control.controller import Pilot
+from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.control.pairs import Pair, share_device
 from dovetail.runtime.engine.draft_sync import Briefing
@@ -216,7 +216,7 @@ class Placement:
         )
         pair, costs = self.pair(draft, target)
         greedy, drawn = request.sampling.temperature == 0.0, request.sampling.rejects
-        pilot = Pilot(
+        controller = Controller(
             self._sessions,
             tree=request.tree,
             pair=pair,
@@ -226,7 +226,9 @@ class Placement:
             say=self._say,
             drawn=drawn,
         )
-        return Live(session, client, submit.request, target, draft, now_ns, submit.trace, pilot)
+        return Live(
+            session, client, submit.request, target, draft, now_ns, submit.trace, controller
+        )
 
     # -- who takes over ----------------------------------------------------------------------------
 
@@ -247,7 +249,9 @@ class Placement:
         if draft.hello.reads is None:
             return live.session.room >= JOIN_WORTH
         pair, _ = self.pair(draft, live.target)
-        return live.session.room >= REFEED_WORTH and pair is not None and live.pilot.hopeful(pair)
+        return (
+            live.session.room >= REFEED_WORTH and pair is not None and live.controller.hopeful(pair)
+        )
 
     def draft_base(self, live: Live, draft: Worker) -> Base | None:
         """What a draft that joins a session goes on from; its shelf lends it. It reads all but the

@@ -20,7 +20,7 @@ from fastapi.responses import Response
 
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway, Target
-from dovetail.runtime.telemetry.live_stats import Lately, label
+from dovetail.runtime.telemetry.live_stats import LiveStats, label
 
 Shown = Literal["full", "anonymous", "off"]
 
@@ -79,7 +79,7 @@ class Watch:
     ) -> None:
         """`name`: under which a target is served; `about`: what is told of this server."""
         self._gateway, self._shown, self._name, self._about = gateway, shown, name, about
-        self._lately = Lately()
+        self._live_stats = LiveStats()
         self._heard_s = float("-inf")
         self._hearing = asyncio.Lock()
 
@@ -90,7 +90,7 @@ class Watch:
                 await self._hear()
         target = await self._target()
         spell = None if target is None or self._shown != "full" else partial(_spelt, target)
-        seen = self._lately.view(spell=spell, session=session)
+        seen = self._live_stats.view(spell=spell, session=session)
         model = "" if target is None else self._name(target)
         told = {
             "server": self._about,
@@ -103,9 +103,9 @@ class Watch:
 
     async def _hear(self) -> None:
         for _ in range(MOST_LOOKS):
-            if not self._lately.see(await self._gateway.look(self._lately.next)):
+            if not self._live_stats.see(await self._gateway.look(self._live_stats.next)):
                 break
-        self._lately.hear(await self._gateway.status())
+        self._live_stats.hear(await self._gateway.status())
         self._heard_s = asyncio.get_running_loop().time()
 
     async def _target(self) -> Target | None:

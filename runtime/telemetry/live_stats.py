@@ -1,6 +1,6 @@
 """What has happened lately, as the dashboard and `dovetail top` show it.
 
-`Lately` is told a coordinator's states and what it has seen since the last time, and keeps of that
+`LiveStats` is told a coordinator's states and what it has seen since the last time, and keeps of that
 what is shown: for each of the last seconds how much was decoded, for each worker how busy it was,
 for each session its last round. All of it is bounded, however much happens. `view` is the picture
 of it as plain values: the same object goes to the page, to `dovetail top` and to scripts. Pure: the
@@ -112,7 +112,7 @@ class Load:
         self.seen = seen
 
 
-class Lately:
+class LiveStats:
     """Hears states and sees what has happened, as both come; `view` shows it. What was seen of a
     coordinator is forgotten when another one speaks."""
 

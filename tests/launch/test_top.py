@@ -26,7 +26,7 @@ from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.tree import MARKS
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
-from dovetail.runtime.telemetry.live_stats import Lately
+from dovetail.runtime.telemetry.live_stats import LiveStats
 from support.scripted import ScriptedTarget
 from support.web import Backend, api, backend
 
@@ -55,11 +55,11 @@ def decode(house: Backend) -> None:
 @pytest.fixture
 def picture(house: Backend) -> dict[str, Any]:
     decode(house)
-    lately = Lately()
+    live_stats = LiveStats()
     with Client(open_link(house.address, role="client")) as client:
-        lately.see(client.look())
-        lately.hear(client.status())
-    return lately.view(spell=lambda token: f"w{token}")
+        live_stats.see(client.look())
+        live_stats.hear(client.status())
+    return live_stats.view(spell=lambda token: f"w{token}")
 
 
 def test_once_shows_workers_figures_and_sessions_within_80_columns(

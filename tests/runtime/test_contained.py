@@ -25,7 +25,7 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.controller import Pilot
+from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.engine import outgoing as post
 from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import Live
@@ -117,19 +117,19 @@ def in_live(owner: type, name: str, error: BaseException) -> Callable[[pytest.Mo
     return sabotage
 
 
-def in_pilot(name: str, error: BaseException) -> Callable[[pytest.MonkeyPatch], None]:
+def in_controller(name: str, error: BaseException) -> Callable[[pytest.MonkeyPatch], None]:
     """The judgement of what is drafted for the guilty session raises: it is the first that
     begins."""
 
     def sabotage(patch: pytest.MonkeyPatch) -> None:
-        real = getattr(Pilot, name)
+        real = getattr(Controller, name)
 
-        def call(pilot: Pilot, *arguments: Any, **named: Any) -> Any:
-            if getattr(pilot, "_number", 0) == 1:
+        def call(controller: Controller, *arguments: Any, **named: Any) -> Any:
+            if getattr(controller, "_number", 0) == 1:
                 raise error
-            return real(pilot, *arguments, **named)
+            return real(controller, *arguments, **named)
 
-        patch.setattr(Pilot, name, call)
+        patch.setattr(Controller, name, call)
 
     return sabotage
 
@@ -229,10 +229,10 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
         in_live(Answers, "_relieve", KeyError("x")),
         in_live(Answers, "_learn", AssertionError()),
         in_live(Dispatch, "ask", KeyError("x")),
-        in_pilot("learn", ZeroDivisionError()),
-        in_pilot("plan", ZeroDivisionError()),
-        in_pilot("sends", ZeroDivisionError()),
-        in_pilot("draft_read", ZeroDivisionError()),
+        in_controller("learn", ZeroDivisionError()),
+        in_controller("plan", ZeroDivisionError()),
+        in_controller("sends", ZeroDivisionError()),
+        in_controller("draft_read", ZeroDivisionError()),
     ],
     ids=[
         "answered",
@@ -244,7 +244,7 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
         "relieve",
         "learn",
         "ask",
-        "pilot-learn",
+        "controller-learn",
         "plan",
         "sends",
         "draft_read",
@@ -268,13 +268,17 @@ def test_a_pass_that_one_session_keeps_from_being_built_is_taken_apart(
     house = House(limits=ROOMY)
     with monkeypatch.context() as patch:
         if name == "rate":
-            in_pilot("rate", ZeroDivisionError())(patch)
+            in_controller("rate", ZeroDivisionError())(patch)
         else:
-            real = Pilot.cuts.fget  # type: ignore[attr-defined]
+            real = Controller.cuts.fget  # type: ignore[attr-defined]
             patch.setattr(
-                Pilot,
+                Controller,
                 "cuts",
-                property(lambda pilot: 1 / 0 if getattr(pilot, "_number", 0) == 1 else real(pilot)),
+                property(
+                    lambda controller: (
+                        1 / 0 if getattr(controller, "_number", 0) == 1 else real(controller)
+                    )
+                ),
             )
         play(house, policy_of_all="goodput")
     check_clean(house)

@@ -1,4 +1,4 @@
-"""Recordings as tests: a file of `tests/recorded` is one, since `tests/runtime/test_playback.py`
+"""Recordings as tests: a file of `tests/recorded` is one, since `tests/runtime/test_replay.py`
 plays all of them into the session logic.
 
 What a coordinator recorded (coordinator.record) is put there as it is, under a name that says what

@@ -454,7 +454,7 @@ class World:
         about: Any = {
             "session": live.session,
             "live": live,
-            "pilot": live.pilot,
+            "controller": live.controller,
             "detokenizer": live.session.detokenizer,
         }[owner]
         error = (Sabotage, Panic)[fault.for_ms % 2](f"{owner}.{name}")
@@ -669,7 +669,7 @@ SABOTAGED = (
             "over",
         )
     ),
-    *(("pilot", name) for name in ("learn", "plan", "sends", "rate", "leave", "work_with")),
+    *(("controller", name) for name in ("learn", "plan", "sends", "rate", "leave", "work_with")),
     ("detokenizer", "push"),
     ("detokenizer", "flush"),
 )

@@ -7,7 +7,7 @@ import pytest
 
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.controller import Pair, Pilot, Round
+from dovetail.runtime.control.controller import Controller, Pair, Round
 from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.telemetry.metrics import RoundTimes
 
@@ -24,14 +24,14 @@ PROPOSAL = Drafted(
 ROW_NS = 1_000_000
 
 
-def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Pilot:
-    """A pilot after drafted rounds whose pass took a millisecond a row."""
+def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Controller:
+    """A controller after drafted rounds whose pass took a millisecond a row."""
     costs = PairCosts()
     for rows in (1, other_rows, other_rows + 3):
         for _ in range(8):
             costs.target.observe(rows, rows * ROW_NS / 1e9)
     pair = Pair("draft", "target", costs, shared=False)
-    pilot = Pilot(
+    controller = Controller(
         1,
         tree=TreeSettings(policy="goodput"),
         pair=pair,
@@ -41,10 +41,12 @@ def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Pi
         say=lambda _: None,
     )
     for _ in range(rounds):
-        pilot.sends(100, PROPOSAL.scores, other_rows + 3)
+        controller.sends(100, PROPOSAL.scores, other_rows + 3)
         times = RoundTimes(verify_ns=(other_rows + 3) * ROW_NS, target_queue_ns=queue_ns)
-        pilot.learn(Round(times, 100, tokens, verified=3, drafted=PROPOSAL, other_rows=other_rows))
-    return pilot
+        controller.learn(
+            Round(times, 100, tokens, verified=3, drafted=PROPOSAL, other_rows=other_rows)
+        )
+    return controller
 
 
 def test_drafting_is_not_blamed_for_the_rows_that_other_sessions_have_in_a_pass() -> None:
@@ -76,13 +78,13 @@ def pair_of(*, alone_s: float = 0.01, tokens: int = 0, reads: bool = False) -> P
     return pair
 
 
-def pilot_of(
+def controller_of(
     pair: Pair,
     *,
     policy: Literal["goodput", "dynamic"] = "goodput",
     say: Callable[[str], None] = lambda _: None,
-) -> Pilot:
-    return Pilot(
+) -> Controller:
+    return Controller(
         1,
         tree=TreeSettings(policy=policy, insist=policy != "goodput"),
         pair=pair,
@@ -104,18 +106,18 @@ def test_the_first_round_waits_for_a_draft_that_has_nearly_read_the_prompt(
     and bring 1."""
     pair = pair_of(tokens=tokens)
     if lag_s is not None:
-        pilot_of(pair).draft_read(100, lag_s)
-    assert pilot_of(pair).awaits_draft(100, 100) == waits
+        controller_of(pair).draft_read(100, lag_s)
+    assert controller_of(pair).awaits_draft(100, 100) == waits
 
 
 def test_a_session_begins_at_the_rate_of_its_pair_and_goes_over_to_its_own() -> None:
-    assert pilot_of(pair_of()).rate(100) == pytest.approx(100.0)
-    pilot = pilot_of(pair_of(tokens=3))
-    assert pilot.rate(100) == pytest.approx(200.0)
+    assert controller_of(pair_of()).rate(100) == pytest.approx(100.0)
+    controller = controller_of(pair_of(tokens=3))
+    assert controller.rate(100) == pytest.approx(200.0)
     rates = []
     for _ in range(6):
-        pilot.learn(Round(RoundTimes(verify_ns=10_000_000), 100, 1, verified=0, drafted=None))
-        rates.append(pilot.rate(100))
+        controller.learn(Round(RoundTimes(verify_ns=10_000_000), 100, 1, verified=0, drafted=None))
+        rates.append(controller.rate(100))
     assert rates == sorted(rates, reverse=True)
     assert rates[2] > rates[3] == pytest.approx(rates[5])
 
@@ -125,12 +127,12 @@ def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses
     faster: float,
 ) -> None:
     pair, said = pair_of(reads=True), list[str]()
-    pilot = pilot_of(pair, policy="dynamic", say=said.append)
+    controller = controller_of(pair, policy="dynamic", say=said.append)
     for _ in range(12 * 8):
-        plan = pilot.plan(100)
+        plan = controller.plan(100)
         assert plan is not None
-        pilot.sends(100, PROPOSAL.scores, 4)
-        pilot.learn(
+        controller.sends(100, PROPOSAL.scores, 4)
+        controller.learn(
             Round(
                 RoundTimes(verify_ns=round(1e7 / (faster if plan.ahead else 1.0))),
                 100,
@@ -139,7 +141,7 @@ def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses
                 drafted=PROPOSAL,
             )
         )
-    plan = pilot.plan(100)
+    plan = controller.plan(100)
     assert plan is not None
     assert plan.ahead == (faster > 1.1)
     assert [
@@ -148,6 +150,6 @@ def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses
 
 
 def test_a_draft_of_its_own_device_that_reads_no_states_always_grows_ahead() -> None:
-    plan = pilot_of(pair_of(), policy="dynamic").plan(100)
+    plan = controller_of(pair_of(), policy="dynamic").plan(100)
     assert plan is not None
     assert plan.ahead

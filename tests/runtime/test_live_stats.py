@@ -17,7 +17,7 @@ from dovetail.runtime.telemetry.live_stats import (
     MAX_SESSIONS,
     QUIET_S,
     RATE_S,
-    Lately,
+    LiveStats,
     cores_in_words,
     label,
 )
@@ -93,11 +93,11 @@ def worker(at_ns: int, busy_ns: int, epoch: int = WORKER.worker_epoch) -> SeenWo
 def picture(
     *messages: Seen, spell: Callable[[int], str] | None = None, session: int | None = None
 ) -> dict[str, Any]:
-    lately = Lately()
-    lately.hear(STATE)
+    live_stats = LiveStats()
+    live_stats.hear(STATE)
     for message in messages:
-        lately.see(message)
-    return lately.view(spell=spell, session=session)
+        live_stats.see(message)
+    return live_stats.view(spell=spell, session=session)
 
 
 @given(
@@ -164,8 +164,8 @@ def test_what_is_busy_ahead_is_what_no_round_waited_for() -> None:
     at = (NOW - S, NOW)
     rounds = [seen(round_(when), at_ns=when, workers=(worker(when, 0),)) for when in at]
     draft = WORKER.model_copy(update={"name": "draft", "roles": ("draft",)})
-    lately = Lately()
-    lately.hear(
+    live_stats = LiveStats()
+    live_stats.hear(
         STATE.model_copy(
             update={
                 "workers": (
@@ -177,9 +177,9 @@ def test_what_is_busy_ahead_is_what_no_round_waited_for() -> None:
         )
     )
     for message in rounds:
-        lately.see(message)
-    lately.see(seen(at_ns=NOW + S))
-    assert {one["name"]: one["waited_for"] for one in lately.view()["workers"]} == {
+        live_stats.see(message)
+    live_stats.see(seen(at_ns=NOW + S))
+    assert {one["name"]: one["waited_for"] for one in live_stats.view()["workers"]} == {
         "draft": 0.001,
         "other": 0.0,
         WORKER.name: None,
@@ -210,8 +210,8 @@ def test_a_foreseen_root_of_a_round_without_a_tree_is_no_hit() -> None:
 def test_a_draft_that_nobody_wanted_is_no_fault_and_one_that_was_lost_is(
     degraded: bool, state: str
 ) -> None:
-    lately = Lately()
-    lately.hear(
+    live_stats = LiveStats()
+    live_stats.hear(
         STATE.model_copy(
             update={
                 "workers": (WORKER.model_copy(update={"roles": ("target",)}),),
@@ -219,7 +219,7 @@ def test_a_draft_that_nobody_wanted_is_no_fault_and_one_that_was_lost_is(
             }
         )
     )
-    assert lately.view()["speculation"]["state"] == state
+    assert live_stats.view()["speculation"]["state"] == state
 
 
 def test_a_worker_that_has_not_said_anything_yet_and_its_successor_are_not_taken_for_busy() -> None:
@@ -237,15 +237,15 @@ def test_a_worker_that_has_not_said_anything_yet_and_its_successor_are_not_taken
 def test_another_coordinator_is_asked_from_its_beginning_and_nothing_of_the_last_one_stays() -> (
     None
 ):
-    lately = Lately()
-    lately.hear(STATE)
-    assert not lately.see(seen(round_(NOW), next=41))
-    assert lately.see(seen(round_(NOW), epoch=6, next=3)), (
+    live_stats = LiveStats()
+    live_stats.hear(STATE)
+    assert not live_stats.see(seen(round_(NOW), next=41))
+    assert live_stats.see(seen(round_(NOW), epoch=6, next=3)), (
         "it was asked with a number of the last one"
     )
-    assert lately.next == 0
-    assert not lately.see(seen(round_(7 * S, session=9), at_ns=8 * S, epoch=6, next=4))
-    assert [session["session"] for session in lately.view()["sessions"]] == [9]
+    assert live_stats.next == 0
+    assert not live_stats.see(seen(round_(7 * S, session=9), at_ns=8 * S, epoch=6, next=4))
+    assert [session["session"] for session in live_stats.view()["sessions"]] == [9]
 
 
 def test_sessions_are_listed_while_they_have_rounds_and_a_bounded_number_of_them() -> None:
@@ -361,10 +361,10 @@ def test_a_picture_is_json_and_has_nothing_that_a_browser_would_round() -> None:
 def test_whether_is_speculated_and_why_not_is_said(
     state: str, why: str, changes: dict[str, Any]
 ) -> None:
-    lately = Lately()
-    lately.hear(STATE.model_copy(update={"workers": (WORKER,), **changes}))
-    lately.see(seen())
-    said = lately.view()["speculation"]
+    live_stats = LiveStats()
+    live_stats.hear(STATE.model_copy(update={"workers": (WORKER,), **changes}))
+    live_stats.see(seen())
+    said = live_stats.view()["speculation"]
     assert said["state"] == state
     assert why in said["why"]
 
