@@ -1,9 +1,9 @@
-"""How a session's next round is drafted, from what its rounds have cost and brought.
+"""The speculation controller: how a session's next round is drafted.
 
-A `Controller` steers one session: it prices drafting by what else is in the pass, stops and resumes it,
-has it go on ahead where that pays, and predicts each round before it is made. Whatever shapes the
-tree, its size is a bound, unless the request insists. Pure: rounds are handed in as values; what is
-decided comes back as values and sentences.
+It prices drafting by what else is in the pass, turns it off and on again, lets the draft go on
+ahead where that pays, and predicts each round before it is made. Whatever shapes the tree, its size
+is a bound, unless the request insists. Pure: rounds are handed in as values; what is decided comes
+back as values and sentences.
 """
 
 from collections import deque

@@ -1,10 +1,10 @@
-"""What has happened lately, as the dashboard and `dovetail top` show it.
+"""The live stats: what has happened in the last two minutes, for the dashboard and `dovetail top`.
 
-`LiveStats` is told a coordinator's states and what it has seen since the last time, and keeps of that
-what is shown: for each of the last seconds how much was decoded, for each worker how busy it was,
-for each session its last round. All of it is bounded, however much happens. `view` is the picture
-of it as plain values: the same object goes to the page, to `dovetail top` and to scripts. Pure: the
-time is the coordinator's, as it says it. Knows no HTTP and no terminal.
+`LiveStats` is told a coordinator's states and the events of its log, and keeps what is shown: how
+much was decoded in each of the last seconds, how busy each worker was, the last round of each
+session. All of it is bounded, however much happens. `view` returns the picture as plain values; the
+page, `dovetail top` and scripts get the same object. Pure: the time is the coordinator's, as it
+says it. Knows no HTTP and no terminal.
 """
 
 from collections import Counter, deque
