@@ -1,6 +1,7 @@
 """A folder that would load into something wrong is refused, with the file and the tensor named."""
 
 import json
+import os
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -151,6 +152,14 @@ def test_a_folder_without_weights_or_configuration_is_refused(folder: Path) -> N
     assert "has no model.safetensors" in refusal(folder)
     (folder / "config.json").unlink()
     assert "has no config.json" in refusal(folder)
+
+
+def test_a_pipe_in_the_place_of_a_configuration_is_refused_and_not_waited_for(
+    folder: Path,
+) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert "config.json cannot be read (it is no file)" in refusal(folder)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(folder: Path) -> None:

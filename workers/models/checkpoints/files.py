@@ -47,7 +47,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path) -> bytes:
+    """Return what a file holds; `CheckpointError` if it cannot be read, or is a pipe, whose writer
+    might never come."""
     try:
+        if file.is_fifo():
+            raise OSError(None, "it is no file")
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
