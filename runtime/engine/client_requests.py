@@ -6,8 +6,8 @@ Knows who may ask what; what becomes of a session is the coordinator's business.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.keys import OPERATOR, PeerKey
@@ -19,19 +19,20 @@ from dovetail.protocol.messages import (
     Failed,
     Hello,
     Look,
-    Message,
+    Observe,
     Reported,
-    Seen,
     Status,
     Stop,
     Submit,
     Swap,
 )
 from dovetail.protocol.messages import Request as ClientRequest
-from dovetail.runtime.engine.effects import Effects
+from dovetail.runtime.engine import effects
+from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import Live, waits
+from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.session import Request
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.placement import Placement
@@ -47,64 +48,12 @@ MAX_READING = 1024
 """Prompts of a client that wait to be read: each is held in memory until it has been."""
 
 
-class House(Protocol):
-    """What the coordinator does for those who ask."""
-
-    epoch: int
-    ending: bool
-
-    @property
-    def given_up(self) -> str:
-        """Why it is ending, where that is for good; else empty."""
-
-    @property
-    def lives(self) -> Collection[Live]:
-        """All sessions."""
-
-    def user(self, client: ClientPeer) -> PeerKey | None:
-        """The key that a client has shown; None over ipc."""
-
-    def defer(
-        self,
-        work: Callable[[], Request | RequestError],
-        done: Callable[[Request | RequestError], None],
-    ) -> None:
-        """Do what takes long elsewhere, and what follows here."""
-
-    def start(self, live: Live) -> None:
-        """A session begins."""
-
-    def attempt(self, live: Live, action: Callable[[], object]) -> None:
-        """Do something about one session; whatever goes wrong ends it."""
-
-    def carry_out(self, effects: Effects[None]) -> None:
-        """Carry out what is to be done about sessions."""
-
-    def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """What a client asks for could not be done, for our own fault."""
-
-    def cancel(self, live: Live) -> None:
-        """A session ends as far as it has come."""
-
-    def part(self) -> None:
-        """Have the sessions of workers that have gone do without them."""
-
-    def observe(self) -> None:
-        """Have the workers record what is looked for."""
-
-    def report(self) -> Reported:
-        """The answer to Status."""
-
-    def tell(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client."""
-
-
 class Intake:
     """Takes the requests of clients."""
 
     def __init__(
         self,
-        house: House,
+        service: Service,
         live: Mapping[int, Live],
         registry: Registry,
         placement: Placement,
@@ -112,9 +61,14 @@ class Intake:
         changes: Changes,
         observing: Observing,
         tally: Tally,
+        *,
+        user: Callable[[ClientPeer], PeerKey | None],
+        report: Callable[[], Reported],
     ) -> None:
-        """`live`: the sessions by their numbers."""
-        self._house, self._live, self._registry, self._placement = house, live, registry, placement
+        """`live`: the sessions by their numbers; `user`: the key that a client has shown, None over
+        ipc; `report`: the answer to Status."""
+        self._service, self._live, self._registry = service, live, registry
+        self._placement, self._user, self._report = placement, user, report
         self._moving, self._changes, self._observing, self._tally = (
             moving,
             changes,
@@ -122,82 +76,82 @@ class Intake:
             tally,
         )
 
-    def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> None:
+    def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> Effects[None]:
         """Handle a request; `StaleError` where it is another incarnation's."""
         if request.epoch != client.hello.epoch:
             raise StaleError("a request of another incarnation of a client")
         match request:
             case Submit():
-                self._submit(client, request, now_ns)
+                yield from self._submit(client, request, now_ns)
             case Cancel():
                 if (number := client.sessions.get(request.request)) is not None:
-                    self._house.cancel(self._live[number])
+                    yield effects.Cancel(self._live[number])
                 elif request.request in client.reading:
                     client.reading[request.request] = False
             case Status():
-                self._house.tell(client, self._house.report())
+                yield Tell(client, self._report())
             case Describe():
-                self._house.tell(client, self._describe())
+                yield Tell(client, self._describe())
             case Look():
-                self._house.tell(client, self._look(client, request))
+                yield from self._look(client, request)
             case Swap() | Dismiss():
-                self._change(client, request, now_ns)
-            case Stop() if self._house.user(client) is None:
-                self._house.ending = True
+                yield from self._change(client, request, now_ns)
+            case Stop() if self._user(client) is None:
+                yield End()
             case Stop():
                 text = (
                     "only a client on the coordinator's own machine may stop it: connect to "
                     "its ipc address"
                 )
-                self._house.tell(client, refusal(self._house.epoch, RequestError("role", text)))
+                yield Tell(client, refusal(self._service.epoch, RequestError("role", text)))
             case Hello():
                 raise StaleError("a client said Hello again")
 
-    def _look(self, client: ClientPeer, request: Look) -> Seen:
-        """The answer to Look: over ipc, and to an operator, the tokens of all requests, else those
-        of the client's own."""
-        key = self._house.user(client)
+    def _look(self, client: ClientPeer, request: Look) -> Effects[None]:
+        """Answer a Look: over ipc, and to an operator, with the tokens of all requests, else with
+        those of the client's own."""
+        key = self._user(client)
         own = None if key is None or OPERATOR in key.roles else set(client.sessions.values())
         seen = self._observing.look(
             request,
-            self._house.epoch,
+            self._service.epoch,
             self._registry.workers.values(),
-            lambda worker: waits(worker, self._house.lives),
+            lambda worker: waits(worker, self._live.values()),
             own=own,
         )
-        self._house.observe()
-        return seen
+        yield from observe(self._observing, self._registry, self._service.epoch)
+        yield Tell(client, seen)
 
-    def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> None:
+    def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> Effects[None]:
         """Have a worker come or go, if that is possible. Over ipc whoever is let in is the owner;
         over tcp the key says who may."""
-        key = self._house.user(client)
+        key = self._user(client)
         try:
             if key is not None and OPERATOR not in key.roles:
                 text = (
-                    f"the key {key.name!r} is none of an operator's: only theirs change "
-                    "workers (`dovetail keygen --name NAME --role operator`)"
+                    f"the key {key.name!r} is not an operator's: only operators change workers "
+                    "(`dovetail keygen --name NAME --role operator`)"
                 )
                 raise RequestError("role", text)
-            if self._house.ending:
+            if self._service.ending:
                 raise self._ending()
             if isinstance(request, Swap):
-                self._changes.swap(client, request, now_ns)
+                yield from self._changes.swap(client, request, now_ns)
             else:
-                self._changes.dismiss(client, request, now_ns)
+                yield from self._changes.dismiss(client, request, now_ns)
         except RequestError as error:
-            self._house.tell(client, refusal(self._house.epoch, error, request.request))
+            yield Tell(client, refusal(self._service.epoch, error, request.request))
 
     def _target(self) -> Worker | RequestError:
         """The target that a request would be decoded with."""
         target = self._placement.reader()
-        if self._house.ending or target is None:
-            return self._ending() if self._house.ending else RequestError("no_target", NO_TARGET)
+        if self._service.ending or target is None:
+            return self._ending() if self._service.ending else RequestError("no_target", NO_TARGET)
         return target
 
     def _ending(self) -> RequestError:
         """Nothing begins any more."""
-        why = self._house.given_up
+        why = self._service.given_up
         return RequestError(
             "ending", f"the service is ending: {why}" if why else "the coordinator is ending"
         )
@@ -206,10 +160,10 @@ class Intake:
         """The answer to Describe."""
         target = self._target()
         if isinstance(target, RequestError):
-            return refusal(self._house.epoch, target)
+            return refusal(self._service.epoch, target)
         assert target.hello.tokenizer is not None
         return Described(
-            epoch=self._house.epoch,
+            epoch=self._service.epoch,
             model=target.model,
             fingerprint=str(target.hello.fingerprint),
             limits=target.limits,
@@ -217,27 +171,27 @@ class Intake:
             tokenizer=target.hello.tokenizer,
         )
 
-    def _submit(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
+    def _submit(self, client: ClientPeer, submit: Submit, now_ns: int) -> Effects[None]:
         """Read the prompt, elsewhere: a long one takes its time."""
         target = self._target()
         if isinstance(target, RequestError):
-            self._turn_down(client, submit, target)
+            yield self._turn_down(client, submit, target)
         elif len(client.reading) >= MAX_READING:
             text = (
                 f"the prompts of {MAX_READING} requests of this client are being read, as "
                 "many as may be: try again when some have been"
             )
-            self._turn_down(client, submit, RequestError("capacity", text))
+            yield self._turn_down(client, submit, RequestError("capacity", text))
         elif submit.request in client.sessions or submit.request in client.reading:
-            self._turn_down(
+            yield self._turn_down(
                 client, submit, RequestError("protocol", f"request {submit.request} runs already")
             )
         else:
             client.reading[submit.request] = True
-            key = self._house.user(client)
+            key = self._user(client)
             owner = "" if key is None else key.public
-            self._house.defer(
-                lambda: attempt(submit, target, owner),
+            yield Defer(
+                partial(attempt, submit, target, owner),
                 lambda outcome: self._begin(client, submit, target, outcome, now_ns),
             )
 
@@ -248,20 +202,19 @@ class Intake:
         target: Worker,
         request: Request | RequestError,
         now_ns: int,
-    ) -> None:
+    ) -> Effects[None]:
         """Start the session of a request that has been read, unless client or target have gone
         meanwhile."""
         if self._registry.clients.get(client.peer) is not client:
             return
         try:
-            self._start(client, submit, target, request, now_ns)
+            yield from self._start(client, submit, target, request, now_ns)
         except BaseException as error:
             reraise_exits(error)
             log.exception(
                 "request %d of client %s could not begin", submit.request, client.hello.name
             )
-            self._house.unanswered(client, submit.request, error)
-        self._house.part()
+            yield Unanswered(client, submit.request, error)
 
     def _start(
         self,
@@ -270,7 +223,7 @@ class Intake:
         target: Worker,
         request: Request | RequestError,
         now_ns: int,
-    ) -> None:
+    ) -> Effects[None]:
         wanted = client.reading.pop(submit.request)
         settled = (
             request
@@ -279,24 +232,29 @@ class Intake:
         )
         if isinstance(request, RequestError) or isinstance(settled, RequestError):
             assert isinstance(settled, RequestError)
-            self._turn_down(client, submit, settled)
+            yield self._turn_down(client, submit, settled)
             return
         live = self._placement.house(client, submit, settled, request, self._tally, now_ns)
         client.sessions[submit.request] = live.session.number
-        self._house.start(live)
+        yield Start(live)
         if settled.peer not in self._registry.workers:
-            self._house.attempt(
-                live, lambda: self._house.carry_out(self._moving.lose_target(live, "disconnected"))
-            )
+            yield from self._moving.disconnect(live)
         if not wanted:
-            self._house.cancel(live)
+            yield effects.Cancel(live)
 
-    def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
+    def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> Tell:
+        """Count a request that is refused, and return what its client is told."""
         if error.code == "internal":
             self._tally.ended["error"] += 1
         else:
             self._tally.refused += 1
-        self._house.tell(client, refusal(self._house.epoch, error, submit.request))
+        return Tell(client, refusal(self._service.epoch, error, submit.request))
+
+
+def observe(observing: Observing, registry: Registry, epoch: int) -> Effects[None]:
+    """Have the workers record what somebody looks for."""
+    for worker, fine in observing.orders(registry.workers.values()):
+        yield Send(worker, Observe(epoch=epoch, fine=fine))
 
 
 def refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:

@@ -13,7 +13,6 @@ what is done elsewhere or later, are handed in: `loop.py` runs it for real.
 """
 
 import logging
-import os
 import secrets
 import time
 from collections import deque
@@ -21,67 +20,65 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from dovetail.protocol.codec import EVENT, INBOUND, REQUEST, encode
-from dovetail.protocol.errors import DecodeError, ProtocolError, RequestError, StaleError
-from dovetail.protocol.keys import PeerKey
+from dovetail.protocol.codec import EVENT, INBOUND, REQUEST
+from dovetail.protocol.errors import DecodeError, RequestError, StaleError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
-    MAX_DECISIONS,
-    MAX_FAULTS,
-    MAX_PAIRS,
-    MAX_STRIKES,
     Close,
     Drain,
-    Emitted,
     Event,
     Failed,
-    Fault,
-    Finished,
-    Hello,
     Loading,
     Message,
-    Observe,
     Probe,
-    PromptScored,
-    Recorded,
     Reported,
-    Role,
-    Submit,
     Supervised,
-    Totals,
     Welcome,
 )
-from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.control.controller import Plan
-from dovetail.runtime.engine.client_requests import Intake, refusal
+from dovetail.runtime.engine.admission import LOST_KEY, Admission
+from dovetail.runtime.engine.client_requests import Intake, observe, refusal
 from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
 from dovetail.runtime.engine.effects import (
+    Abandon,
+    Admitted,
     Break,
+    Cancel,
+    ClientGone,
+    Defer,
+    Drained,
+    Effect,
     Effects,
+    End,
     Fail,
     Follow,
     Forget,
+    Gone,
+    Join,
+    LetGo,
     Lose,
     Say,
     Send,
+    Start,
+    Tell,
+    Unanswered,
 )
 from dovetail.runtime.engine.faults import as_raised, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Post
-from dovetail.runtime.engine.requests import attempt
+from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import Census, Live
 from dovetail.runtime.engine.sending import Dispatch
+from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.session import (
     Action,
     Ask,
-    Emit,
     Finish,
     NextRound,
-    Note,
     Request,
-    Score,
     State,
 )
+from dovetail.runtime.engine.status import Status
 from dovetail.runtime.engine.worker_events import Answers
 from dovetail.runtime.fleet.liveness import DEAF, LEAST_S
 from dovetail.runtime.fleet.moving import Moving
@@ -96,18 +93,9 @@ log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_STRUCK_PEERS = 4096
-WORKER_ROLES: tuple[Role, ...] = ("target", "draft")
-DRAINED = (
-    "the {role} worker was drained by an operator and is not started again: `dovetail swap --role "
-    "{role}` starts another one"
-)
-MAX_REASONS = 64
-MAX_WORDS = 512
-"""Characters of a reason or a decision; the names in it are a worker's own."""
 DEFAULTS = CoordinatorSettings()
 
-Defer = Callable[
+Elsewhere = Callable[
     [Callable[[], Request | RequestError], Callable[[Request | RequestError], None]], None
 ]
 """Does a piece of work that takes long, elsewhere, and hands its outcome back."""
@@ -138,45 +126,40 @@ class Coordinator:
         hub: Hub,
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        defer: Defer = _at_once,
+        defer: Elsewhere = _at_once,
         later: Later = _now,
         settings: CoordinatorSettings = DEFAULTS,
         recorder: Recorder | None = None,
     ) -> None:
         self._hub, self.now_ns, self._defer = hub, clock_ns, defer
+        self._settings, self._recorder = settings, recorder
         self.epoch = secrets.randbits(62)
+        self.service = Service(self.epoch, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
-        self._recorder = recorder
-        self._placement = Placement(
-            self.registry, self.epoch, reuse=settings.reuse, say=self.decide
-        )
-        self.ending = False
+        self._ticked_ns = clock_ns()
         self._live: dict[int, Live] = {}
         self._census = Census(self._live)
-        self._strikes: dict[bytes, int] = {}
-        self._settings = settings
-        self._began_ns = self._ticked_ns = clock_ns()
-        self._tally = Tally()
-        self._dropped = Dropped()
-        self._rounds = self._round_tokens = 0
-        self._lost_drafts: dict[str, tuple[str, int]] = {}
-        """By the names of those that were lost and that no other draft has replaced: what became of
-        them, and when."""
-        self._drained: set[Role] = set()
-        """Roles of which an operator drained a worker, until the next one registers."""
-        self._supervised, self._supervised_ns = Supervised(), clock_ns()
         self._gone: deque[tuple[Worker, str]] = deque()
         """Workers that are no longer registered and whose sessions have not been seen to, each with
         what became of it."""
-        self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
-        self._observing = Observing(clock_ns)
-        self._failing = FailingDrafts()
-        self._moving = Moving(
-            self._live, self.registry, self._placement, self._failing, settings, clock_ns
+        self._tally, self._dropped = Tally(), Dropped()
+        self._failing, self._observing = FailingDrafts(), Observing(clock_ns)
+        self._placement = Placement(
+            self.registry, self.epoch, reuse=settings.reuse, say=self.decide
         )
-        self._changes = Changes(self, self.registry, self._placement)
+        self._open_rooms(later)
+
+    def _open_rooms(self, later: Later) -> None:
+        """Make the parts that decide, and those that send."""
+        settings, live, registry = self._settings, self._live, self.registry
+        self._moving = Moving(
+            self.service, live, registry, self._placement, self._failing, settings, self.now_ns
+        )
+        self._changes = Changes(
+            self.epoch, live, registry, self._placement, self._moving, self.now_ns
+        )
         self._post = Post(
-            hub,
+            self._hub,
             self._observing,
             later,
             sent=self._sent,
@@ -185,29 +168,60 @@ class Coordinator:
             client_deaf=self._client_deaf,
             unsaid=self._unsaid,
         )
+        self._admission = Admission(self._hub, self._post, self.service, registry, self._dropped)
+        self._replies = Replies(
+            self.epoch,
+            self._post,
+            self._failing,
+            self._changes,
+            self._observing,
+            self._tally,
+            self.now_ns,
+        )
         self._dispatch = Dispatch(
-            self, self._post, self._live, self._census, self.registry, reuse=settings.reuse
+            self._post,
+            live,
+            self._census,
+            registry,
+            reuse=settings.reuse,
+            broken=self.broken,
         )
         self._answers = Answers(
             self.epoch,
-            self._live,
+            live,
             self._census,
-            self.registry,
+            registry,
             self._moving,
             self._failing,
             self._changes,
             self._observing,
             self._dropped,
         )
+        self._status = Status(
+            self._hub,
+            self.service,
+            live,
+            registry,
+            self._placement,
+            self._failing,
+            self._moving,
+            self._changes,
+            self._tally,
+            self._dropped,
+            clock_ns=self.now_ns,
+            attempt=self.attempt,
+        )
         self._intake = Intake(
-            self,
-            self._live,
-            self.registry,
+            self.service,
+            live,
+            registry,
             self._placement,
             self._moving,
             self._changes,
             self._observing,
             self._tally,
+            user=lambda client: self._hub.user(client.peer),
+            report=self.report,
         )
 
     # -- what arrives ------------------------------------------------------------------------------
@@ -227,7 +241,7 @@ class Coordinator:
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
-            self._strike(peer, error)
+            self.carry_out(self._admission.strike(peer, error))
             self.part()
             return
         if (known := worker or client) is not None:
@@ -240,9 +254,10 @@ class Coordinator:
             elif worker is not None:
                 self._answered(worker, message, now_ns, sum(map(len, frames)))  # type: ignore[arg-type]
             elif client is not None:
-                self._intake.take(client, message, now_ns)  # type: ignore[arg-type]
+                self.carry_out(self._intake.take(client, message, now_ns))  # type: ignore[arg-type]
             else:
-                self._newcomer(peer, message, now_ns)
+                self._aside(self._post.bid_farewell)
+                self.carry_out(self._admission.newcomer(peer, message, now_ns))
         except StaleError:
             self._dropped.stale += 1
         except BaseException as error:
@@ -292,7 +307,7 @@ class Coordinator:
             client.reading.pop(request, None)
             client.sessions.pop(request, None)
             self._tally.ended["error"] += 1
-        self._aside(self.tell, client, refusal(self.epoch, _fault(error), request))
+        self._aside(self._post.to_client, client, refusal(self.epoch, _fault(error), request))
 
     def _unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Something could not be put into a message to a client."""
@@ -309,7 +324,7 @@ class Coordinator:
         if (worker := self.registry.workers.get(peer)) is not None:
             self._worker_lost(worker, "could not be let in")
         self.registry.clients.pop(peer, None)
-        self._aside(self._refuse, peer, _fault(error))
+        self._aside(self._admission.refuse, peer, _fault(error))
 
     def _step_change(self, now_ns: int) -> None:
         """See how the change of workers gets on that is under way, if one is; a fault of ours ends
@@ -317,11 +332,11 @@ class Coordinator:
         if not self._changes.under_way:
             return
         try:
-            self._changes.step(now_ns)
+            self.carry_out(self._changes.step(now_ns))
         except BaseException as error:
             reraise_exits(error)
             log.exception("the change of workers is broken off")
-            self._aside(self._changes.break_off, told(error))
+            self._handle(self._changes.break_off, told(error))
 
     def _aside(self, action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
         """Do what is about no session; what goes wrong is told, and the rest goes on."""
@@ -330,6 +345,12 @@ class Coordinator:
         except BaseException as error:
             reraise_exits(error)
             log.exception("%s failed", getattr(action, "__qualname__", "something"))
+
+    def _handle(
+        self, handler: Callable[P, Effects[None]], *arguments: P.args, **named: P.kwargs
+    ) -> None:
+        """Have something handled that is about no session, and carry out what follows."""
+        self._aside(lambda: self.carry_out(handler(*arguments, **named)))
 
     def _record(self, note: Callable[[Recorder], None]) -> None:
         """Have something recorded. A recorder that fails is not asked again: no session is to
@@ -344,108 +365,22 @@ class Coordinator:
             self.decide(f"nothing is recorded any more, since the recorder failed: {told(error)}")
             self._recorder = None
 
-    def _strike(self, peer: bytes, error: ProtocolError) -> None:
-        """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
+    def _admitted(self, worker: Worker) -> None:
+        """A worker was let in: it is probed, and may serve sessions unless it is on standby."""
+        for live in [*self._live.values()]:
+            self.attempt(live, partial(live.heard_of, worker))
+        worker.turns.cut = partial(self._dispatch.cut, worker)
+        worker.turns.hold = partial(self._dispatch.holds, worker)
+        self._probe(worker)
+        if worker.serves:
+            self._join(worker)
 
-        Nor is a worker that owes an answer: this may have been it, and its session would wait for
-        it in vain.
-        """
-        self._dropped.refused += 1
-        if len(self._strikes) > MAX_STRUCK_PEERS:
-            self._strikes.clear()
-        worker = self.registry.workers.get(peer)
-        strikes = self._strikes[peer] = self._strikes.get(peer, 0) + 1
-        if strikes == 1:
-            log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
-        if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
-            log.warning(
-                "peer %s broke the protocol and is no longer listened to (%d)",
-                peer.hex()[:12],
-                strikes,
-            )
-            self._strikes[peer] = max(strikes, MAX_STRIKES)
-            self._post.to_peer(
-                peer,
-                Failed(
-                    epoch=self.epoch,
-                    code="protocol",
-                    text=f"{strikes} messages broke the protocol: {str(error)[:200]}",
-                ),
-            )
-            if worker is not None:
-                self._worker_lost(worker, "broke the protocol")
-            if (client := self.registry.clients.get(peer)) is not None:
-                self._client_lost(client)
-
-    def _newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> None:
-        self._aside(self._post.bid_farewell)
-        if self._strikes.get(peer, 0) >= MAX_STRIKES:
-            self._dropped.refused += 1
-            return
-        if not isinstance(message, Hello):
-            self._post.to_peer(
-                peer,
-                Failed(
-                    epoch=self.epoch,
-                    code="session",
-                    text="this peer is not registered here: say Hello first, or connect anew",
-                ),
-            )
-            raise StaleError("a peer that is not registered spoke of sessions")
-        try:
-            admitted = self.registry.admit(peer, message, self._hub.user(peer), now_ns)
-        except RequestError as error:
-            self._refuse(peer, error)
-            return
-        self._post.to_peer(peer, Welcome(epoch=self.epoch))
-        if isinstance(admitted, Worker):
-            log.info(
-                "%s worker %s registered: %s on %s, %s",
-                "/".join(message.roles),
-                message.name,
-                message.model,
-                message.device,
-                message.fingerprint or "no fingerprint",
-            )
-            if admitted.plays("target"):
-                for misfit, reason in self.registry.misfits(admitted):
-                    self._refuse(misfit.peer, reason)
-                    self._worker_lost(misfit, "does not fit the target")
-            for warning in self.registry.warnings(admitted):
-                log.warning("%s", warning)
-            for live in [*self._live.values()]:
-                self.attempt(live, partial(live.heard_of, admitted))
-            admitted.turns.cut = partial(self._dispatch.cut, admitted)
-            admitted.turns.hold = partial(self._dispatch.holds, admitted)
-            self._probe(admitted)
-            if admitted.serves:
-                self.joined(admitted)
-
-    def joined(self, worker: Worker) -> None:
+    def _join(self, worker: Worker) -> None:
         """A worker is there for sessions from now on."""
         if worker.plays("draft"):
-            self._lost_drafts.clear()
-        self._drained.difference_update(worker.hello.roles)
+            self._status.draft_there()
+        self.service.drained.difference_update(worker.hello.roles)
         self.carry_out(self._moving.resettle())
-
-    def drained(self, worker: Worker) -> None:
-        """Remember that an operator drained a worker, so that it is not started again."""
-        self._drained.update(worker.hello.roles)
-
-    def _unplayed(self) -> tuple[Role, ...]:
-        """Return the roles that nobody plays since an operator drained their last worker, as we
-        know and as whoever started us says."""
-        return tuple(
-            role
-            for role in WORKER_ROLES
-            if role in {*self._drained, *self._supervised.drained}
-            and not any(worker.plays(role) for worker in self.registry.workers.values())
-        )
-
-    def _refuse(self, peer: bytes, error: RequestError) -> None:
-        self._dropped.refused += 1
-        log.warning("refused: %s", error)
-        self._post.to_peer(peer, refusal(self.epoch, error))
 
     def plan(self, live: Live) -> Plan | None:
         """How to draft for a session's next round."""
@@ -485,7 +420,7 @@ class Coordinator:
     def _start(self, live: Live) -> None:
         self._observing.begin(live.session, trace=live.trace)
         live.observing = self._observing
-        self.observe()
+        self.carry_out(observe(self._observing, self.registry, self.epoch))
         if not live.trial:
             self._record(lambda recorder: recorder.begin(live))
         self.perform(live, live.give(live.session.begin))
@@ -509,25 +444,9 @@ class Coordinator:
         for action in actions:
             if live.session.number not in self._live:
                 break
-            if isinstance(action, Emit):
-                self._emit(live, action)
-            elif isinstance(action, Score):
-                self._post.to_client(
-                    live.client,
-                    PromptScored(
-                        epoch=self.epoch,
-                        request=live.request,
-                        start=action.start,
-                        logprobs=action.logprobs,
-                    ),
-                )
-            elif isinstance(action, Note):
-                self._post.to_client(
-                    live.client,
-                    Recorded(epoch=self.epoch, request=live.request, record=action.record),
-                )
-            elif isinstance(action, Finish):
-                self._finish(live, action)
+            self._replies.tell(live, action)
+            if isinstance(action, Finish):
+                self._forget(live)
         if ended:
             self._dispatch.ask(live, asks)
 
@@ -538,78 +457,69 @@ class Coordinator:
         return live.give(live.session.next_round, plan, joining)
 
     def carry_out(self, effects: Effects[T]) -> T:
-        """Carry out effects one after the other and return their outcome. A fault of the
-        coordinator's in one session ends that session alone."""
+        """Carry out effects one after the other and return their outcome. What goes wrong with one
+        is raised where it was yielded."""
+        raised: BaseException | None = None
         while True:
             try:
-                effect = next(effects)
+                effect = next(effects) if raised is None else effects.throw(raised)
             except StopIteration as end:
                 outcome: T = end.value
                 return outcome
-            match effect:
-                case Follow():
-                    self.perform(effect.live, effect.actions)
-                case Forget():
-                    self.attempt(effect.live, partial(self._close_on, effect.worker, effect.live))
-                case Fail():
-                    self.fail(effect.live, effect.error)
-                case Break():
-                    self.broken(effect.live, effect.error)
-                case Say():
-                    self.decide(effect.words)
-                case Lose():
-                    self.lose(effect.worker, effect.why)
-                case Send():
-                    self.send_to(effect.worker, effect.message)
+            try:
+                raised = None
+                self._carry_out(effect)
+            except BaseException as error:
+                raised = error
 
-    def _emit(self, live: Live, emit: Emit) -> None:
-        if live.told_ns is not None and not live.trial:
-            self._changes.paused(live.mark_ns - live.told_ns)
-        live.told_ns = live.mark_ns
-        drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
-        self._post.to_client(
-            live.client,
-            Emitted(
-                epoch=self.epoch,
-                request=live.request,
-                tokens=emit.tokens,
-                drafted=drafted,
-                text=emit.text,
-                logprobs=emit.logprobs,
-            ),
-        )
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Follow():
+                self.perform(effect.live, effect.actions)
+            case Say():
+                self.decide(effect.words)
+            case Send():
+                self._post.to_worker(effect.worker, effect.message)
+            case Tell():
+                self._post.to_client(effect.client, effect.message)
+            case Start():
+                self.start(effect.live)
+            case Cancel():
+                self.cancel(effect.live)
+            case Fail():
+                self.fail(effect.live, effect.error)
+            case Break():
+                self.broken(effect.live, effect.error)
+            case Abandon():
+                self._drop(effect.live)
+            case Forget():
+                self.attempt(effect.live, partial(self._close_on, effect.worker, effect.live))
+            case Lose():
+                self.lose(effect.worker, effect.why)
+            case LetGo():
+                self._let_go(effect.worker)
+            case Admitted():
+                self._admitted(effect.worker)
+            case Join():
+                self._join(effect.worker)
+            case Gone():
+                self._worker_lost(effect.worker, effect.why)
+            case Drained():
+                self.service.drained.update(effect.worker.hello.roles)
+            case ClientGone():
+                self._client_lost(effect.client)
+            case Defer():
+                self._defer(effect.work, partial(self._resume, effect))
+            case Unanswered():
+                self.unanswered(effect.client, effect.request, effect.error)
+            case End():
+                self.service.ending = True
 
-    def _finish(self, live: Live, finish: Finish) -> None:
-        now_ns = self.now_ns()
-        live.over(now_ns)
-        result = live.session.result(now_ns, finish.reason)
-        controls = min(
-            live.controller.controls, result.plain_rounds
-        )  # the last one may have been cut short
-        result = result.model_copy(
-            update={
-                "predicted_tokens_per_s": live.controller.predicted_tokens_per_s,
-                "control_rounds": controls,
-                "draft_failure": live.draft_failure,
-            }
-        )
-        if not live.trial:
-            self._failing.drafted(live, result.rounds - result.plain_rounds)
-            self._tally.ended[finish.reason] += 1
-            self._rounds += result.rounds
-            self._round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
-        spans = self._observing.traced(live.session.number)
-        self._post.to_client(
-            live.client,
-            Finished(
-                epoch=self.epoch,
-                request=live.request,
-                result=result,
-                margins=tuple(live.session.margins),
-                spans=spans,
-            ),
-        )
-        self._forget(live)
+    def _resume(self, deferred: Defer, outcome: Request | RequestError) -> None:
+        """Go on with what was read elsewhere."""
+        self._census.forget()
+        self.carry_out(deferred.then(outcome))
+        self.part()
 
     def fail(self, live: Live, error: RequestError) -> None:
         """End a request with an error; both workers forget it. Nothing happens to one that has
@@ -652,10 +562,10 @@ class Coordinator:
         """It is spoken to no more; its sessions are seen to when what is being handled has been."""
         if self.registry.workers.pop(worker.peer, None) is None:
             return
-        level = logging.INFO if self.ending else logging.WARNING
+        level = logging.INFO if self.service.ending else logging.WARNING
         log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
         if worker.plays("draft") and worker.serves:
-            self._lost_drafts[worker.name] = why, self.now_ns()
+            self._status.draft_lost(worker, why)
             for live in self._live.values():
                 if live.draft is worker:
                     note_failure(live, worker, f"it {why}", self.now_ns())
@@ -668,46 +578,20 @@ class Coordinator:
         while self._gone:
             worker, why = self._gone.popleft()
             self._census.forget()
-            self._aside(self.carry_out, self._moving.part_with(worker, why))
-            self._aside(self._changes.lost, worker, why)
-            self._aside(self.carry_out, self._moving.resettle())
+            self._handle(self._moving.part_with, worker, why)
+            self._handle(self._changes.lost, worker, why)
+            self._handle(self._moving.resettle)
 
     def _unreachable(self, worker: Worker) -> None:
         """Give up a worker to which nothing can be sent: it has disconnected, or its key was
         revoked and it would wait for ever unless it is told."""
-        if not self._let_go_if_revoked(worker):
-            self._worker_lost(worker)
-
-    def _let_go_if_revoked(self, worker: Worker) -> bool:
-        """Tell a worker whose key was revoked, or may no longer play its role, and let it go; False
-        if its key is good."""
-        key = self._hub.user(worker.peer)
-        if key is None or key.may_be(worker.hello.roles):
-            return False
-        farewell = Failed(
-            epoch=self.epoch,
-            code="session",
-            text="the coordinator does not allow the key of this worker any more",
-        )
-        self._hub.turn_away(worker.peer, encode(farewell))
-        self._worker_lost(worker, "lost its key")
-        return True
-
-    def _let_revoked_go(self) -> None:
-        """What a peer says whose key was revoked, or may no longer play its role, does not arrive
-        any more: nobody is to wait for it."""
-        for worker in list(self.registry.workers.values()):
-            self._let_go_if_revoked(worker)
-        for client in list(self.registry.clients.values()):
-            if (key := self._hub.user(client.peer)) is not None and not key.may_be(
-                client.hello.roles
-            ):
-                self._client_lost(client)
+        revoked = self._admission.let_go_if_revoked(worker)
+        self._worker_lost(worker, LOST_KEY if revoked else "disconnected")
 
     def _client_lost(self, client: ClientPeer) -> None:
         """Nobody reads what this client asked for: free its sessions."""
         self.registry.clients.pop(client.peer, None)
-        self._aside(self._changes.client_lost, client)
+        self._handle(self._changes.client_lost, client)
         for number in list(client.sessions.values()):
             if (live := self._live.get(number)) is not None:
                 self._tally.ended["cancelled"] += 1
@@ -742,14 +626,14 @@ class Coordinator:
         """What is due: probes to workers that have answered the last one, drafts that are too late,
         sessions that have waited, replies that clients have not taken."""
         self._census.forget()
-        self._aside(self._let_revoked_go)
+        self._handle(self._admission.let_revoked_go)
         self._aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):
             self._aside(self._look_after, worker, now_ns - before_ns)
-        self._aside(self.observe)
+        self._handle(observe, self._observing, self.registry, self.epoch)
         self._step_change(self.now_ns())
-        self._aside(self.carry_out, self._moving.tick())
+        self._handle(self._moving.tick)
         self.part()
         for live in [*self._live.values()]:
             self.attempt(live, live.check_asked)
@@ -801,60 +685,11 @@ class Coordinator:
         )
         self._worker_lost(worker, why)
 
-    # -- what sessions that move, and changes of workers, ask for ----------------------------------
-
-    @property
-    def lives(self) -> Collection[Live]:
-        return self._live.values()
-
     def _close_on(self, worker: Worker, live: Live) -> None:
         if worker.peer in self.registry.workers:
             self._dispatch.forget(worker, Close(epoch=self.epoch, session=live.session.number))
 
-    def refuge(self, live: Live) -> Worker | None:
-        return self._moving.refuge(live)
-
-    def move(self, live: Live, target: Worker) -> None:
-        self.carry_out(self._moving.move(live, target))
-
-    def change_draft(self, live: Live) -> None:
-        self.carry_out(self._moving.change_draft(live))
-
-    def try_out(
-        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
-    ) -> Live:
-        """Run a request for ourselves, on these workers and no others; `RequestError` if it cannot
-        be read."""
-        request, now_ns = attempt(submit, target), self.now_ns()
-        if isinstance(request, RequestError):
-            raise request
-        ours = ClientPeer(
-            b"",
-            Hello(epoch=self.epoch, roles=("client",), name="trial", host="", pid=os.getpid()),
-            hear=hear,
-        )
-        live = self._placement.try_out(ours, submit, target, draft, request, now_ns)
-        self.start(live)
-        return live
-
-    def abandon(self, live: Live) -> None:
-        """Forget a session that nobody waits for."""
-        self._drop(live)
-
-    def user(self, client: ClientPeer) -> PeerKey | None:
-        return self._hub.user(client.peer)
-
-    def defer(
-        self,
-        work: Callable[[], Request | RequestError],
-        done: Callable[[Request | RequestError], None],
-    ) -> None:
-        self._defer(work, done)
-
-    def send_to(self, worker: Worker, message: Message) -> None:
-        self._post.to_worker(worker, message)
-
-    def let_go(self, worker: Worker) -> None:
+    def _let_go(self, worker: Worker) -> None:
         """Have a worker end; sessions that it still holds go on without it."""
         self._post.to_worker(worker, Drain(epoch=self.epoch))
         if self.registry.workers.pop(worker.peer, None) is not None:
@@ -863,18 +698,10 @@ class Coordinator:
             self._placement.forget(worker)
             self._gone.append((worker, "was let go"))
 
-    def tell(self, client: ClientPeer, message: Message) -> None:
-        self._post.to_client(client, message)
-
-    def observe(self) -> None:
-        """Have the workers record what is looked for."""
-        for worker, fine in self._observing.orders(self.registry.workers.values()):
-            self._post.to_worker(worker, Observe(epoch=self.epoch, fine=fine))
-
     def decide(self, words: str) -> None:
         """Tell and keep a change of how is speculated."""
         log.info("%s", words)
-        self._decisions.append(words[:MAX_WORDS])
+        self._status.decided(words)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -882,10 +709,18 @@ class Coordinator:
         self._record(lambda recorder: recorder.sent(peer, message, frames))
 
     @property
-    def given_up(self) -> str:
-        """Why whoever started us ends the service: what is missing does not come back. Empty: it
-        does not end it."""
-        return self._moving.given_up
+    def ending(self) -> bool:
+        """Whether nothing begins any more."""
+        return self.service.ending
+
+    def report(self) -> Reported:
+        """Return the answer to Status."""
+        return self._status.report()
+
+    @property
+    def lives(self) -> Collection[Live]:
+        """All sessions, trials too."""
+        return self._live.values()
 
     @property
     def idle(self) -> bool:
@@ -893,109 +728,14 @@ class Coordinator:
 
     def supervised(self, told: Supervised) -> None:
         """Heed what whoever started us says of the other parts."""
-        self._supervised, self._supervised_ns = told, self.now_ns()
+        self.service.supervised, self.service.supervised_ns = told, self.now_ns()
         if told.ending:
-            self._moving.given_up, self.ending = told.ending, True
+            self.service.given_up, self.service.ending = told.ending, True
             self.carry_out(self._moving.resettle())
-
-    def _faults(self, now_ns: int) -> tuple[Fault, ...]:
-        """The parts that do not do their work, as we know and as whoever started us says, who knows
-        more."""
-        told_s = (now_ns - self._supervised_ns) / 1e9
-        told = [
-            fault.model_copy(
-                update={
-                    "since_s": fault.since_s + told_s,
-                    "retry_s": None if fault.retry_s is None else max(0.0, fault.retry_s - told_s),
-                }
-            )
-            for fault in self._supervised.faults
-        ]
-        lost = self._lost_drafts.items() if self.registry.pick("draft") is None else ()
-        ours = [
-            Fault(part=f"{name} worker"[-MAX_WORDS:], why=why, since_s=(now_ns - at_ns) / 1e9)
-            for name, (why, at_ns) in lost
-        ]
-        ours += self._failing.faults(now_ns)
-        known = {fault.part for fault in told}
-        return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
-
-    def report(self) -> Reported:
-        """The answer to Status."""
-        now_ns = self.now_ns()
-        faults = self._faults(now_ns)
-        reasons = [self.given_up] if self.given_up else []
-        silent = [worker for worker in self.registry.workers.values() if worker.silent]
-        reasons += [
-            f"{worker.whereabouts} has not responded for {worker.liveness.silent_ns / 1e9:.0f} s"[
-                -MAX_WORDS:
-            ]
-            for worker in silent
-        ]
-        if self.registry.pick("target") is None and not any(
-            worker.plays("target") for worker in silent
-        ):
-            reasons.append("no target worker is registered")
-        if self._lost_drafts and self.registry.pick("draft") is None:
-            reasons.append("a draft worker was lost: sessions decode with the target alone")
-        loading = self.registry.loading(now_ns)
-        reasons += [fault.words[:MAX_WORDS] for fault in faults]
-        reasons += [words[:MAX_WORDS] for words in self._moving.words()]
-        degraded = bool(reasons)
-        drained = self._unplayed()
-        reasons += [DRAINED.format(role=role) for role in drained]
-        reasons += [state.words[:MAX_WORDS] for state in loading]
-        reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
-        reasons += [medley[:MAX_WORDS]] if (medley := self.registry.medley()) else []
-        offs: list[str] = []
-        for live in [*self._live.values()]:
-            self.attempt(live, lambda live=live: offs.append(live.controller.off))  # type: ignore[misc]
-        reasons += [off[:MAX_WORDS] for off in offs if off]
-        return Reported(
-            epoch=self.epoch,
-            address=self._hub.address,
-            pid=os.getpid(),
-            uptime_s=(now_ns - self._began_ns) / 1e9,
-            workers=tuple(w.state(now_ns) for w in self.registry.workers.values()),
-            sessions=len(self._live),
-            finished=self._tally.ended["stop"] + self._tally.ended["length"],
-            failed=self._tally.ended["error"],
-            cancelled=self._tally.ended["cancelled"],
-            rounds=self._rounds,
-            tau=self._round_tokens / self._rounds if self._rounds else None,
-            stale=self._dropped.stale,
-            refused=self._dropped.refused + self._hub.refused(),
-            degraded=degraded,
-            reasons=tuple(reasons[:MAX_REASONS]),
-            faults=faults,
-            loading=loading,
-            pairs=tuple(self._placement.states()[:MAX_PAIRS]),
-            decisions=tuple(self._decisions),
-            totals=self._totals(),
-            drained=drained,
-        )
-
-    def _totals(self) -> Totals:
-        targets = [
-            worker
-            for worker in self.registry.workers.values()
-            if worker.plays("target") and not worker.standby
-        ]
-        room = sum(target.limits.sessions for target in targets)
-        return self._tally.totals(
-            draft_failures=self._failing.count,
-            opening=sum(
-                live.session.state is State.OPENING and not live.session.tokens
-                for live in self._live.values()
-            ),
-            waiting=sum(live.loss is not None for live in self._live.values()),
-            kept=sum(len(target.shelf) for target in targets),
-            occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),
-        )
 
     def end(self) -> None:
         """Cancel what still runs and send the workers home."""
-        self.ending = True
+        self.service.ending = True
         for live in list(self._live.values()):
             self.cancel(live)
         for worker in list(self.registry.workers.values()):

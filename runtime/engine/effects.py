@@ -5,15 +5,15 @@ An effect is carried out before what comes behind it is decided, so that a decis
 of things as it is by then.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Message
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.engine.session import Action
-from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.engine.session import Action, Request
+from dovetail.runtime.fleet.registry import ClientPeer, Worker
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,122 @@ class Send:
     message: Message
 
 
-Effect = Follow | Forget | Fail | Break | Say | Lose | Send
+@dataclass(frozen=True)
+class Tell:
+    """Send to a client, in order."""
+
+    client: ClientPeer
+    message: Message
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin a session."""
+
+    live: Live
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End a session as far as it has come."""
+
+    live: Live
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Forget a session that nobody waits for any more."""
+
+    live: Live
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """Have a worker end. Sessions that it still holds go on without it."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Join:
+    """Have a worker that is registered serve sessions from now on."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Get ready for a worker that was let in."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Treat a worker as gone, because of what is said in `why` after its name."""
+
+    worker: Worker
+    why: str
+
+
+@dataclass(frozen=True)
+class ClientGone:
+    """Free the sessions of a client that is not listened to any more."""
+
+    client: ClientPeer
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Remember that an operator drained a worker, so that it is not started again."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Defer:
+    """Read a request elsewhere, since a long prompt takes its time, and go on with the outcome."""
+
+    work: Callable[[], Request | RequestError]
+    then: "Callable[[Request | RequestError], Effects[None]]"
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """Tell a client that its request failed for a fault of the coordinator's."""
+
+    client: ClientPeer
+    request: int
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class End:
+    """End the service."""
+
+
+Effect = (
+    Follow
+    | Forget
+    | Fail
+    | Break
+    | Say
+    | Lose
+    | Send
+    | Tell
+    | Start
+    | Cancel
+    | Abandon
+    | LetGo
+    | Join
+    | Admitted
+    | Gone
+    | ClientGone
+    | Drained
+    | Defer
+    | Unanswered
+    | End
+)
 T = TypeVar("T")
 Effects = Generator[Effect, None, T]
 """Yields effects one after the other, and returns their outcome."""

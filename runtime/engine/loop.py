@@ -88,7 +88,7 @@ async def coordinate(
             coordinator.tick()
             left()
             await _wait(ended, PROBE_EVERY_S)
-        coordinator.ending = True
+        coordinator.service.ending = True
         await _finish_what_runs(coordinator, hurried)
         coordinator.end()
         await _see_off(coordinator)

@@ -6,8 +6,7 @@ Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many no
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dovetail.protocol.messages import (
     MAX_SESSIONS,
@@ -39,29 +38,22 @@ LATE = 0.25
 log = logging.getLogger("dovetail.coordinator")
 
 
-class House(Protocol):
-    """What the coordinator does where something cannot be asked."""
-
-    def broken(self, live: Live, error: BaseException) -> None:
-        """End a session for our own fault."""
-
-
 class Dispatch:
     """Asks the workers of sessions."""
 
     def __init__(
         self,
-        house: House,
         post: Post,
         live: Mapping[int, Live],
         census: Census,
         registry: Registry,
         *,
         reuse: bool,
+        broken: Callable[[Live, BaseException], None],
     ) -> None:
         """`live`: the sessions by their numbers; `reuse`: whether workers keep what they have of
         ended ones."""
-        self._house, self._post, self._registry, self._reuse = house, post, registry, reuse
+        self._post, self._registry, self._reuse, self._broken = post, registry, reuse, broken
         self._live, self._census = live, census
 
     def ask(self, live: Live, asks: Sequence[Ask]) -> None:
@@ -135,7 +127,7 @@ class Dispatch:
             if live.session.number in self._live and self._drafts_soon(live):
                 self.resume(live)
         except BaseException as error:
-            self._house.broken(live, error)
+            self._broken(live, error)
 
     def can_draft(self, live: Live, load: Load) -> bool:
         """Return whether a session is drafted for at the load that it runs at. If the draft has not
@@ -233,7 +225,7 @@ class Dispatch:
     def _unaskable(self, worker: Worker, number: int, error: BaseException) -> None:
         """The command at the head of a worker's queue cannot be sent: its session ends."""
         if (live := self._live.get(number)) is not None:
-            self._house.broken(live, error)
+            self._broken(live, error)
         worker.turns.withdraw(number)
 
     def _left(
@@ -261,7 +253,7 @@ class Dispatch:
                 elif live.awaits(worker, message):
                     live.left(left_ns, size // len(sessions))
             except BaseException as error:
-                self._house.broken(live, error)
+                self._broken(live, error)
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
         """Whether a target waits with a pass of these sessions for proposals that are nearly there,

@@ -356,7 +356,7 @@ class Answers:
         )
         if owed.type is Opened and (yield from self._open_anew(live, worker, event)):
             return
-        if self._changes.failed(live, worker, event.text):
+        if (yield from self._changes.failed(live, worker, event.text)):
             if worker is live.target and worker.peer in self._registry.workers:
                 yield from self._moving.lose_target(live, "could not do what was asked of it")
                 yield from self._moving.resettle()

@@ -18,6 +18,7 @@ from dovetail.runtime.engine.draft_sync import Joining
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.session import State
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.recovery import Recovery
@@ -31,6 +32,7 @@ class Moving:
 
     def __init__(
         self,
+        service: Service,
         live: Mapping[int, Live],
         registry: Registry,
         placement: Placement,
@@ -39,10 +41,8 @@ class Moving:
         clock_ns: Callable[[], int],
     ) -> None:
         """`live`: the sessions by their numbers."""
-        self._live, self._registry, self._placement = live, registry, placement
-        self._failing, self._now_ns = failing, clock_ns
-        self.given_up = ""
-        """Why nobody starts another target any more; empty: that is not so."""
+        self._service, self._live, self._registry = service, live, registry
+        self._placement, self._failing, self._now_ns = placement, failing, clock_ns
         self._recovery = Recovery(settings.recovery_s, settings.move)
         self._stuck_ns = int(settings.stuck_s * 1e9)
 
@@ -131,6 +131,10 @@ class Moving:
         yield Forget(live, live.target)
         yield Follow(live, live.give(live.session.target_lost))
 
+    def disconnect(self, live: Live) -> Effects[None]:
+        """Have a session wait for another target, since its own has gone before it began."""
+        yield from self._each([live], partial(self.lose_target, why="disconnected"))
+
     def resettle(self) -> Effects[None]:
         """Have every session that waits for a target go on where it can, and end those that have
         waited long enough."""
@@ -150,9 +154,9 @@ class Moving:
     def _end_of(self, live: Live) -> RequestError | None:
         """Why a session that waits for a target is not to wait any longer, if that is so."""
         assert live.loss is not None
-        if self.given_up:
+        if self._service.given_up:
             return RequestError(
-                "ending", f"{live.loss.words}, and the service is ending: {self.given_up}"
+                "ending", f"{live.loss.words}, and the service is ending: {self._service.given_up}"
             )
         return self._recovery.end_of(live, self._registry.workers.values(), self._now_ns())
 

@@ -5,10 +5,10 @@ A client asks for it and is told how far it has come. Knows which workers and se
 how a session is tried out or goes over is the coordinator's business.
 """
 
+import os
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (
@@ -17,6 +17,7 @@ from dovetail.protocol.messages import (
     Engage,
     Failed,
     Finished,
+    Hello,
     Message,
     Progressed,
     Role,
@@ -25,8 +26,20 @@ from dovetail.protocol.messages import (
     Swapped,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.engine import effects
+from dovetail.runtime.engine.effects import (
+    Abandon,
+    Drained,
+    Effects,
+    Join,
+    Send,
+    Start,
+    Tell,
+)
+from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.engine.session import State
+from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.fleet.steps import (
@@ -54,56 +67,21 @@ TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width
 """A policy that every kind of draft knows, and that drafts whether it pays or not."""
 
 
-class House(Protocol):
-    """What the coordinator does for a change."""
-
-    epoch: int
-
-    @property
-    def lives(self) -> Collection[Live]:
-        """All sessions, trials too."""
-
-    def try_out(
-        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
-    ) -> Live:
-        """Run a request on these workers, for us; `RequestError` if it cannot be read."""
-
-    def abandon(self, live: Live) -> None:
-        """Forget a session: nobody waits for it."""
-
-    def refuge(self, live: Live) -> Worker | None:
-        """Another target on which a session may go on."""
-
-    def move(self, live: Live, target: Worker) -> None:
-        """Have a session go on on another target."""
-
-    def change_draft(self, live: Live) -> None:
-        """Have a session part with its draft, which gets no more sessions."""
-
-    def send_to(self, worker: Worker, message: Message) -> None:
-        """Send to a worker."""
-
-    def let_go(self, worker: Worker) -> None:
-        """A worker that holds no session ends."""
-
-    def tell(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client."""
-
-    def drained(self, worker: Worker) -> None:
-        """An operator had a worker go, without another one in its place."""
-
-    def joined(self, worker: Worker) -> None:
-        """A worker is there for sessions from now on."""
-
-    def decide(self, words: str) -> None:
-        """Keep for `status` what was decided."""
-
-
 class Changes:
     """Takes the requests Swap and Dismiss, one at a time."""
 
-    def __init__(self, house: House, registry: Registry, placement: Placement) -> None:
-        self._house, self._registry, self._placement = house, registry, placement
+    def __init__(
+        self,
+        epoch: int,
+        live: Mapping[int, Live],
+        registry: Registry,
+        placement: Placement,
+        moving: Moving,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
+        self._epoch, self._live, self._registry = epoch, live, registry
+        self._placement, self._moving, self._now_ns = placement, moving, clock_ns
         self._change: Change | None = None
         self._client: ClientPeer | None = None
         self._request = 0
@@ -129,7 +107,7 @@ class Changes:
 
     # -- what is asked for -------------------------------------------------------------------------
 
-    def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> None:
+    def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> Effects[None]:
         """Begin; `RequestError` says why not."""
         newcomer = self._registry.of_epoch(asked.newcomer)
         if newcomer is None or not newcomer.standby:
@@ -154,9 +132,9 @@ class Changes:
             _party(old) if old is not None else None,
             self._trials_of(newcomer, role, old),
         )
-        self._begin(change, client, asked.request, newcomer, old, now_ns)
+        yield from self._begin(change, client, asked.request, newcomer, old, now_ns)
 
-    def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> None:
+    def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> Effects[None]:
         """The same."""
         self._check_free()
         old = self._leaver(asked.worker)
@@ -172,7 +150,9 @@ class Changes:
                 "swap`, or have requests refused from then on with --last"
             )
             raise RequestError("swap", text)
-        self._begin(Change(role, None, _party(old)), client, asked.request, None, old, now_ns)
+        yield from self._begin(
+            Change(role, None, _party(old)), client, asked.request, None, old, now_ns
+        )
 
     def _check_free(self) -> None:
         if self._change is not None:
@@ -226,7 +206,7 @@ class Changes:
         newcomer: Worker | None,
         old: Worker | None,
         now_ns: int,
-    ) -> None:
+    ) -> Effects[None]:
         self._change, self._client, self._request, self._newcomer, self._old = (
             change,
             client,
@@ -234,11 +214,11 @@ class Changes:
             newcomer,
             old,
         )
-        self._perform(change.begin(now_ns))
+        yield from self._perform(change.begin(now_ns))
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def step(self, now_ns: int) -> None:
+    def step(self, now_ns: int) -> Effects[None]:
         """Something was handled, or time has passed: see what follows."""
         if self._change is not None and self._heard:
             self._change.heard(now_ns)
@@ -246,45 +226,45 @@ class Changes:
         while self._ended and self._change is not None:
             name, end, drafted = self._ended.popleft()
             self._trials.pop(name, None)
-            self._perform(self._change.tried(name, end, drafted=drafted))
+            yield from self._perform(self._change.tried(name, end, drafted=drafted))
         if self._change is not None:
-            self._perform(self._change.look(now_ns))
+            yield from self._perform(self._change.look(now_ns))
         if (
             self._change is not None
             and self._change.phase is Phase.MOVING
             and not self._still_reading()
         ):
-            self._perform(
+            yield from self._perform(
                 self._change.step(
                     {
                         live.session.number: self._standing(live)
-                        for live in self._house.lives
+                        for live in self._live.values()
                         if not live.trial
                     }
                 )
             )
 
-    def break_off(self, why: str) -> None:
+    def break_off(self, why: str) -> Effects[None]:
         """End the change that is under way for a fault of ours: the old worker stays, and a
         newcomer that is not in place is let go."""
         if self._old is not None:
             self._old.leaving = False
         for live in [*self._trials.values()]:
-            self._house.abandon(live)
+            yield Abandon(live)
         self._trials.clear()
         if self._newcomer is not None and self._newcomer.standby:
-            self._house.let_go(self._newcomer)
-        self._end(
+            yield effects.LetGo(self._newcomer)
+        yield from self._end(
             f"the change was broken off, since the coordinator failed at it ({why}); its log "
             "says where"
         )
 
-    def lost(self, worker: Worker, why: str) -> None:
+    def lost(self, worker: Worker, why: str) -> Effects[None]:
         """A worker has gone."""
         if self._change is not None:
-            self._perform(self._change.lost(worker.peer, f"it {why}"))
+            yield from self._perform(self._change.lost(worker.peer, f"it {why}"))
 
-    def failed(self, live: Live, worker: Worker, why: str) -> bool:
+    def failed(self, live: Live, worker: Worker, why: str) -> Effects[bool]:
         """A worker could not do for a session what was asked of it; whether it is the newcomer that
         is taken back for that."""
         if self._change is None or live.trial:
@@ -292,14 +272,14 @@ class Changes:
         actions = self._change.failed(
             worker.peer, f"it failed in session {live.session.number}: {why}"
         )
-        self._perform(actions)
+        yield from self._perform(actions)
         return bool(actions)
 
-    def client_lost(self, client: ClientPeer) -> None:
+    def client_lost(self, client: ClientPeer) -> Effects[None]:
         """Whoever has asked may have gone."""
         if self._change is not None and client is self._client:
             self._client = None
-            self._perform(self._change.abandoned())
+            yield from self._perform(self._change.abandoned())
 
     def paused(self, pause_ns: int) -> None:
         """A client has waited so long for its next token."""
@@ -330,11 +310,11 @@ class Changes:
         if live.target is not self._old or live.loss is not None:
             return "coming" if live.session.state in (State.WAITING, State.OPENING) else "over"
         begun = live.session.state in (State.DRAFTING, State.VERIFYING)
-        return "movable" if begun and self._house.refuge(live) is not None else "held"
+        return "movable" if begun and self._moving.refuge(live) is not None else "held"
 
     # -- what follows ------------------------------------------------------------------------------
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[Action]) -> Effects[None]:
         """Do these, as long as the change is not over."""
         change = self._change
         for action in actions:
@@ -342,30 +322,30 @@ class Changes:
                 return
             match action:
                 case Try(trial):
-                    self._try(trial)
+                    yield from self._try(trial)
                 case Redirect():
-                    self._put_in_place()
+                    yield from self._put_in_place()
                 case Move(session):
-                    self._move(session)
+                    yield from self._move(session)
                 case Keep():
                     if self._old is not None:
                         self._old.leaving = False
                 case TakeBack():
-                    self._take_back()
+                    yield from self._take_back()
                 case LetGo(party):
-                    self._let_go(party)
+                    yield from self._let_go(party)
                 case Say(text):
-                    self._house.decide(text)
-                    self._answer(
-                        Progressed(epoch=self._house.epoch, request=self._request, text=text)
+                    yield effects.Say(text)
+                    yield from self._answer(
+                        Progressed(epoch=self._epoch, request=self._request, text=text)
                     )
                 case End(why):
-                    self._end(why)
+                    yield from self._end(why)
 
-    def _try(self, trial: Trial) -> None:
+    def _try(self, trial: Trial) -> Effects[None]:
         """Run a trial; what its client would hear, the change does."""
         submit = Submit(
-            epoch=self._house.epoch,
+            epoch=self._epoch,
             request=0,
             text=TRIAL_TEXT,
             sampling=Sampling(temperature=1.0),
@@ -382,27 +362,31 @@ class Changes:
             self._ended.append(
                 (
                     trial.name,
-                    Failed(
-                        epoch=self._house.epoch, code="worker_lost", text="its partner disconnected"
-                    ),
+                    Failed(epoch=self._epoch, code="worker_lost", text="its partner disconnected"),
                     False,
                 )
             )
             return
         try:
-            self._trials[trial.name] = self._house.try_out(
-                submit, target, draft, partial(self._hear, trial.name, draft)
-            )
+            live = self.trial(submit, target, draft, partial(self._hear, trial.name, draft))
         except RequestError as error:
-            self._ended.append(
-                (
-                    trial.name,
-                    Failed.model_validate(
-                        {"epoch": self._house.epoch, "code": error.code, "text": str(error)}
-                    ),
-                    False,
-                )
-            )
+            said = {"epoch": self._epoch, "code": error.code, "text": str(error)}
+            self._ended.append((trial.name, Failed.model_validate(said), False))
+            return
+        self._trials[trial.name] = live
+        yield Start(live)
+
+    def trial(
+        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
+    ) -> Live:
+        """Return a session for a request of ours on these workers, which `hear` is told the replies
+        to; `RequestError` if it cannot be read."""
+        request = attempt(submit, target)
+        if isinstance(request, RequestError):
+            raise request
+        hello = Hello(epoch=self._epoch, roles=("client",), name="trial", host="", pid=os.getpid())
+        ours = ClientPeer(b"", hello, hear=hear)
+        return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
 
     def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
         """What the client of a trial is told. A draft that has gone meanwhile has not failed at
@@ -415,7 +399,7 @@ class Changes:
             )
             self._ended.append((name, message, gone or (brief is not None and brief.rows > 0)))
 
-    def _put_in_place(self) -> None:
+    def _put_in_place(self) -> Effects[None]:
         """The newcomer gets sessions, and the old worker none any more; unless it does not go
         together with who has come meanwhile."""
         if self._old is not None:
@@ -430,13 +414,13 @@ class Changes:
         try:
             self._registry.check_place(self._newcomer)
         except RequestError as misfit:
-            self._perform(self._change.failed(self._newcomer.peer, str(misfit)))
+            yield from self._perform(self._change.failed(self._newcomer.peer, str(misfit)))
             return
         self._newcomer.standby = False
-        self._house.send_to(self._newcomer, Engage(epoch=self._house.epoch))
-        self._house.joined(self._newcomer)
+        yield Send(self._newcomer, Engage(epoch=self._epoch))
+        yield Join(self._newcomer)
 
-    def _take_back(self) -> None:
+    def _take_back(self) -> Effects[None]:
         """Old worker and newcomer change places."""
         assert self._old is not None
         assert self._newcomer is not None
@@ -447,52 +431,52 @@ class Changes:
             for client in self._registry.clients.values()
             for request in client.reading
         }
-        self._house.joined(kept)
+        yield Join(kept)
 
-    def _move(self, number: int) -> None:
-        live = next(live for live in self._house.lives if live.session.number == number)
+    def _move(self, number: int) -> Effects[None]:
+        live = next(live for live in self._live.values() if live.session.number == number)
         if live.draft is self._old:
-            self._house.change_draft(live)
-        elif (target := self._house.refuge(live)) is not None:
-            self._house.move(live, target)
+            yield from self._moving.change_draft(live)
+        elif (target := self._moving.refuge(live)) is not None:
+            yield from self._moving.move(live, target)
 
-    def _let_go(self, party: Party) -> None:
+    def _let_go(self, party: Party) -> Effects[None]:
         for live in self._trials.values():
-            self._house.abandon(live)
+            yield Abandon(live)
         self._trials.clear()
         if (worker := self._registry.workers.get(party.peer)) is not None:
-            self._house.let_go(worker)
+            yield effects.LetGo(worker)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str) -> Effects[None]:
         """Tell how it ended; the next change may come."""
         assert self._change is not None
-        change, about = self._change, {"epoch": self._house.epoch, "request": self._request}
+        change, about = self._change, {"epoch": self._epoch, "request": self._request}
         what = {
             "moved": change.moved,
             "stayed": change.stayed,
             "longest_pause_s": change.longest_pause_ns / 1e9,
         }
         if why:
-            self._house.decide(why)
-            self._answer(
-                Failed(epoch=self._house.epoch, session=self._request, code="swap", text=why)
+            yield effects.Say(why)
+            yield from self._answer(
+                Failed(epoch=self._epoch, session=self._request, code="swap", text=why)
             )
         elif self._newcomer is not None:
-            self._answer(Swapped.model_validate({**about, **what}))
+            yield from self._answer(Swapped.model_validate({**about, **what}))
         else:
             if self._old is not None:
-                self._house.drained(self._old)
-            self._house.decide(
+                yield Drained(self._old)
+            yield effects.Say(
                 f"{self._old.name if self._old is not None else 'a worker'} was let go"
             )
-            self._answer(Dismissed.model_validate({**about, **what}))
+            yield from self._answer(Dismissed.model_validate({**about, **what}))
         self._change = self._client = self._newcomer = self._old = None
         self._ended.clear()
         self._reading.clear()
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: Message) -> Effects[None]:
         if self._client is not None:
-            self._house.tell(self._client, message)
+            yield Tell(self._client, message)
 
 
 def _party(worker: Worker) -> Party:

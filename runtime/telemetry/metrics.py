@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dovetail.protocol.messages import Drafted, FinishReason, RoundRecord, Totals
+from dovetail.protocol.messages import Drafted, FinishReason, Result, RoundRecord, Totals
 from dovetail.protocol.spans import Span
 
 OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")
@@ -133,11 +133,25 @@ class Tally:
     accepted_tokens: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     ended: Counter[FinishReason] = field(default_factory=Counter)
+    rounds: int = 0
+    """Of requests that have ended with their reply; `round_tokens` those committed in them."""
+    round_tokens: int = 0
     refused: int = 0
     """Requests that were turned down before anything was decoded."""
     moves: int = 0
     let_go: int = 0
     """Clients that read nothing."""
+
+    def end(self, reason: FinishReason, result: Result) -> None:
+        """A request has ended with its reply."""
+        self.ended[reason] += 1
+        self.rounds += result.rounds
+        self.round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens that a round of the requests that have ended committed; None before any."""
+        return self.round_tokens / self.rounds if self.rounds else None
 
     def verdict(self, drafted: int, accepted: int) -> None:
         self.drafts += drafted > 0

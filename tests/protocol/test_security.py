@@ -263,7 +263,7 @@ def test_over_tcp_only_an_operators_key_changes_workers(deployment_over_tcp: Dep
         assert isinstance(refusal, Failed)
         assert refusal.code == "role"
         assert (
-            "the key 'client' is none of an operator's: only theirs change workers" in refusal.text
+            "the key 'client' is not an operator's: only operators change workers" in refusal.text
         )
     assert len(house.coordinator.registry.workers) == 2
     operator.dismiss(draft.epoch)

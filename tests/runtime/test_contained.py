@@ -408,7 +408,7 @@ def test_a_timer_that_finds_a_session_which_raises_ends_it_alone(
 def test_a_question_that_cannot_be_answered_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House()
     with monkeypatch.context() as patch:
-        patch.setattr(type(house.coordinator), "report", lambda _: {}["x"])
+        patch.setattr(type(house.coordinator._status), "report", lambda _: {}["x"])
         house.client.inquire()
         (failed,) = house.replies()
     assert isinstance(failed, Failed)

@@ -15,6 +15,7 @@ from dovetail.protocol.errors import PeerBusy, RequestError
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import (
     MAX_CANDIDATES,
+    MAX_STRIKES,
     Command,
     Draft,
     Drafted,
@@ -40,7 +41,7 @@ from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettin
 from dovetail.runtime.client import Client
 from dovetail.runtime.control.controller import Plan
 from dovetail.runtime.engine import outgoing, worker_events
-from dovetail.runtime.engine.coordinator import DEFAULTS, MAX_STRIKES
+from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.engine.session import Session
 from dovetail.runtime.fleet.registry import MAX_CLIENTS, MAX_WORKERS, Registry

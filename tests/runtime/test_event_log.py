@@ -400,7 +400,8 @@ def test_trials_are_in_no_round() -> None:
     submit = Submit(
         epoch=1, request=1, tokens=PROMPT, sampling=Sampling(), max_tokens=5, tree=TreeSettings()
     )
-    house.coordinator.try_out(submit, target, None, heard.append)
+    trial = house.coordinator._changes.trial(submit, target, None, heard.append)
+    house.coordinator.start(trial)
     house.run()
     assert heard
     assert len(everything(house.client)[0]) == before

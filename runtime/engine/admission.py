@@ -1,0 +1,134 @@
+"""Letting peers in, and seeing them off whose messages break the protocol or whose keys were
+revoked."""
+
+import logging
+
+from dovetail.protocol.codec import encode
+from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
+from dovetail.protocol.links import Hub
+from dovetail.protocol.messages import MAX_STRIKES, Event, Failed, Hello, Welcome
+from dovetail.protocol.messages import Request as ClientRequest
+from dovetail.runtime.engine.client_requests import refusal
+from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone
+from dovetail.runtime.engine.outgoing import Post
+from dovetail.runtime.engine.service import Service
+from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.telemetry.metrics import Dropped
+
+log = logging.getLogger("dovetail.coordinator")
+
+MAX_STRUCK_PEERS = 4096
+LOST_KEY = "lost its key"
+
+
+class Admission:
+    """Decides who is listened to."""
+
+    def __init__(
+        self, hub: Hub, post: Post, service: Service, registry: Registry, dropped: Dropped
+    ) -> None:
+        self._hub, self._post, self._service = hub, post, service
+        self._registry, self._dropped = registry, dropped
+        self._strikes: dict[bytes, int] = {}
+
+    def strike(self, peer: bytes, error: ProtocolError) -> Effects[None]:
+        """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
+
+        Nor is a worker that owes an answer: this may have been it, and its session would wait for
+        it in vain.
+        """
+        self._dropped.refused += 1
+        if len(self._strikes) > MAX_STRUCK_PEERS:
+            self._strikes.clear()
+        worker = self._registry.workers.get(peer)
+        strikes = self._strikes[peer] = self._strikes.get(peer, 0) + 1
+        if strikes == 1:
+            log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
+        if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
+            log.warning(
+                "peer %s broke the protocol and is no longer listened to (%d)",
+                peer.hex()[:12],
+                strikes,
+            )
+            self._strikes[peer] = max(strikes, MAX_STRIKES)
+            self._fail(
+                peer, "protocol", f"{strikes} messages broke the protocol: {str(error)[:200]}"
+            )
+            if worker is not None:
+                yield Gone(worker, "broke the protocol")
+            if (client := self._registry.clients.get(peer)) is not None:
+                yield ClientGone(client)
+
+    def newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> Effects[None]:
+        """Let a peer in that says Hello, if it goes with those that are here."""
+        if self._strikes.get(peer, 0) >= MAX_STRIKES:
+            self._dropped.refused += 1
+            return
+        if not isinstance(message, Hello):
+            self._fail(
+                peer,
+                "session",
+                "this peer is not registered here: say Hello first, or connect anew",
+            )
+            raise StaleError("a peer that is not registered spoke of sessions")
+        try:
+            admitted = self._registry.admit(peer, message, self._hub.user(peer), now_ns)
+        except RequestError as error:
+            self.refuse(peer, error)
+            return
+        self._post.to_peer(peer, Welcome(epoch=self._service.epoch))
+        if isinstance(admitted, Worker):
+            yield from self._let_in(admitted)
+
+    def _let_in(self, worker: Worker) -> Effects[None]:
+        hello = worker.hello
+        log.info(
+            "%s worker %s registered: %s on %s, %s",
+            "/".join(hello.roles),
+            hello.name,
+            hello.model,
+            hello.device,
+            hello.fingerprint or "no fingerprint",
+        )
+        if worker.plays("target"):
+            for misfit, reason in self._registry.misfits(worker):
+                self.refuse(misfit.peer, reason)
+                yield Gone(misfit, "does not fit the target")
+        for warning in self._registry.warnings(worker):
+            log.warning("%s", warning)
+        yield Admitted(worker)
+
+    def refuse(self, peer: bytes, error: RequestError) -> None:
+        """Tell a peer why it is not let in, or not listened to any more."""
+        self._dropped.refused += 1
+        log.warning("refused: %s", error)
+        self._post.to_peer(peer, refusal(self._service.epoch, error))
+
+    def _fail(self, peer: bytes, code: str, text: str) -> None:
+        said = {"epoch": self._service.epoch, "code": code, "text": text}
+        self._post.to_peer(peer, Failed.model_validate(said))
+
+    def let_go_if_revoked(self, worker: Worker) -> bool:
+        """Tell a worker whose key was revoked, or may no longer play its role; False if its key is
+        good."""
+        key = self._hub.user(worker.peer)
+        if key is None or key.may_be(worker.hello.roles):
+            return False
+        farewell = Failed(
+            epoch=self._service.epoch,
+            code="session",
+            text="the coordinator does not allow the key of this worker any more",
+        )
+        self._hub.turn_away(worker.peer, encode(farewell))
+        return True
+
+    def let_revoked_go(self) -> Effects[None]:
+        """What a peer says whose key was revoked, or may no longer play its role, does not arrive
+        any more: nobody is to wait for it."""
+        for worker in list(self._registry.workers.values()):
+            if self.let_go_if_revoked(worker):
+                yield Gone(worker, LOST_KEY)
+        for client in list(self._registry.clients.values()):
+            key = self._hub.user(client.peer)
+            if key is not None and not key.may_be(client.hello.roles):
+                yield ClientGone(client)

@@ -1,0 +1,23 @@
+"""The standing of the whole service: whether it ends, and what whoever started it says of its other
+parts."""
+
+from dataclasses import dataclass, field
+
+from dovetail.protocol.messages import Role, Supervised
+
+
+@dataclass
+class Service:
+    """What holds for all sessions of one coordinator."""
+
+    epoch: int
+    ending: bool = False
+    """Whether nothing begins any more."""
+    given_up: str = ""
+    """Why whoever started us ends the service: what is missing does not come back. Empty: it does
+    not end it."""
+    drained: set[Role] = field(default_factory=set)
+    """Roles of which an operator drained a worker, until the next one registers."""
+    supervised: Supervised = field(default_factory=Supervised)
+    """What whoever started us said last, and when."""
+    supervised_ns: int = 0

@@ -1,0 +1,183 @@
+"""The answer to Status: who is here, what runs, and what does not do its work."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from dovetail.protocol.links import Hub
+from dovetail.protocol.messages import (
+    MAX_DECISIONS,
+    MAX_FAULTS,
+    MAX_PAIRS,
+    Fault,
+    Reported,
+    Role,
+    Totals,
+)
+from dovetail.runtime.engine.draft_failures import FailingDrafts
+from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.service import Service
+from dovetail.runtime.engine.session import State
+from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.telemetry.metrics import Dropped, Tally
+
+WORKER_ROLES: tuple[Role, ...] = ("target", "draft")
+DRAINED = (
+    "the {role} worker was drained by an operator and is not started again: `dovetail swap --role "
+    "{role}` starts another one"
+)
+MAX_REASONS = 64
+MAX_WORDS = 512
+"""Characters of a reason or a decision; the names in it are a worker's own."""
+
+
+class Status:
+    """Keeps what only status tells, and reports."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        service: Service,
+        live: Mapping[int, Live],
+        registry: Registry,
+        placement: Placement,
+        failing: FailingDrafts,
+        moving: Moving,
+        changes: Changes,
+        tally: Tally,
+        dropped: Dropped,
+        *,
+        clock_ns: Callable[[], int],
+        attempt: Callable[[Live, Callable[[], object]], None],
+    ) -> None:
+        """`live`: the sessions by their numbers; `attempt` does something about one session, and
+        whatever goes wrong ends it alone."""
+        self._hub, self._service, self._live, self._registry = hub, service, live, registry
+        self._placement, self._failing, self._moving = placement, failing, moving
+        self._changes, self._tally, self._dropped = changes, tally, dropped
+        self._now_ns, self._attempt = clock_ns, attempt
+        self._began_ns = clock_ns()
+        self._lost_drafts: dict[str, tuple[str, int]] = {}
+        """By the names of those that were lost and that no other draft has replaced: what became of
+        them, and when."""
+        self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
+
+    def decided(self, words: str) -> None:
+        """Keep a change of how is speculated."""
+        self._decisions.append(words[:MAX_WORDS])
+
+    def draft_lost(self, draft: Worker, why: str) -> None:
+        """Note that a draft that served sessions has gone."""
+        self._lost_drafts[draft.name] = why, self._now_ns()
+
+    def draft_there(self) -> None:
+        """Note that a draft is there."""
+        self._lost_drafts.clear()
+
+    def _unplayed(self) -> tuple[Role, ...]:
+        """Return the roles that nobody plays since an operator drained their last worker, as we
+        know and as whoever started us says."""
+        return tuple(
+            role
+            for role in WORKER_ROLES
+            if role in {*self._service.drained, *self._service.supervised.drained}
+            and not any(worker.plays(role) for worker in self._registry.workers.values())
+        )
+
+    def _faults(self, now_ns: int) -> tuple[Fault, ...]:
+        """The parts that do not do their work, as we know and as whoever started us says, who knows
+        more."""
+        told_s = (now_ns - self._service.supervised_ns) / 1e9
+        told = [
+            fault.model_copy(
+                update={
+                    "since_s": fault.since_s + told_s,
+                    "retry_s": None if fault.retry_s is None else max(0.0, fault.retry_s - told_s),
+                }
+            )
+            for fault in self._service.supervised.faults
+        ]
+        lost = self._lost_drafts.items() if self._registry.pick("draft") is None else ()
+        ours = [
+            Fault(part=f"{name} worker"[-MAX_WORDS:], why=why, since_s=(now_ns - at_ns) / 1e9)
+            for name, (why, at_ns) in lost
+        ]
+        ours += self._failing.faults(now_ns)
+        known = {fault.part for fault in told}
+        return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
+
+    def report(self) -> Reported:
+        """The answer to Status."""
+        now_ns = self._now_ns()
+        faults = self._faults(now_ns)
+        reasons = [self._service.given_up] if self._service.given_up else []
+        silent = [worker for worker in self._registry.workers.values() if worker.silent]
+        reasons += [
+            f"{worker.whereabouts} has not responded for {worker.liveness.silent_ns / 1e9:.0f} s"[
+                -MAX_WORDS:
+            ]
+            for worker in silent
+        ]
+        if self._registry.pick("target") is None and not any(
+            worker.plays("target") for worker in silent
+        ):
+            reasons.append("no target worker is registered")
+        if self._lost_drafts and self._registry.pick("draft") is None:
+            reasons.append("a draft worker was lost: sessions decode with the target alone")
+        loading = self._registry.loading(now_ns)
+        reasons += [fault.words[:MAX_WORDS] for fault in faults]
+        reasons += [words[:MAX_WORDS] for words in self._moving.words()]
+        degraded = bool(reasons)
+        drained = self._unplayed()
+        reasons += [DRAINED.format(role=role) for role in drained]
+        reasons += [state.words[:MAX_WORDS] for state in loading]
+        reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
+        reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
+        offs: list[str] = []
+        for live in [*self._live.values()]:
+            self._attempt(live, lambda live=live: offs.append(live.controller.off))  # type: ignore[misc]
+        reasons += [off[:MAX_WORDS] for off in offs if off]
+        return Reported(
+            epoch=self._service.epoch,
+            address=self._hub.address,
+            pid=os.getpid(),
+            uptime_s=(now_ns - self._began_ns) / 1e9,
+            workers=tuple(w.state(now_ns) for w in self._registry.workers.values()),
+            sessions=len(self._live),
+            finished=self._tally.ended["stop"] + self._tally.ended["length"],
+            failed=self._tally.ended["error"],
+            cancelled=self._tally.ended["cancelled"],
+            rounds=self._tally.rounds,
+            tau=self._tally.tau,
+            stale=self._dropped.stale,
+            refused=self._dropped.refused + self._hub.refused(),
+            degraded=degraded,
+            reasons=tuple(reasons[:MAX_REASONS]),
+            faults=faults,
+            loading=loading,
+            pairs=tuple(self._placement.states()[:MAX_PAIRS]),
+            decisions=tuple(self._decisions),
+            totals=self._totals(),
+            drained=drained,
+        )
+
+    def _totals(self) -> Totals:
+        targets = [
+            worker
+            for worker in self._registry.workers.values()
+            if worker.plays("target") and not worker.standby
+        ]
+        room = sum(target.limits.sessions for target in targets)
+        return self._tally.totals(
+            draft_failures=self._failing.count,
+            opening=sum(
+                live.session.state is State.OPENING and not live.session.tokens
+                for live in self._live.values()
+            ),
+            waiting=sum(live.loss is not None for live in self._live.values()),
+            kept=sum(len(target.shelf) for target in targets),
+            occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),
+        )
