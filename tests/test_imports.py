@@ -36,7 +36,7 @@ DOORS = {
     "llama_cpp": ("launch/bench/llama/",),
     "click": ("launch/",),
     "rich": ("launch/",),
-    "matplotlib": ("launch/files/charts.py", "launch/profiling/drawing.py"),
+    "matplotlib": ("launch/files/charts.py", "launch/files/bars.py", "launch/profiling/drawing.py"),
 }
 INSIDE_WORKERS = {
     "speculation": {"speculation"},
@@ -195,3 +195,11 @@ def test_a_folder_has_at_most_twenty_entries(folder: str) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert len(there) <= MOST_ENTRIES, f"{folder} has {len(there)}: {', '.join(sorted(there))}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sources() if name(p).split("/")[0] in SORTED], ids=name
+)
+def test_a_file_has_at_most_four_hundred_lines(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES, f"{name(path)} has {lines}: give a part of it a file of its own"

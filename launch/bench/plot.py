@@ -6,7 +6,7 @@ from typing import Any
 
 from dovetail.launch.bench.methods import NONE, Method
 from dovetail.launch.bench.sweep import origin_of
-from dovetail.launch.files.charts import Bar, Group, draw_bars
+from dovetail.launch.files.bars import Bar, Group, draw_bars
 
 
 def draw_speedups(methods: Sequence[Method], result: Mapping[str, Any]) -> str:

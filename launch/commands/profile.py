@@ -21,7 +21,7 @@ from dovetail.launch.console.terminal import counted, explained, in_print, note,
 from dovetail.launch.files.charts import check_charts
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import Prompt, is_unicode, read_prompts
-from dovetail.launch.profiling import report
+from dovetail.launch.profiling import pictures, report, tables
 from dovetail.launch.profiling.findings import Findings, find
 from dovetail.launch.profiling.stages import attached, own_run
 from dovetail.launch.profiling.watching import Watch
@@ -193,7 +193,7 @@ def _clear(folders: list[Path]) -> None:
 
 def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
     """All files; the result, which names them."""
-    drawn = report.pictures(findings)
+    drawn = pictures.pictures(findings)
     made = (
         f"Made {datetime.now().astimezone().isoformat(timespec='minutes')} by dovetail "
         f"{installed_version()}"
@@ -234,19 +234,19 @@ def show(told: Mapping[str, Any]) -> None:
     if told["parts_ms"]:
         parts, wall_ms = told["parts_ms"], told["round_wall_ms"]
         rows = [
-            (name, f"{parts[name]:.3f}", report.percent(parts[name] / wall_ms))
-            for name in report.PARTS
+            (name, f"{parts[name]:.3f}", tables.percent(parts[name] / wall_ms))
+            for name in pictures.PARTS
         ]
         print_table(
             ("of a round", "ms", "share"),
             [
                 *rows,
-                ("unaccounted", "", report.percent(told["unaccounted_share"])),
+                ("unaccounted", "", tables.percent(told["unaccounted_share"])),
                 ("all", f"{wall_ms:.3f}", ""),
             ],
         )
     if told["bounds"]:
-        print_table(("figure", "this run", "at best", "bound"), report.bound_rows(told))
+        print_table(("figure", "this run", "at best", "bound"), tables.bound_rows(told))
     if advice := [
         _advice(one)
         for one in told["verdict"]["advice"]
@@ -255,17 +255,17 @@ def show(told: Mapping[str, Any]) -> None:
         print_table(("predicted", "change", "settings"), advice)
     for words in told["verdict"]["in_words"]:
         click.echo(words)
-    for name, value in report.machine_rows(told):
+    for name, value in tables.machine_rows(told):
         note(f"{name}: {value}")
 
 
 def _first(told: Mapping[str, Any]) -> Iterator[str]:
     """The figures that somebody looks for."""
-    yield f"{report.number(told['tokens_per_s'], 1)} tokens/s"
-    yield f"tau {report.number(told['tau'], 2)}"
+    yield f"{tables.number(told['tokens_per_s'], 1)} tokens/s"
+    yield f"tau {tables.number(told['tau'], 2)}"
     if told["bounds"].get("drafted"):
         yield f"{told['bounds']['speedup']:.2f} times the target alone"
-    yield f"{counted(told['rounds'], 'round')} of {report.number(told['round_wall_ms'], 2)} ms"
+    yield f"{counted(told['rounds'], 'round')} of {tables.number(told['round_wall_ms'], 2)} ms"
     if told["sessions"] > 1 and told["sessions_a_pass"] > 1.0:
         yield f"{told['sessions_a_pass']:.1f} sessions a pass"
 
@@ -275,11 +275,11 @@ def _devices(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ..
     every = devices.values()
     yield "busy", *(f"{device['busy']:.0%}" for device in every)
     yield "drafting ahead", *(f"{device['ahead']:.0%}" for device in every)
-    for cause in report.WAITS:
+    for cause in pictures.WAITS:
         name = cause if cause == "no work" else f"waits for {cause}"
         yield name, *(f"{device['waiting'].get(cause, 0.0):.0%}" for device in every)
-    yield "its process", *(report.share(_process(device["sampled"])) for device in every)
-    yield "its cores", *(report.share(device["sampled"]["cores"]) for device in every)
+    yield "its process", *(tables.share(_process(device["sampled"])) for device in every)
+    yield "its cores", *(tables.share(device["sampled"]["cores"]) for device in every)
 
 
 def _process(sampled: Mapping[str, float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""Charts of curves and bars as SVG, drawn by matplotlib. Knows numbers and names, not what they
+"""Charts of curves as SVG, drawn by matplotlib. Knows numbers and names, not what they
 mean.
 
 Readable on a light and on a dark page: where a viewer says that it is dark, other colours are
@@ -23,6 +23,7 @@ from dovetail.protocol.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 WIDTH, HEIGHT = 760, 440
 """Size of a chart in units of the SVG; letters are 12 of them high."""
@@ -54,11 +55,6 @@ LETTER = 6.9
 """Width of a letter of 12 units, about."""
 HEAD, MARGIN = 46, 14
 """Height of the title, and what is left free beside it."""
-BAR, GAP, GROUP = 15, 4, 16
-"""Height of a bar, the distance to the next, and what is above a group beside that distance."""
-LABEL, VALUE, FOOT = 230, 120, 44
-"""Most that the names beside bars take, what is right of the longest for its figures, and what is
-below the last for the axis."""
 STYLE = {
     "axes.edgecolor": AXIS,
     "axes.labelcolor": INK,
@@ -108,24 +104,6 @@ class Panel:
     up: str
     curves: Sequence[Curve]
     level: float | None = None
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A height, and the ends of its interval if it has one; `name` tells its colour."""
-
-    name: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Bars that belong together."""
-
-    name: str
-    bars: Sequence[Bar]
 
 
 def check_charts(what: str) -> None:
@@ -192,44 +170,6 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> str:
     return said.getvalue()
 
 
-def draw_bars(
-    title: str, along: str, groups: Sequence[Group], *, level: float | None = None
-) -> str:
-    """Return the SVG of groups of bars, one below the other, over a common axis from 0, which
-    `along` names with its unit; `level` is a value to compare with.
-
-    The title is as `draw` has it.
-    """
-    names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
-    left = MARGIN + min(LABEL, LETTER * max(map(len, names), default=0)) + 8
-    deep = sum(GROUP * 1.5 + GAP + (BAR + GAP) * len(group.bars) for group in groups)
-    height = HEAD + deep + FOOT
-    longest = max(
-        [level or 0.0, *(max(bar.value, bar.high or 0.0) for group in groups for bar in group.bars)]
-    )
-    with drawing(WIDTH, height, layout=None) as (figure, said):
-        heading(figure, title)
-        size = (left / WIDTH, FOOT / height, (WIDTH - left - VALUE) / WIDTH, deep / height)
-        axes = figure.add_axes(size)
-        axes.set(xlim=(0, _top(longest)), ylim=(deep, 0), yticks=[], xlabel=plain(along))
-        axes.grid(axis="x")
-        axes.set_axisbelow(True)
-        axes.spines[["left", "bottom"]].set_visible(False)
-        axes.axvline(0, color=AXIS, linewidth=1)
-        if level is not None:
-            axes.axvline(level, color=AXIS, linewidth=1, dashes=(3, 3), gid="level")
-        top = 0.0
-        for group in groups:
-            beside = (MARGIN - left) / (WIDTH - left - VALUE)
-            _label(axes, beside, top + 12, group.name, weight="bold")
-            top += GROUP + GAP
-            for bar in group.bars:
-                _bar(axes, bar, COLOURS[names.index(bar.name) % len(COLOURS)], top + BAR / 2, left)
-                top += BAR + GAP
-            top += GROUP / 2
-    return said.getvalue()
-
-
 @contextmanager
 def drawing(
     width: float, height: float, *, layout: Any = "constrained"
@@ -283,16 +223,6 @@ def escape(text: str, quote: bool = True) -> str:
     return html.escape(plain(text), quote)
 
 
-def shortened(name: str, width: float) -> str:
-    """Return the name, or as much of its beginning and its end as fits into so many units of the
-    page: names of methods differ at both."""
-    most = int(width / LETTER)
-    if len(name) <= most:
-        return name
-    tail = most // 2
-    return f"{name[: most - tail - 1]}…{name[len(name) - tail :]}"
-
-
 def with_night(svg: str, colours: Mapping[str, str]) -> str:
     """Return the SVG with rules that replace these colours where the page is dark."""
     rules = "".join(
@@ -340,7 +270,7 @@ def _panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> list[Any]:
     most_x = max((x for curve in panel.curves for x, _ in curve.points), default=0.0) or 1.0
     axes.set(
         xlim=(0, most_x),
-        ylim=(0, _top(max((*heights, panel.level or 0.0), default=0.0))),
+        ylim=(0, round_top(max((*heights, panel.level or 0.0), default=0.0))),
         xlabel=plain(panel.across),
         ylabel=plain(panel.up),
         title=plain(panel.title),
@@ -374,27 +304,7 @@ def _curve(axes: "Axes", curve: Curve, colour: str) -> Any:
     return line
 
 
-def _bar(axes: "Axes", bar: Bar, colour: str, middle: float, left: float) -> None:
-    """Draw a name, its bar, the interval as a line with ends, and the figures."""
-    axes.barh(middle, bar.value, BAR, color=colour, gid="bar")
-    _label(axes, -0.012, middle, shortened(bar.name, left - MARGIN - 6), ha="right", va="center")
-    told, beyond = f"{bar.value:.2f}", bar.value
-    if bar.low is not None and bar.high is not None and bar.low != bar.high:
-        for colour, width in ((PAGE, 3.5), (AXIS, 1.5)):  # a rim, then the line
-            axes.plot((bar.low, bar.high), (middle, middle), color=colour, linewidth=width)
-            axes.vlines((bar.low, bar.high), middle - 4, middle + 4, color=colour, linewidth=width)
-        told, beyond = f"{told} ({bar.low:.2f}-{bar.high:.2f})", max(bar.high, bar.value)
-    place: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
-    box = {"facecolor": PAGE, "edgecolor": "none", "pad": 1}
-    axes.annotate(told, (beyond, middle), (6, 0), bbox=box, **place)
-
-
-def _label(axes: "Axes", x: float, y: float, text: str, **look: Any) -> None:
-    """Write a label at a share of the width of the axes, and a height of their data."""
-    axes.text(x, y, plain(text), transform=axes.get_yaxis_transform(), **look)
-
-
-def _top(most: float) -> float:
+def round_top(most: float) -> float:
     """Return the first round number at or above `most`."""
     from matplotlib.ticker import MaxNLocator
 

@@ -5,33 +5,22 @@ Shows what `findings.py` found; computes nothing. Light and dark as the reader's
 narrow enough for a phone.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.launch.files.charts import Curve, Panel, draw_panels, escape
-from dovetail.launch.profiling import drawing
+from dovetail.launch.files.charts import escape
 from dovetail.launch.profiling.advice import Advice
-from dovetail.launch.profiling.devices import STRETCHES
 from dovetail.launch.profiling.findings import Findings
-from dovetail.launch.profiling.samplers import NO_CARD
-from dovetail.launch.profiling.timeline import COORDINATOR
+from dovetail.launch.profiling.pictures import SAMPLER
+from dovetail.launch.profiling.tables import (
+    NOT_AVAILABLE,
+    bound_rows,
+    machine_rows,
+    number,
+    share,
+    table_of,
+)
 
-NOT_AVAILABLE = "not available"
-SAMPLER = "sampler: its process"
-WAITS = ("draft", "target", "coordinator", "transport", "no work")
-NOT_JUDGED = "; not judged: other programs ran"
-LEAST = 5e-4
-"""A share that is not 0.0 %."""
-PARTS = {
-    "draft": "draft",
-    "verify": "target",
-    "transport": "link",
-    "queue": "queue",
-    "coordinator": "coordinator",
-}
-"""Part of a round -> its colour."""
 STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#5a636d;--page:#f6f7f9;--card:#ffffff;--line:#dde1e6;--good:#2f7d3c;--mark:#0b62a4}
 @media (prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#9aa4ae;--page:#0f1215;--card:#16191d;--line:#2c3238;--good:#7ccf8a;--mark:#63b3ed}}
@@ -65,142 +54,6 @@ td::before{content:attr(data-label);color:var(--soft);text-align:left;white-spac
 td:first-child{font-weight:600}td.text{display:block;text-align:left}td.text::before{content:none}
 }
 """
-
-
-def pictures(findings: Findings) -> dict[str, str]:
-    """Name -> SVG: all that there is something to draw for."""
-    told = findings.told
-    found = {
-        "devices": drawing.stacked(
-            "What every device did",
-            {name: list(_device(device)) for name, device in told["devices"].items()},
-        )
-    }
-    if told["parts_ms"]:
-        found["parts"] = drawing.stacked(
-            "Where a round's time goes",
-            {f"a round, {told['round_wall_ms']:.2f} ms": list(_parts(told))},
-        )
-    names = [*told["devices"]]
-    for number, fall in enumerate(findings.waterfalls):
-        found[f"round-{number}"] = drawing.gantt(
-            fall, names, title=f"{fall.title[0].upper()}{fall.title[1:]}"
-        )
-    found.update(
-        {
-            f"over-time-{_plain(panel.title, place)}": draw_panels(
-                f"{panel.title}: busy share over time", [replace(panel, title="")]
-            )
-            for place, panel in enumerate(_over_time(findings))
-        }
-    )
-    found.update(_curves(told))
-    return found
-
-
-def _device(device: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    colour = device["roles"][0] if device["roles"][0] in drawing.COLOURS else "target"
-    yield f"{device['roles'][0]} busy", colour, device["busy"] - device["ahead"]
-    yield "ahead", "ahead", device["ahead"]
-    for name in WAITS:
-        yield (
-            ("no work" if name == "no work" else f"waits: {name}"),
-            drawing.OF_WAIT[name],
-            device["waiting"].get(name, 0.0),
-        )
-
-
-def _parts(told: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    for name, colour in PARTS.items():
-        yield name, colour, told["parts_ms"][name] / told["round_wall_ms"]
-    if told["unaccounted_share"] >= LEAST:
-        yield "unaccounted", "idle", told["unaccounted_share"]
-
-
-def _plain(name: str, place: int) -> str:
-    """A worker's name, if a file can have it; else its place."""
-    return name if re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII) else str(place)
-
-
-def _over_time(findings: Findings) -> list[Panel]:
-    """For each worker what its spans say, and what the sampler says of its process."""
-    width = findings.told["wall_s"] / STRETCHES
-    panels = []
-    for name, shares in findings.busy.items():
-        if name == COORDINATOR:
-            continue
-        curves = [
-            Curve("spans", [((place + 0.5) * width, share) for place, share in enumerate(shares)])
-        ]
-        if len(findings.sampled.get(name, ())) > 1:
-            curves.append(Curve(SAMPLER, findings.sampled[name], dashed=True))
-        panels.append(Panel(name, "seconds", "busy share", curves, level=1.0))
-    return panels
-
-
-def _curves(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    curves, bounds = told["curves"], told["bounds"]
-    if curves["t_v"]:
-        measured = [(int(rows), seconds * 1e3) for rows, seconds in curves["t_v"].items()]
-        lines = [Curve("T_V as measured", measured)]
-        if curves["t_v_limit"]:
-            lines.append(
-                Curve(
-                    "limit of the hardware",
-                    [(int(rows), seconds * 1e3) for rows, seconds in curves["t_v_limit"].items()],
-                    dashed=True,
-                )
-            )
-        if bounds.get("pass"):
-            rows, at = bounds["pass"]["rows"], bounds["pass"]["t_v_s"] * 1e3
-            lines.append(Curve("this run", [(rows, at)], marks=True))
-        yield (
-            "passes",
-            draw_panels("A pass of the target", [Panel("", "rows, M", "milliseconds", lines)]),
-        )
-    if len(curves["speedup_by_gamma"]) > 1:
-        gains = [(int(gamma), gain) for gamma, gain in curves["speedup_by_gamma"].items()]
-        taus = [(int(gamma), tau) for gamma, tau in curves["tau_by_gamma"].items()]
-        lines = [Curve("predicted speed-up", gains), Curve("predicted tau", taus, dashed=True)]
-        if run := curves["run"]:
-            lines.append(
-                Curve(
-                    "this run",
-                    [(run["gamma"], run["speedup"]), (run["gamma"], run["tau"])],
-                    marks=True,
-                )
-            )
-        yield (
-            "gamma",
-            draw_panels(
-                "Larger and smaller trees, predicted",
-                [
-                    Panel(
-                        "",
-                        "gamma, nodes verified",
-                        "over the target alone; tokens",
-                        lines,
-                        level=1.0,
-                    )
-                ],
-            ),
-        )
-    if len(told["accepted_per_position"]) > 1:
-        points = [(place + 1, share) for place, share in enumerate(told["accepted_per_position"])]
-        yield (
-            "positions",
-            draw_panels(
-                "Accepted at each depth",
-                [
-                    Panel(
-                        "",
-                        "depth in the tree",
-                        "share of the drafted rounds",
-                        [Curve("accepted", points)],
-                    )
-                ],
-            ),
-        )
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -367,7 +220,7 @@ def _devices(told: Mapping[str, Any]) -> str:
         )
         for name, d in told["devices"].items()
     ]
-    return _table(heads, rows, 2)
+    return table_of(heads, rows, 2)
 
 
 def _bubbles(told: Mapping[str, Any]) -> str:
@@ -375,114 +228,19 @@ def _bubbles(told: Mapping[str, Any]) -> str:
         (f"after {b['after']}, before {b['before']}", f"{b['ms']:.3f}") for b in told["bubbles"][:6]
     ]
     return (
-        "<p>Where neither draft nor target works:</p>" + _table(("bubble", "ms a round"), rows, 1)
+        "<p>Where neither draft nor target works:</p>" + table_of(("bubble", "ms a round"), rows, 1)
         if rows
         else ""
     )
 
 
-def bound_rows(told: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(figure, what it is, its bound, the bound's name)."""
-    b = told["bounds"]
-    if not b:
-        return []
-    rows = []
-    if b["drafted"]:
-        rows += [
-            (
-                "speed-up over the target alone",
-                f"{b['speedup']:.2f}",
-                f"{b['most_speedup']:.2f}",
-                "tau T_T / T_V (T_T with its messages)",
-            ),
-            (
-                "gain of drafting ahead",
-                f"{b['overlap_gain']:.2f}",
-                f"{b['most_overlap_gain']:.2f}",
-                "1 + min / max of the two phases",
-            ),
-        ]
-    if b.get("pass"):
-        found, limits = b["achieved"], b["limits"]
-        rows.append(
-            (
-                "weights read, GB/s",
-                f"{found['gb_s']:.1f}",
-                f"{limits['bandwidth_gb_s']:.1f}",
-                f"bandwidth ({limits['probe']})",
-            )
-        )
-        rows.append(
-            (
-                "operations, 10^9/s",
-                f"{found['gflop_s']:.0f}",
-                f"{limits['peak_gflop_s']:.0f}",
-                f"arithmetic ({limits['probe']})",
-            )
-        )
-        least = f"{max(b['pass']['t_p_s'], b['pass']['t_c_s']) * 1e3:.2f}"
-        rows.append(
-            ("a pass, ms", f"{b['t_v_s'] * 1e3:.2f}", least, "the longer of reading and arithmetic")
-        )
-        if not b["judged"]:
-            rows = [
-                (name, value, most, f"{what}{NOT_JUDGED if ',' in name else ''}")
-                for name, value, most, what in rows
-            ]
-    else:
-        rows.append(("bandwidth and arithmetic", NOT_AVAILABLE, NOT_AVAILABLE, b["why_no_pass"]))
-    return rows
-
-
 def _bounds(told: Mapping[str, Any]) -> str:
-    return _table(("figure", "this run", "at best", "bound"), bound_rows(told), 1, 2)
+    return table_of(("figure", "this run", "at best", "bound"), bound_rows(told), 1, 2)
 
 
 def _machine(told: Mapping[str, Any]) -> str:
     rows = [(what, value) for what, value in machine_rows(told)]
-    return _table(("reading", "value"), rows, 9)
-
-
-def machine_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the samplers say; "not available" and why where they cannot."""
-    for number_, node in told["nodes"].items():
-        used = (
-            NOT_AVAILABLE
-            if node["most_used_bytes"] is None
-            else f"{node['most_used_bytes'] / 1e9:.1f} of {node['memory_bytes'] / 1e9:.1f} GB "
-            "in use"
-        )
-        cores = (
-            ", ".join(f"{core}: {share(busy)}" for core, busy in node["by_core"].items())
-            if len(node["by_core"]) <= 16
-            else ""
-        )
-        yield (
-            f"node {number_}, cores {node['cores']}",
-            f"{share(node['busy'])} busy{f' ({cores})' if cores else ''}; {used}; "
-            f"{', '.join(node['workers']) or 'no worker'}",
-        )
-    for name, gpu in told["gpus"].items():
-        yield (
-            f"{name} {gpu['name']}",
-            f"{share(gpu['busy'])} busy by its driver, {gpu['most_used_bytes'] / 1e9:.1f} GB "
-            f"in use, bus {number(gpu['link_gb_s'], 1)} GB/s",
-        )
-    for name, joules in told["energy"]["joules"].items():
-        yield f"energy of {name}", f"{joules:.1f} J"
-    energy = told["energy"]["joules_per_token"]
-    yield (
-        "joules a token",
-        NOT_AVAILABLE
-        if energy is None
-        else f"{energy:.2f} (the whole machine's, as far as it is counted)",
-    )
-    without = [name for name, why in told["absent"].items() if why == NO_CARD]
-    if without:
-        yield "GPUs", f"none here ({' and '.join(without)} not asked)"
-    for name, why in told["absent"].items():
-        if why != NO_CARD:
-            yield name, f"{NOT_AVAILABLE}: {why}"
+    return table_of(("reading", "value"), rows, 9)
 
 
 def _spans(told: Mapping[str, Any]) -> str:
@@ -494,37 +252,4 @@ def _spans(told: Mapping[str, Any]) -> str:
     missed = (
         f" {told['missed']} spans were gone before they were looked at." if told["missed"] else ""
     )
-    return _table(("span", "ms a round"), rows, 1) + f"<p class='soft small'>{note}{missed}</p>"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], first: int, last: int = 99) -> str:
-    """A table whose columns from `first` to `last` are numbers."""
-    head = "".join(
-        f"<th{_n(place, first, last)}>{escape(text)}</th>" for place, text in enumerate(heads)
-    )
-
-    def cell(place: int, text: str) -> str:
-        label = f" data-label='{escape(heads[place], quote=True)}'" if place else ""
-        return f"<td{_n(place, first, last)}{label}>{escape(text)}</td>"
-
-    body = "".join(
-        f"<tr>{''.join(cell(place, text) for place, text in enumerate(row))}</tr>" for row in rows
-    )
-    return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _n(place: int, first: int, last: int) -> str:
-    return " class='n'" if first <= place <= last else ""
-
-
-def number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float) -> str:
-    """With a digit behind the point, and no sign before nothing."""
-    return f"{value:.1%}" if abs(value) >= LEAST else "0.0%"
-
-
-def share(value: float | None) -> str:
-    return NOT_AVAILABLE if value is None else f"{value:.0%}"
+    return table_of(("span", "ms a round"), rows, 1) + f"<p class='soft small'>{note}{missed}</p>"

@@ -12,7 +12,7 @@ import pytest
 
 from dovetail.launch.commands.profile import _made, show
 from dovetail.launch.console import terminal
-from dovetail.launch.profiling import report
+from dovetail.launch.profiling import pictures, report
 from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.findings import find
 from support.browser import chromium, find_chromium
@@ -201,7 +201,7 @@ def test_the_page_fits_a_phone_and_a_screen_and_asks_for_nothing(
 ) -> None:
     findings = find(made_up_run(gpu=True))
     (tmp_path / "report.html").write_text(
-        report.page(findings, report.pictures(findings), "made"), encoding="utf-8"
+        report.page(findings, pictures.pictures(findings), "made"), encoding="utf-8"
     )
     program = find_chromium()
     assert program is not None

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from dovetail.launch.machine.cores import lay_out
 from dovetail.launch.machine.topology import read_topology
-from dovetail.launch.profiling import report, rounds, timeline
+from dovetail.launch.profiling import pictures, report, rounds, tables, timeline
 from dovetail.launch.profiling.advice import advise
 from dovetail.launch.profiling.bounds import (
     Bounds,
@@ -853,7 +853,7 @@ def test_programs_that_take_the_cores_are_named_first_and_the_hardware_is_not_ju
     first, *others = told["verdict"]["in_words"]
     assert first.startswith("Other programs took 42% of the time of cores 0-1")
     assert not any("of what the hardware allows" in words for words in others)
-    assert any("not judged" in row[-1] for row in report.bound_rows(told))
+    assert any("not judged" in row[-1] for row in tables.bound_rows(told))
     assert "Other programs" not in " ".join(find(run).told["verdict"]["in_words"])
 
 
@@ -918,7 +918,7 @@ def test_what_is_not_known_is_said_to_be_not_available() -> None:
     findings = find(made_up_run(roofline=False))
     assert findings.told["bounds"]["pass"] is None
     assert "not available" in " ".join(findings.told["verdict"]["in_words"])
-    text = report.page(findings, report.pictures(findings), "made")
+    text = report.page(findings, pictures.pictures(findings), "made")
     assert "dovetail calibrate" in text
 
 
@@ -926,13 +926,13 @@ def test_a_run_without_a_draft_has_a_report_too() -> None:
     findings = find(made_up_run(nodes=0))
     assert findings.told["tau"] == 1.0
     assert {one["name"] for one in findings.told["verdict"]["advice"]} == {"weights"}
-    assert {name for name, *_ in report.bound_rows(findings.told)} == {
+    assert {name for name, *_ in tables.bound_rows(findings.told)} == {
         "weights read, GB/s",
         "operations, 10^9/s",
         "a pass, ms",
     }
     assert "peculation" not in " ".join(findings.told["verdict"]["in_words"])
-    assert report.page(findings, report.pictures(findings), "made")
+    assert report.page(findings, pictures.pictures(findings), "made")
 
 
 def test_workers_that_came_or_went_meanwhile_are_named_first_and_nobody_is_taken_for_a_foreign_program() -> (  # noqa: E501
@@ -978,7 +978,7 @@ def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(
         replace(piece, process=name) if piece.process == "target" else piece for piece in run.slices
     ]
     findings = find(replace(run, workers=workers, slices=slices))
-    drawn = report.pictures(findings)
+    drawn = pictures.pictures(findings)
     for file, svg in drawn.items():
         assert re.fullmatch(r"[\w.-]+", file, re.ASCII)
         ElementTree.fromstring(svg)
@@ -988,7 +988,7 @@ def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(
 
 def test_the_report_is_one_page_that_asks_nothing_of_the_world() -> None:
     findings = find(made_up_run(gpu=True))
-    drawn = report.pictures(findings)
+    drawn = pictures.pictures(findings)
     assert {
         "devices",
         "parts",
