@@ -25,6 +25,7 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
 from dovetail.launch.processes.connection import (
+    Connection,
     connected,
     is_url,
     speaks_http,
@@ -33,6 +34,7 @@ from dovetail.launch.settings.catalog import ALL_SECTIONS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import Result
 from dovetail.runtime.telemetry.trace import write_trace
 
 
@@ -113,22 +115,8 @@ def command(
     check_stops(stop)
     wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
     if prompts is not None:
-        if connect is not None and is_url(connect):
-            raise UserError(
-                "--prompts needs the coordinator: connect to its address (ipc:// or tcp://) "
-                f"instead of {connect}"
-            )
-        _check_file_mode(prompt, out, as_json=as_json, trace=trace)
-        assert out is not None
-        if out.exists() and prompts.exists() and out.samefile(prompts):
-            raise UserError(
-                f"--out {out} is the file of --prompts itself: choose another one for the answers"
-            )
-        if record is not None and record.resolve() == out.resolve():
-            raise UserError(f"--out and --record both name {out}: choose a file for each")
-        asked = read_prompts(prompts)
-        with open_records(record, go_on=True) if record is not None else nullcontext() as records:
-            decode_file(replace(wish, records=records), connect, asked, out, parallel)
+        _check_file_mode(prompt, connect, as_json=as_json, trace=trace)
+        _decode_prompts(wish, connect, prompts, out, record, parallel)
         return
     if out is not None:
         raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
@@ -151,31 +139,7 @@ def command(
         finished, last = decode_one(
             replace(wish, records=records), connection, text, as_json=as_json
         )
-        for loss in connection.stack.losses() if connection.stack else []:
-            note(f"the target went on alone: {loss}")
-        note(summary(finished.result, connection.models()))
-        if finished.result.fingerprints:
-            note(other_targets(finished.result))
-        if finished.result.draft_failure is not None:
-            note(failure_told(finished.result.draft_failure))
-        tell_full_context(finished.result, configuration.settings.sampling.max_tokens)
-        if wish.speculates and finished.result.plain_rounds:
-            state = connection.client.status()
-            decisions = (
-                state.decisions if connection.stack is not None else ()
-            )  # elsewhere they may be about others' sessions
-            failed = "its draft failed" if finished.result.draft_failure is not None else ""
-            unwanted = "" if configuration.settings.tree.gamma else "tree.gamma is 0"
-            missing = missing_draft(connection.state, state) or failed or unwanted
-            note(
-                without_speculation(
-                    finished.result,
-                    decisions,
-                    insists=configuration.settings.tree.insist,
-                    last=last,
-                    missing=missing,
-                )
-            )
+        _tell_about(wish, connection, finished.result, last)
         if trace is not None:
             write_trace(
                 trace,
@@ -186,13 +150,63 @@ def command(
         click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
 
 
-def _check_file_mode(
-    prompt: str | None, out: Path | None, *, as_json: bool, trace: Path | None
+def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -> None:
+    """Write what a reply cost to stderr, and what went otherwise than asked; `last`: tokens that
+    its last round brought."""
+    for loss in connection.stack.losses() if connection.stack else []:
+        note(f"the target went on alone: {loss}")
+    note(summary(result, connection.models()))
+    if result.fingerprints:
+        note(other_targets(result))
+    if result.draft_failure is not None:
+        note(failure_told(result.draft_failure))
+    settings = wish.configuration.settings
+    tell_full_context(result, settings.sampling.max_tokens)
+    if wish.speculates and result.plain_rounds:
+        state = connection.client.status()
+        decisions = (
+            state.decisions if connection.stack is not None else ()
+        )  # elsewhere they may be about others' sessions
+        failed = "its draft failed" if result.draft_failure is not None else ""
+        unwanted = "" if settings.tree.gamma else "tree.gamma is 0"
+        missing = missing_draft(connection.state, state) or failed or unwanted
+        insists = settings.tree.insist
+        note(without_speculation(result, decisions, insists=insists, last=last, missing=missing))
+
+
+def _decode_prompts(
+    wish: Wish,
+    connect: str | None,
+    file: Path,
+    out: Path | None,
+    record: Path | None,
+    parallel: int,
 ) -> None:
-    if prompt is not None:
-        raise UserError("a prompt and --prompts FILE are two different jobs: leave one of them out")
+    """Decode a file of prompts into a file of answers."""
     if out is None:
         raise UserError("--prompts FILE needs --out FILE for the answers")
+    if out.exists() and file.exists() and out.samefile(file):
+        raise UserError(
+            f"--out {out} is the file of --prompts itself: choose another one for the answers"
+        )
+    if record is not None and record.resolve() == out.resolve():
+        raise UserError(f"--out and --record both name {out}: choose a file for each")
+    asked = read_prompts(file)
+    with open_records(record, go_on=True) if record is not None else nullcontext() as records:
+        decode_file(replace(wish, records=records), connect, asked, out, parallel)
+
+
+def _check_file_mode(
+    prompt: str | None, connect: str | None, *, as_json: bool, trace: Path | None
+) -> None:
+    """Raise `UserError` for options that do not go with --prompts."""
+    if connect is not None and is_url(connect):
+        raise UserError(
+            "--prompts needs the coordinator: connect to its address (ipc:// or tcp://) "
+            f"instead of {connect}"
+        )
+    if prompt is not None:
+        raise UserError("a prompt and --prompts FILE are two different jobs: leave one of them out")
     if as_json or trace is not None:
         raise UserError(
             "--json and --trace are for a single prompt: the answers to --prompts are JSON "

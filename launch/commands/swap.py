@@ -10,6 +10,7 @@ import json
 import shlex
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -110,22 +111,8 @@ def command(
     exit code 1. No request fails of it. A process with both roles takes the place of the target
     first, then that of the draft.
     """
-    if beside and replaced is not None:
-        raise UserError(
-            f"--beside lets nobody go, and --replace {replaced} names who should: leave one of "
-            "them out"
-        )
-    _check_flags(configuration, role)
-    if role == "draft" and configuration.settings.draft.kind == "none":
-        raise UserError(
-            "--draft none is no worker: let the one that is there go with `dovetail drain WORKER`"
-        )
+    _check_choice(configuration, role, replaced, beside=beside)
     if role == "unified":
-        if replaced is not None:
-            raise UserError(
-                f"--replace {replaced} names one worker, and a process with both roles takes "
-                "the place of two: leave it out"
-            )
         configuration = configuration.over(
             "--role unified", {"draft.kind": "substitute", "draft.share": True}
         )
@@ -141,54 +128,14 @@ def command(
         configuration, known = as_before(
             configuration, parts[0], old[parts[0]], state.workers, elsewhere=elsewhere
         )
-        if not elsewhere:
-            for check in (
-                (check_target, check_draft)
-                if role == "unified"
-                else (check_target if role == "target" else check_draft,)
-            ):
-                check(configuration.settings)
-            check_memory(
-                configuration.settings,
-                (role,),
-                node=only_node(layout_of(configuration.settings).target)
-                if role == "target"
-                else None,
-            )
-        keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
         change = Change(client, role, name, old, known, beside=beside)
         if elsewhere:
             line = _command_for_another_machine(configuration, role, name, state.address)
-            click.echo(line, err=as_json)
-            note(
-                "FOLDER holds its own NAME.key and coordinator.pub; models, devices and "
-                "threads that are not named are those of a worker without settings"
-            )
-            note(f"waiting for {name}; Ctrl-C to leave it")
-            change.wait(None)
-            done = change.make()
+            done = _wait_for_another_machine(change, name, line, to_stderr=as_json)
         else:
-            flags = [
-                *worker_arguments(
-                    configuration, role, state.address, layout_of(configuration.settings)
-                ),
-                *([f"--keys={keys}"] if keys else []),
-            ]
-            with Newcomer(
-                [flag for flag in flags if not flag.startswith("--name=")]
-                + [f"--name={name}", "--standby", "--own-log"],
-                name,
-            ) as process:
-                change.wait(process.child)
-                try:
-                    done = change.make()
-                except BaseException as error:
-                    if change.is_begun(
-                        interrupted=isinstance(error, KeyboardInterrupt | SystemExit)
-                    ):
-                        process.stays()
-                    raise
-                process.stays()
+            _check_models(configuration, role)
+            keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
+            done = _start_here(change, configuration, role, name, state.address, keys)
     if as_json:
         click.echo(
             json.dumps(
@@ -198,6 +145,81 @@ def command(
     else:
         for words in change.words:
             note(words)
+
+
+def _check_choice(
+    configuration: Configuration, role: Played, replaced: str | None, *, beside: bool
+) -> None:
+    """Raise `UserError` for options that contradict each other."""
+    if beside and replaced is not None:
+        raise UserError(
+            f"--beside keeps every worker, and --replace {replaced} names one that should leave: "
+            "leave one of them out"
+        )
+    _check_flags(configuration, role)
+    if role == "draft" and configuration.settings.draft.kind == "none":
+        raise UserError(
+            "--draft none is no worker: drain the one that is there with `dovetail drain WORKER`"
+        )
+    if role == "unified" and replaced is not None:
+        raise UserError(
+            f"--replace {replaced} names one worker, and a process with both roles takes "
+            "the place of two: leave it out"
+        )
+
+
+def _check_models(configuration: Configuration, role: Played) -> None:
+    """Refuse models that are not there or do not fit into memory, before a process is started."""
+    if role != "draft":
+        check_target(configuration.settings)
+    if role != "target":
+        check_draft(configuration.settings)
+    node = only_node(layout_of(configuration.settings).target) if role == "target" else None
+    check_memory(configuration.settings, (role,), node=node)
+
+
+def _wait_for_another_machine(
+    change: Change, name: str, line: str, *, to_stderr: bool
+) -> dict[str, Any]:
+    """Print the line to type there, wait for that worker and put it in place."""
+    click.echo(line, err=to_stderr)
+    note(
+        "FOLDER holds its own NAME.key and coordinator.pub; models, devices and "
+        "threads that are not named are those of a worker without settings"
+    )
+    note(f"waiting for {name}; Ctrl-C stops waiting")
+    change.wait(None)
+    return change.make()
+
+
+def _start_here(
+    change: Change,
+    configuration: Configuration,
+    role: Played,
+    name: str,
+    address: str,
+    keys: str,
+) -> dict[str, Any]:
+    """Start the worker on this machine and put it in place. It ends with us unless it has
+    sessions, or may have."""
+    flags = worker_arguments(configuration, role, address, layout_of(configuration.settings))
+    arguments = [
+        *(flag for flag in flags if not flag.startswith("--name=")),
+        *([f"--keys={keys}"] if keys else []),
+        f"--name={name}",
+        "--standby",
+        "--own-log",
+    ]
+    with Newcomer(arguments, name) as process:
+        change.wait(process.child)
+        try:
+            done = change.make()
+        except BaseException as error:
+            if change.is_begun(interrupted=isinstance(error, KeyboardInterrupt | SystemExit)):
+                process.stays()
+            raise
+        process.stays()
+    return done
 
 
 def free_name(workers: Sequence[WorkerState], role: Played) -> str:
