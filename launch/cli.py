@@ -165,8 +165,8 @@ def _open_closed_streams() -> None:
 
 
 def _drop_unwritten() -> None:
-    """What could not be written, and has been complained of, is not tried again when Python ends,
-    which would complain in its own words."""
+    """Drop what could not be written and has been complained of: Python would try again when it
+    ends, which would complain in its own words."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -2,6 +2,7 @@
 large folders and files may be."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ are pickled, and the user has to ask for it."""
 SORTED = ("launch",)
 """The folders that have rooms: few entries at the top, and no long file."""
 MOST_ENTRIES, MOST_LINES = 20, 400
+FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where)\b")
+"""A docstring that begins so is a part of a sentence, and the reader has to find the rest."""
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -203,3 +206,18 @@ def test_a_folder_has_at_most_twenty_entries(folder: str) -> None:
 def test_a_file_has_at_most_four_hundred_lines(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MOST_LINES, f"{name(path)} has {lines}: give a part of it a file of its own"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sources() if name(p).split("/")[0] in SORTED], ids=name
+)
+def test_a_docstring_is_a_sentence_that_stands_alone(path: Path) -> None:
+    said = [
+        node.value.value
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    fragments = [text.splitlines()[0] for text in said if FRAGMENT.match(text)]
+    assert not fragments, f"{name(path)}: {fragments}"

@@ -78,11 +78,11 @@ class Peer:
         self._child: Child = supervisor.children[-1]
         self._link: Link = open_link(address, role="client")
         self.identity = f"transformers {importlib.metadata.version('transformers')}"
-        """What decodes; the models are those of the settings."""
+        """The engine that decodes; the models are those of the settings."""
         self.thread_counts = near_the_fastest(
             {threads: self._try(threads) for threads in thread_counts_of(len(self.cores))}
         )
-        """What it is measured with, the number of its cores first."""
+        """The numbers of threads that it is measured with, the number of its cores first."""
 
     def decode(
         self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
@@ -127,7 +127,7 @@ class Peer:
 
 
 def thread_counts_of(cores: int) -> tuple[int, ...]:
-    """What is tried on so many cores: a thread on each, and one."""
+    """Return what is tried on so many cores: a thread on each, and one."""
     return (cores, 1) if 1 < cores <= MOST_CORES_FOR_ONE_THREAD else (cores,)
 
 
@@ -156,8 +156,8 @@ def check(settings: Settings, method: str = ASSISTED) -> None:
 def result_of(
     generated: Generated, codec: "TextCodec", prompt_tokens: int, seed: int, ends: Sequence[int]
 ) -> Result:
-    """What a reply of the peer is in our terms. Its first round, which computes the prompt, is none
-    of decoding; what is not the target's is drafting."""
+    """Return what a reply of the peer is in our terms. Its first round, which computes the prompt,
+    is none of decoding; what is not the target's is drafting."""
     first, *later = generated.rounds
     tokens, accepted = generated.tokens, sum(r.committed - 1 for r in later)
     drafted = sum(r.rows - 1 for r in later)

@@ -64,7 +64,7 @@ class Run:
 
 
 class Contender(Protocol):
-    """What decodes for a method."""
+    """Processes that decode for a method."""
 
     @property
     def method(self) -> Method:
@@ -166,7 +166,7 @@ def digest_of(model: str) -> str:
 
 
 def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling:
-    """How a method samples a reply of at most so many tokens."""
+    """Return how a method samples a reply of at most so many tokens."""
     sampling = method.configuration.settings.sampling
     return sampling.model_copy(
         update={"temperature": temperature, "min_tokens": min(sampling.min_tokens, max_tokens)}
@@ -265,7 +265,7 @@ def founder(methods: Sequence[Method], of: Method) -> Method:
 
 
 def _processes(method: Method) -> tuple[object, ...]:
-    """What the processes are started with, but for what a request can say as well."""
+    """Return what the processes are started with, but for what a request can say as well."""
     settings = method.configuration.settings
     return (
         settings.target,

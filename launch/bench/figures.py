@@ -27,7 +27,7 @@ INTERVAL = (0.025, 0.975)
 
 
 def baseline(cells: Sequence[Cell], of: Cell) -> Cell:
-    """What the target alone did on the same prompts at the same temperature."""
+    """Return what the target alone did on the same prompts at the same temperature."""
     return next(
         c
         for c in cells
@@ -75,7 +75,7 @@ def _variants(cells: Sequence[Cell], of: Cell) -> list[Cell]:
 
 
 def peers_told(measured: Sequence[Cell], best: Sequence[Cell]) -> list[dict[str, Any]]:
-    """What each peer was measured with, and which of it is its row."""
+    """Return what each peer was measured with, and which of it is its row."""
     where = [(cell, _place(cell)) for cell in measured if not cell.method.ours]
     return [
         {
@@ -167,7 +167,7 @@ def _shape(cell: Cell) -> dict[str, Any]:
 
 
 def _speculation(cell: Cell, results: Sequence[Result]) -> dict[str, Any]:
-    """How the drafting went: what was grown, where, and for nothing."""
+    """Return how the drafting went: what was grown, where, and for nothing."""
     rounds, plain = (
         sum(result.rounds for result in results),
         sum(result.plain_rounds for result in results),

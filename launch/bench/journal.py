@@ -33,7 +33,7 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.profile import machine_key
 
 FIRST = b'{"bench": '
-"""What every file of ours begins with."""
+"""The beginning of every file of ours."""
 Where = tuple[str, float, str]
 """Set of prompts, temperature, id of the prompt."""
 
@@ -58,7 +58,7 @@ class Remembered:
 
 @dataclass
 class Journal:
-    """What is measured so far; without a file it is kept for this run alone."""
+    """The measurements so far; without a file it is kept for this run alone."""
 
     file: IO[bytes] | None = None
     known: dict[str, Any] = field(default_factory=dict)
@@ -70,9 +70,9 @@ class Journal:
     """Label, where, number -> the reply, and the tokens that came with its first round."""
     peaks: dict[str, float] = field(default_factory=dict)
     whole: bool = False
-    """Whether the result is in the file."""
+    """True if the result is in the file."""
     begun: bool = False
-    """Whether this run has measured anything itself."""
+    """True if this run has measured anything itself."""
 
     def task(self, where: Where, prompt: Prompt) -> Task | None:
         """The prompt as it was asked, if it was."""
@@ -97,7 +97,7 @@ class Journal:
         return (label, where, number) in self.replies
 
     def complete(self, labels: Iterable[str], where: Where, repeat: int) -> bool:
-        """Whether all methods have all their replies to a prompt."""
+        """Return whether all methods have all their replies to a prompt."""
         return all(self.has(label, where, number) for label in labels for number in range(repeat))
 
     def reply(self, label: str, where: Where, number: int, task: Task) -> Run | None:
@@ -208,7 +208,7 @@ def heading_of(
     repeat: int,
     seed: int,
 ) -> dict[str, Any]:
-    """What tells a run from others, but for what is in the folders of its models."""
+    """Return what tells a run from others, but for what is in the folders of its models."""
     return {
         "version": installed_version(),
         "machine": _machine(),

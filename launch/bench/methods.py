@@ -36,12 +36,13 @@ class Method:
     name: str
     configuration: Configuration
     threads: int | None = None
-    """Of a peer, which is measured with several numbers of them; none: a method of ours."""
+    """The threads of a peer, which is measured with several numbers of them; none: a method of
+    ours."""
     shares: str = ""
     """Methods that say the same share a stack of processes; those that say nothing have one of
     their own."""
     llama: LlamaOptions | None = None
-    """Of llama.cpp; none: it is not."""
+    """Its options if it is llama.cpp; else none."""
 
     @property
     def ours(self) -> bool:
@@ -59,7 +60,7 @@ class Method:
 
     @property
     def weights(self) -> str:
-        """What it computes with, as its engine calls it."""
+        """Return what it computes with, as its engine calls it."""
         weights = self.configuration.settings.target.weights
         if self.ours:
             return weights

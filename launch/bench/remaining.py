@@ -1,5 +1,5 @@
-"""How long a run of turns still takes, from what each kind of turn has taken so far. Knows a clock,
-and how many turns are left of each."""
+"""Estimates how long a run of turns still takes, from what each kind of turn has taken so far.
+Knows a clock, and how many turns are left of each."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,8 +40,8 @@ class Remaining:
         self._began = None
 
     def seconds(self) -> float | None:
-        """What is left to wait, less what the turn that is under way has taken; None before the
-        first turn has ended."""
+        """Return what is left to wait, less what the turn that is under way has taken; None before
+        the first turn has ended."""
         done = sum(kind.done for kind in self._kinds.values())
         if not done:
             return None

@@ -38,7 +38,7 @@ TAKEN = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is swept, over which values."""
+    """The setting that is swept, and its values."""
 
     name: str
     values: tuple[int, ...]
@@ -48,7 +48,7 @@ class Sweep:
         return f"tree.{self.name}"
 
     def varies(self, method: Method) -> bool:
-        """Whether it is a method that draws a tree of ours."""
+        """Return whether it is a method that draws a tree of ours."""
         return method.ours and method.drafts
 
     def points(self, method: Method) -> list[Method]:

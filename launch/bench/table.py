@@ -1,5 +1,5 @@
-"""How a result of `bench` is told to people: tables on stdout, what has to be known beside them on
-stderr. Computes nothing."""
+"""Shows a result of `bench`: tables on stdout, what has to be known beside them on stderr. Computes
+nothing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,19 +26,19 @@ COLUMNS = {
     "plain": "share of the rounds that are verified without a tree",
     "MB": "the most memory that the processes held, 10^6 bytes",
 }
-"""Of the table: heading -> what it means, what matters most first."""
+"""Heading of the table -> its meaning; the most important first."""
 KEYS = 3
-"""Of them, those that say which row it is."""
+"""The headings that say which row it is."""
 SWEPT = {
     "T_V ms": "with --sweep: a pass of the target",
     "T_V/T_T": "with --sweep: the same as pass",
     "draft ms": "with --sweep: drafting that a round waits for",
 }
-"""What the table of a sweep has beside these."""
+"""Further headings of the table of a sweep."""
 
 
 OTHER = "other arithmetic"
-"""What a difference is called of an engine that computes with its own types."""
+"""The name of a difference to an engine that computes with its own types."""
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def show_notes(result: Mapping[str, Any]) -> None:
-    """What has to be known beside a table: cut prompts, peers, medians, differences."""
+    """Write what a reader of the table has to know: cut prompts, peers, medians, differences."""
     for told in result["rows"]:
         if told["draft_failures"]:
             where, first = (
@@ -169,7 +169,7 @@ def _slower(told: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:
 
 
 def show_overhead(overhead: Overhead) -> None:
-    """What coordinator and links cost a round."""
+    """Print what coordinator and links cost a round."""
     rows = [
         (
             "coordinator",

@@ -1,5 +1,5 @@
-"""What a round costs beside the work: the coordinator and its links, measured from outside with
-workers that answer at once.
+"""Measures what a round costs beside the work: the coordinator and its links, measured from outside
+with workers that answer at once.
 
 Two echo workers note when a command arrives and when its answer leaves, on the monotonic clock that
 all processes of a machine share. What passes between a draft's answer and the target's command, and
@@ -57,7 +57,7 @@ class Overhead:
 
     @property
     def coordinator_us(self) -> float:
-        """Of the medians."""
+        """Return the difference of the medians."""
         return self.outside_us - self.transport_us
 
     @property

@@ -1,5 +1,5 @@
-"""How methods take their turns: prompt by prompt, each of them first equally often, so that
-whatever else happens on the machine happens to all of them.
+"""Has methods take turns: prompt by prompt, each of them first equally often, so that whatever else
+happens on the machine happens to all of them.
 
 A stack of processes whose turn it is not sleeps. A reply is measured up to its first repeated
 20-gram: text of a small model that has begun to loop is foretold by any draft. The reply of `none`,
@@ -28,7 +28,7 @@ from dovetail.runtime.record.comparison import Difference, first_difference
 T = TypeVar("T")
 LOOP_TOKENS = 20
 HOW_FAR = "how far"
-"""What the reply of `none` that is not timed is called while it is under way."""
+"""The name of the reply of `none` that is not timed, while it is under way."""
 SHORTER = 0.8
 """A prompt that does not fit is tried again with this share of its characters."""
 
@@ -104,8 +104,8 @@ def replies_left(
     repeat: int,
     journal: Journal,
 ) -> dict[str, int]:
-    """How many replies of each method are still to be measured, and of how many prompts it is to be
-    found how far they go."""
+    """Return how many replies of each method are still to be measured, and of how many prompts it
+    is to be found how far they go."""
     everywhere = [
         (prompts.name, temperature, prompt.id)
         for prompts in sets
@@ -208,8 +208,8 @@ def prepare(
 
 
 def loop_begins(tokens: Sequence[int], length: int = LOOP_TOKENS) -> int:
-    """How many tokens there are before the first 20-gram that was there before; all of them if none
-    was."""
+    """Return how many tokens there are before the first 20-gram that was there before; all of them
+    if none was."""
     seen: set[tuple[int, ...]] = set()
     for start in range(len(tokens) - length + 1):
         gram = tuple(tokens[start : start + length])

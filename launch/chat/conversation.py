@@ -65,7 +65,7 @@ def parse(line: str) -> Command | str | None:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a reply is asked for."""
+    """The settings of a request for a reply."""
 
     sampling: Sampling
     max_tokens: int
@@ -95,8 +95,8 @@ class Exchange:
     answer: Answer
 
     def is_repeated_in(self, manner: Manner) -> bool:
-        """Whether the question, asked in that manner, is sure to get the same answer: greedily, or
-        with the same seed, whatever the draft does."""
+        """Return whether the question, asked in that manner, is sure to get the same answer:
+        greedily, or with the same seed, whatever the draft does."""
         if self.answer.interrupted or manner.sampling != self.manner.sampling:
             return False
         seed = self.answer.result.seed if self.answer.result is not None else self.manner.seed
@@ -108,7 +108,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said."""
+    """The turns of a conversation so far."""
 
     exchanges: tuple[Exchange, ...] = ()
 

@@ -87,7 +87,7 @@ class Site:
     def asked(
         self, method: str, path: str, body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """What the server answers, if it does what it is asked; the connection ends with the
+        """Return what the server answers, if it does what it is asked; the connection ends with the
         block."""
         headers = {
             "Content-Type": "application/json",
@@ -258,8 +258,8 @@ def _object(content: bytes) -> dict[str, Any]:
 
 
 def _failure(status: int, said: dict[str, Any], *, sent_key: bool = False) -> DovetailError:
-    """What a server's refusal means: that it may do it later, else a mistake of ours below 500,
-    else its own."""
+    """Return what a server's refusal means: that it may do it later, else a mistake of ours below
+    500, else its own."""
     error = said.get("error")
     text = (
         printable(str(error.get("message", "")))

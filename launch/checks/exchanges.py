@@ -49,15 +49,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Part:
-    """What one worker had to do with a session."""
+    """The part that one worker had in a session."""
 
     peer: Peer
     exchanges: tuple[Exchange, ...]
 
 
 def parts_of(recording: Recording, role: Role) -> Sequence[Part]:
-    """What the workers of this role did, in the order in which they began; `UserError` if none of
-    them was asked anything."""
+    """Return what the workers of this role did, in the order in which they began; `UserError` if
+    none of them was asked anything."""
     session = recording.begin.session
     parts: dict[int, list[Exchange]] = {}
     for number, entry in enumerate(recording.entries, start=1):
@@ -101,8 +101,8 @@ def ended(exchange: Exchange) -> bool:
 
 
 def missed_its_base(exchange: Exchange) -> bool:
-    """Whether the worker did not have the session that this one was to go on from; then it was
-    opened anew."""
+    """Return whether the worker did not have the session that this one was to go on from; then it
+    was opened anew."""
     return (
         isinstance(exchange.command, Open)
         and exchange.command.base is not None
@@ -111,7 +111,7 @@ def missed_its_base(exchange: Exchange) -> bool:
 
 
 def answers(command: Asked, event: Event, session: int) -> bool:
-    """Whether this is an answer to the command."""
+    """Return whether this is an answer to the command."""
     if isinstance(event, Verified):
         return isinstance(command, Verify) and any(
             item.round == round_of(command) for item, _ in own_verdicts(event, session)

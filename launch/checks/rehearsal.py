@@ -53,14 +53,15 @@ from dovetail.runtime.record.replay import Asked, Difference, own_verdicts, shor
 
 @dataclass
 class Outcome:
-    """What came of a rehearsal."""
+    """The result of a rehearsal."""
 
     fingerprint: str = ""
-    """Of the worker that played."""
+    """The fingerprint of the worker that played."""
     same_fingerprint: bool = False
-    """Whether that is the one of all that played then."""
+    """True if that is the one of all that played then."""
     hangs_on: tuple[str, ...] = ()
-    """Of a draft: what its proposals hung on beside the text, so that others are no mistake."""
+    """For a draft, what its proposals depended on beside the text, so that others are no
+    mistake."""
     answers: int = 0
     """That were compared, and were the same if there is no difference."""
     proposals: int = 0
@@ -202,8 +203,8 @@ class _Play:
         }
 
     def _retold(self, command: Draft) -> dict[str, Any]:
-        """What was accepted of the recorded proposal, as a path in the tree of this worker and what
-        goes on behind it."""
+        """Return what was accepted of the recorded proposal, as a path in the tree of this worker
+        and what goes on behind it."""
         recorded, proposed = self._recorded, self._proposed
         if (
             recorded is None
@@ -233,7 +234,7 @@ class _Play:
     # -- what it answers ---------------------------------------------------------------------------
 
     def _compare(self, exchange: Exchange, answers: Sequence[Event]) -> bool:
-        """Whether it makes sense to go on."""
+        """Return whether it makes sense to go on."""
         then, now = exchange.answers[-1:], answers[-1:]
         if isinstance(now[0], Drafted):
             self._recorded, self._proposed = (
@@ -270,8 +271,8 @@ class _Play:
             self._differs(exchange, differing, getattr(then, differing), getattr(now, differing))
 
     def _compare_tokens(self, exchange: Exchange, answers: Sequence[Event]) -> bool:
-        """Whether the target chose the same tokens; what else it says of them is compared where the
-        bytes are to be equal."""
+        """Return whether the target chose the same tokens; what else it says of them is compared
+        where the bytes are to be equal."""
         (then, then_features), (now, now_features) = (
             _chosen(several[-1], exchange, self._session) for several in (exchange.answers, answers)
         )
@@ -290,7 +291,7 @@ class _Play:
         return True
 
     def _compare_parts(self, exchange: Exchange, answers: Sequence[Event]) -> None:
-        """What came before the last answer, in however many parts."""
+        """Compare what came before the last answer, in however many parts."""
         if not self._outcome.same_fingerprint:
             return
         then, now = (_features(side) for side in (exchange.answers, answers))
@@ -335,7 +336,8 @@ class _Play:
 
 
 def _chosen(event: Event, exchange: Exchange, session: int) -> tuple[dict[str, Any], Array | None]:
-    """What a target chose, from its word on an Open or a Verify, and the features of a verdict."""
+    """Return what a target chose, from its word on an Open or a Verify, and the features of a
+    verdict."""
     if isinstance(event, Opened):
         margins = () if event.margin is None else (event.margin,)
         logprobs = () if event.logprobs is None else (event.logprobs,)

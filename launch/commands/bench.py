@@ -239,7 +239,7 @@ def command(
 def _contenders(
     methods: Sequence[Method], journal: Journal, llama_python: Path | None
 ) -> Iterator[Mapping[str, Contender]]:
-    """What decodes for each method; where all is measured already, nothing is started."""
+    """Return what decodes for each method; where all is measured already, nothing is started."""
     if journal.whole:
         yield journal.remembered(methods)
         return

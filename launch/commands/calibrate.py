@@ -173,7 +173,7 @@ def command(
 
 
 def _check(configuration: Configuration) -> None:
-    """What is wrong with the settings, before a process is started."""
+    """Refuse settings that are wrong before a process is started."""
     target = configuration.settings.target
     for name, value in (
         ("target.resident", target.resident),
@@ -202,8 +202,8 @@ def _check(configuration: Configuration) -> None:
 
 
 def _has_draft(configuration: Configuration) -> bool:
-    """Whether there is a draft to measure: a substitute, a small model or a head that is named, or
-    an embedded one beside the embedded target."""
+    """Return whether there is a draft to measure: a substitute, a small model or a head that is
+    named, or an embedded one beside the embedded target."""
     draft = configuration.settings.draft
     return draft.kind == "substitute" or (
         draft.kind in ("auto", "small", *HEAD_KINDS)
@@ -233,7 +233,7 @@ def _measure(
     arguments: Sequence[str],
     step: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What a process of `role` finds, bound to `place`."""
+    """Return what a process of `role` finds, bound to `place`."""
     where = [
         f"--role={role}",
         f"--cores={format_numbers(place.cores)}",

@@ -224,7 +224,7 @@ class Chat:
         )
 
     def _end_line(self) -> None:
-        """What comes next begins a line."""
+        """End the line, so that what comes next begins one."""
         if self._in_line:
             click.echo()
         self._in_line = False
@@ -282,7 +282,7 @@ def harmless(text: str) -> str:
 
 
 def _changed(manner: Manner, command: Command) -> Manner:
-    """What a command makes of the manner in which replies are asked for."""
+    """Return what a command makes of the manner in which replies are asked for."""
     if command.name == "draft":
         return replace(manner, speculate=command.argument == "on")
     if command.name == "seed":
@@ -292,7 +292,7 @@ def _changed(manner: Manner, command: Command) -> Manner:
 
 
 def _in_force(manner: Manner, name: str) -> str:
-    """What holds for the next replies, in the command's words."""
+    """Return what holds for the next replies, in the command's words."""
     temperature = manner.sampling.temperature
     held = {
         "draft": "on" if manner.speculate else "off: the target decodes alone",

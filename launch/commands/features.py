@@ -214,7 +214,7 @@ def command(
 
 
 def _told(out: Path, index: "Index") -> dict[str, Any]:
-    """What stands in the folder now."""
+    """Return what stands in the folder now."""
     counts = {
         "sequences": index.count,
         "tokens": index.tokens,
@@ -226,6 +226,6 @@ def _told(out: Path, index: "Index") -> dict[str, Any]:
 
 
 def _tell_left_out(left_out: Mapping[str, int]) -> None:
-    """What is not learned from, and why."""
+    """Say what is not learned from, and why."""
     for reason, count in left_out.items():
         note(f"{count:,} {reason}")

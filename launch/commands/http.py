@@ -133,7 +133,7 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
 
 
 def is_here_only(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return all(
             is_loopback(str(address[4][0]))
@@ -146,7 +146,7 @@ def is_here_only(host: str) -> bool:
 
 
 def url_of(host: str, listener: socket.socket) -> str:
-    """Where clients find us, with the real port."""
+    """Return where clients find us, with the real port."""
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
@@ -169,15 +169,15 @@ def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
 
 
 def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
-    """What the dashboard shows: tokens of requests by itself only where all who can see it are one
-    user."""
+    """Return what the dashboard shows: tokens of requests by itself only where all who can see it
+    are one user."""
     return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
 
 
 def _connections(configuration: Configuration) -> int:
-    """How many connections this process may hold; the system's limit on open files is raised for
-    them as far as it goes. Where that is not enough a number that somebody asked for is refused,
-    and the default is lowered."""
+    """Return how many connections this process may hold; the system's limit on open files is raised
+    for them as far as it goes. Where that is not enough a number that somebody asked for is
+    refused, and the default is lowered."""
     wanted = configuration.settings.http.connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:

@@ -63,7 +63,7 @@ def command(
 
 
 def _where_to(rotated: str) -> str:
-    """What has to be done with a new pair."""
+    """Return what has to be done with a new pair."""
     if rotated == COORDINATOR:
         return (
             "restart the coordinator with them, until when it goes by the old key, and "

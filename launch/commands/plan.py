@@ -42,7 +42,7 @@ from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES
 
 WIDTH = TreeSettings.model_fields["width"].default
-"""Of trees, where the settings of the embedded pair are of no concern."""
+"""The width of trees where the settings of the embedded pair are of no concern."""
 COLUMNS = {
     "alternative": "a kind of placement; of each the best that was found",
     "placement": "layers of the target, and the draft",
@@ -125,7 +125,7 @@ def command(
 
 
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:
-    """What is wrong with the command line, before anything is looked at."""
+    """Refuse a command line that is wrong before anything is looked at."""
     target = configuration.settings.target
     if target_size is not None and (target.model or target.inflate):
         raise UserError(

@@ -55,7 +55,7 @@ WORDS = {
     "bubble": "a stretch of a round in which neither draft nor target works",
     "clock within": "by how much another machine's spans may be misplaced",
 }
-"""What the tables and the report speak of."""
+"""The words of the tables and of the report, explained."""
 
 
 @click.command("profile", cls=HelpCommand, epilog=explained(WORDS, "Words:"))
@@ -146,7 +146,7 @@ def command(
 def _prompts(
     text: str | None, file: Path | None, limit: int | None, *, watching: bool
 ) -> list[Prompt]:
-    """What is decoded; nothing where others are watched."""
+    """Return what is decoded; nothing where others are watched."""
     if text is not None and file is not None:
         raise UserError("--prompt and --prompts name two workloads: leave one of them out")
     if text is not None:

@@ -30,8 +30,8 @@ from dovetail.runtime.record.comparison import Difference, first_difference
 
 SEED = 20260101
 TOKENS = 48
-"""Of each reply, where the settings do not say otherwise: long enough for a dozen rounds, short
-enough for a coffee."""
+"""The length of each reply where the settings do not say otherwise: long enough for a dozen rounds,
+short enough for a coffee."""
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.7),
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Check:
-    """What came of a case: how many tokens were compared, and the widest of the first
+    """The result of a case: how many tokens were compared, and the widest of the first
     differences."""
 
     case: str

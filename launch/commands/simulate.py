@@ -45,11 +45,11 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 
 LEVEL_ROWS = 10
-"""Of a draft's level whose price is told."""
+"""Rows of the draft's level whose price is shown."""
 MACHINE = "dovetail-server"
 TOLERANCE = 0.05
 TOLD_ROWS, CONTEXT = (1, 16, 64), 512
-"""Of the passes that `machines` tells."""
+"""Rows and context of the passes that `machines` shows."""
 
 
 @click.group()

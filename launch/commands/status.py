@@ -16,7 +16,7 @@ from dovetail.protocol.messages import PairState, Reported, WorkerState
 from dovetail.protocol.profile import RowsSeconds
 
 SHOWN_DECISIONS = 8
-"""Of the last; `--json` has them all."""
+"""The number of decisions shown, the latest ones; `--json` has them all."""
 
 
 @click.command(cls=HelpCommand)
@@ -42,7 +42,8 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
 
 
 def _in_print(state: Reported) -> Reported:
-    """The same with nothing in the words of its peers that a terminal takes for commands."""
+    """Return the state without anything in the words of peers that a terminal takes for
+    commands."""
     return Reported.model_validate(in_print(state.model_dump()))
 
 
@@ -166,7 +167,8 @@ def _whole(figure: float | None) -> int | None:
 
 
 def _clock(worker: WorkerState) -> str:
-    """How far its clock is ahead of the coordinator's, and within what bound that is certain."""
+    """Return how far its clock is ahead of the coordinator's, and within what bound that is
+    certain."""
     if worker.clock_offset_us is None or worker.clock_bound_us is None:
         return "-"
     return f"{worker.clock_offset_us:+.0f} ± {worker.clock_bound_us:.0f}"

@@ -173,7 +173,7 @@ def _check(configuration: Configuration, plot: Path | None) -> None:
 
 
 def _holds_for(settings: Settings) -> dict[str, Any]:
-    """What the entropies depend on, and the rest of what a rank depends on."""
+    """Return what the entropies depend on, and the rest of what a rank depends on."""
     tree = {"gamma": settings.tree.gamma, **{key: getattr(settings.tree, key) for key in MADE_FOR}}
     return {**draft_facts(settings.draft), **tree, "temperature": settings.sampling.temperature}
 
@@ -235,8 +235,8 @@ def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: in
 def rounds_of(
     records: Sequence[RoundRecord], result: Result, tree: TreeSettings, max_tokens: int
 ) -> "list[Round]":
-    """What is learned from: the rounds of a reply that had a tree, room for all of its levels, and
-    something to say."""
+    """Return what is learned from: the rounds of a reply that had a tree, room for all of its
+    levels, and something to say."""
     from dovetail.workers.training.stratify import Round, terminal_confidence_rank
 
     last = result.prompt_tokens + min(loop_begins(result.token_ids), max_tokens - tree.depth - 1)

@@ -48,7 +48,7 @@ LOCAL = (
     "memory.",
     "coordinator.",
 )
-"""What need not be so on another machine."""
+"""Settings that need not hold on another machine."""
 
 
 @click.command(cls=HelpCommand)
@@ -315,7 +315,7 @@ def _announced_keys(address: str) -> str:
 def _command_for_another_machine(
     configuration: Configuration, role: Played, name: str, address: str
 ) -> str:
-    """What to type there; `UserError` for a coordinator that no other machine reaches."""
+    """Return what to type there; `UserError` for a coordinator that no other machine reaches."""
     if not leaves_the_machine(address):
         raise UserError(
             f"no other machine reaches the coordinator at {address}: start it with "

@@ -88,8 +88,8 @@ class Eye(Protocol):
     """Sees a coordinator, somehow."""
 
     def look(self, session: int | None) -> Picture:
-        """What happens, and the last tree of this session, or of the newest; `DovetailError` if
-        nobody answers."""
+        """Return what happens, and the last tree of this session, or of the newest; `DovetailError`
+        if nobody answers."""
 
 
 class _LinkEye:
@@ -123,7 +123,7 @@ class _LinkEye:
             raise
 
     def _spell(self, client: Client, state: Reported) -> Spell | None:
-        """What the target's tokens stand for; None while there is no target."""
+        """Return what the target's tokens stand for; None while there is no target."""
         fingerprint = next(
             (worker.fingerprint for worker in state.workers if worker.fingerprint), ""
         )
@@ -197,7 +197,7 @@ def _watch(eye: Eye) -> None:
 
 
 def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
-    """What a key does; whether a picture is to be had at once."""
+    """Return what a key does; whether a picture is to be had at once."""
     sessions = (
         [session["session"] for session in picture["sessions"]] if picture is not None else []
     )
@@ -222,7 +222,7 @@ def _next(sessions: list[int], chosen: int | None, step: int) -> int | None:
 
 
 class _Keys:
-    """What is typed, a key at a time."""
+    """Reads what is typed, a key at a time."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,1 +1,2 @@
-"""What a person sees on a terminal: help, progress, tables, log lines, the live view of `top`."""
+"""Everything that a person sees on a terminal: help, progress, tables, log lines, the live view of
+`top`."""

@@ -1,5 +1,4 @@
-"""What is said of a reply whose draft failed: the text is the same, only slower. Computes
-nothing."""
+"""Says that the draft of a reply failed: the text is the same, only slower. Computes nothing."""
 
 from collections.abc import Iterable
 

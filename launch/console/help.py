@@ -77,7 +77,7 @@ class HelpCommand(click.Command):
             )
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """What follows the options, such as the words of a table: in the full help alone."""
+        """Write what follows the options, such as the words of a table, in the full help alone."""
         if HELP_ALL in ctx.meta:
             super().format_epilog(ctx, formatter)
         elif self.epilog:

@@ -1,5 +1,5 @@
-"""What a process of ours logs: a line on stderr for each record, whatever peers have put into their
-names and words."""
+"""The log of a process of ours: a line on stderr for each record, whatever peers have put into
+their names and words."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What llama-server, vLLM and ollama call things, and what they are called here.
+"""The names that llama-server, vLLM and ollama have for things, and ours.
 
 The tables are the ones of the manual (a test compares them with `launch/README.md`), and they are
 what an unknown option or command is answered with. Nothing here is accepted as an option.

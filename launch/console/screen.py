@@ -1,5 +1,5 @@
-"""How `dovetail top` looks: a picture (`runtime/telemetry/live_stats.py`) as lines of a terminal,
-80 columns or more. rich obeys NO_COLOR.
+"""The pages of `dovetail top`: a picture (`runtime/telemetry/live_stats.py`) as lines of a
+terminal, 80 columns or more. rich obeys NO_COLOR.
 
 Nothing is told by colour alone: marks and words say the same. Knows no keys, no time and nobody to
 ask.
@@ -35,7 +35,7 @@ DOING = {
     "target": "for target",
     "coordinator": "for coord.",
 }
-"""What a worker waits for."""
+"""The names of what a worker waits for."""
 STATES = {
     "on": "on",
     "off": "off",
@@ -48,7 +48,7 @@ STATES = {
 
 @dataclass
 class Standing:
-    """What the person in front of it has chosen, and what there is to say of the connection."""
+    """The choices of the person in front of it, and the state of the connection."""
 
     page: int = 0
     session: int | None = None
@@ -73,7 +73,7 @@ def everything(picture: Picture) -> RenderableType:
 
 
 def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> RenderableType:
-    """What fits into the terminal, with the foot in its last line."""
+    """Return what fits into the terminal, with the foot in its last line."""
     lines = console.render_lines(Group(*parts), console.options.update(height=None), pad=False)
     room = max(1, console.height - 1)
     more = len(lines) > room
@@ -94,7 +94,7 @@ def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> Rende
 
 
 def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[RenderableType]:
-    """What a page consists of; `chosen`: the session that is marked."""
+    """Return what a page consists of; `chosen`: the session that is marked."""
     if name == "overview":
         yield from _overview(picture)
     elif name == "tree":

@@ -1,5 +1,5 @@
-"""What people see while they wait: a spinner, a progress bar, a table. Only on a terminal; without
-one there is silence.
+"""Shows people that work goes on while they wait: a spinner, a progress bar, a table. Only on a
+terminal; without one there is silence.
 
 All of it goes to stderr, but for tables, which are results. rich obeys NO_COLOR.
 """
@@ -21,13 +21,13 @@ from dovetail.protocol.messages import LoadingState
 SAY_EVERY_S = 10.0
 BAR_CELLS = 24
 QUANTISED = "layers quantised"
-"""How a line of a worker ends that says how far it has got."""
+"""The end of a worker's line that says how far it has got."""
 WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
 GAP, MOST_WORD = 2, 24
 """Letters between two columns of a table; a longer word than this is broken where there is no
 room."""
 FIGURE = re.compile(r"[+-]?\d[\d.,]*( ?%|x| \([\d.-]+\))?")
-"""What a cell with a number looks like: 3, 1.70, 84%, 1.17x, 2.38 (1.87-2.65)."""
+"""Matches a cell with a number: 3, 1.70, 84%, 1.17x, 2.38 (1.87-2.65)."""
 
 
 def note(text: str) -> None:
@@ -57,8 +57,8 @@ class Intervals:
 
 
 def loading_text(loading: Sequence[LoadingState]) -> str:
-    """How far models are loaded, for a terminal: a bar, bytes, rate and time left of each; empty
-    where none is."""
+    """Return how far models are loaded, for a terminal: a bar, bytes, rate and time left of each;
+    empty where none is."""
     return "".join(
         f"\n  {_bar(state.done / max(1, state.total))} {printable(state.words)}"
         for state in loading
@@ -137,7 +137,8 @@ def progress_bar(
     from rich.text import Text
 
     class Left(ProgressColumn):
-        """What `remaining` says, as often as the bar is drawn; without it, by the steps so far."""
+        """The time left as `remaining` says it, as often as the bar is drawn; without it, by the
+        steps so far."""
 
         def render(self, task: Task) -> Text:
             return Text(
@@ -239,8 +240,8 @@ def beside_each_other(widths: Sequence[int], most: int, keys: int = 1) -> list[l
 
 
 def _least_width(heading: str, cells: Sequence[object], *, whole: bool) -> int:
-    """Of a column whose lines break between words, those of `whole` cells nowhere; what is longer
-    than MOST_WORD may be broken in any case."""
+    """Return the least width of a column whose lines break between words, those of `whole` cells
+    nowhere; what is longer than MOST_WORD may be broken in any case."""
     parts = [
         *heading.split(),
         *(part for text in map(format_cell, cells) for part in ([text] if whole else text.split())),
@@ -249,8 +250,8 @@ def _least_width(heading: str, cells: Sequence[object], *, whole: bool) -> int:
 
 
 def _is_number(cell: object) -> bool:
-    """Whether it belongs to the right side of a column: a figure, its unit beside it or not, or the
-    want of one."""
+    """Return whether it belongs to the right side of a column: a figure, its unit beside it or not,
+    or the want of one."""
     return (
         isinstance(cell, int | float | None)
         or cell in ("", "-")
@@ -259,8 +260,8 @@ def _is_number(cell: object) -> bool:
 
 
 def explained(columns: Mapping[str, str], heading: str = "Columns:") -> str:
-    """What the columns of a table mean, a line each, for the end of a command's help; the first
-    line keeps click from filling them up."""
+    """Return what the columns of a table mean, a line each, for the end of a command's help; the
+    first line keeps click from filling them up."""
     width = max(map(len, columns))
     return "\n".join(
         ("\b", heading, *(f"  {name:<{width}}  {meaning}" for name, meaning in columns.items()))

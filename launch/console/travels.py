@@ -1,5 +1,5 @@
-"""What goes over the network, in words, for the person before whom a session begins: token ids, and
-for heads hidden states; never weights.
+"""Says what goes over the network, for the person before whom a session begins: token ids, and for
+heads hidden states; never weights.
 
 Knows what the messages carry, and sends none.
 """
@@ -13,12 +13,12 @@ NEVER = "no weights, no files"
 
 
 def leaves_the_machine(address: str) -> bool:
-    """Whether what is said to this address goes over a network, or may."""
+    """Return whether what is said to this address goes over a network, or may."""
     return address.startswith("tcp://")
 
 
 def of_worker(hello: Hello, address: str) -> str:
-    """What a worker that introduces itself so gets and sends."""
+    """Return what a worker that introduces itself so gets and sends."""
     reads, tokenizer = hello.reads, hello.tokenizer
     gets, sends = ["token ids of prompts and replies", "the settings of requests"], ["token ids"]
     if "target" in hello.roles:
@@ -41,7 +41,7 @@ def of_worker(hello: Hello, address: str) -> str:
 
 
 def of_request(address: str, state: Reported) -> str:
-    """What a client's request sets going."""
+    """Return what a client's request sets going."""
     hops = [
         f"to the {'+'.join(worker.roles)} worker {worker.name} on {worker.host} "
         f"{_to_worker(worker)}"

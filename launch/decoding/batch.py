@@ -102,7 +102,7 @@ class _Batch:
         self._wish, self._connection, self._answers = wish, connection, answers
         self._flying: dict[int, _Dialogue] = {}
         self.tokens = 0
-        """Of all replies so far."""
+        """Tokens of all replies so far."""
         self.failures = 0
         """Replies whose draft failed, and the failure of the first one."""
         self.failure: DraftFailure | None = None

@@ -61,7 +61,7 @@ def summary(result: Result, models: str) -> str:
 
 
 def other_targets(result: Result) -> str:
-    """Of a reply that began on one target and went on on others, which compute otherwise."""
+    """Say that a reply began on one target and continued on others, which compute otherwise."""
     return (
         "this reply was written by targets that differ, and is none of theirs alone: "
         f"{', then '.join(result.fingerprints)}"
@@ -91,11 +91,10 @@ def missing_draft(before: Reported, after: Reported) -> str:
 def without_speculation(
     result: Result, decisions: Sequence[str], *, insists: bool, last: int, missing: str = ""
 ) -> str:
-    """How many rounds the target decoded alone, and why: to be measured, for want of room behind
-    the token that a round brings in any case, and by what the coordinator last decided. `insists`:
-    whether the request did; `last`: tokens that the last round brought; `missing`: that there is no
-    draft, in words.
-    """
+    """Return how many rounds the target decoded alone, and why: to be measured, for want of room
+    behind the token that a round brings in any case, and by what the coordinator last decided.
+    `insists`: whether the request did; `last`: tokens that the last round brought; `missing`: that
+    there is no draft, in words."""
     plain, every = result.plain_rounds, result.plain_rounds == result.rounds
     about = [
         line for line in decisions if line.startswith("session ")

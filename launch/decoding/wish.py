@@ -1,4 +1,4 @@
-"""What a command asks of every request, and checks of it before anything is started."""
+"""The settings of all requests of a command, checked before anything is started."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ STOP_CHARACTERS = 1024
 
 @dataclass(frozen=True)
 class Wish:
-    """What holds for every request of a command."""
+    """The settings of every request of a command."""
 
     configuration: Configuration
     raw: bool = False

@@ -19,7 +19,7 @@ from dovetail.protocol.files import append, refusal
 from dovetail.protocol.messages import Result
 
 BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
-"""What `Answers.write` puts before and behind the id."""
+"""The text that `Answers.write` puts before and behind the id."""
 ID = re.compile(rb'(?:[^"\\]|\\.)*')
 
 
@@ -99,7 +99,7 @@ def _answered(line: bytes) -> str | None:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether this is the beginning of a line that `Answers.write` began."""
+    """Return whether this is the beginning of a line that `Answers.write` began."""
     if line.endswith(b"\n"):
         return False
     if not line.startswith(BEGIN):

@@ -1,4 +1,4 @@
-"""Where this user's files are: the runtime directory, in which each coordinator on this machine
+"""Finds this user's files: the runtime directory, in which each coordinator on this machine
 announces itself, the profile file and the history file.
 
 An announcement holds an address and the process behind it, and is removed with it; one whose
@@ -30,7 +30,7 @@ class Announcement:
     keys: str = ""
     """Folder of keys of a tcp address."""
     url: str = ""
-    """Where its HTTP API listens, if there is one."""
+    """The URL of its HTTP API, if there is one."""
 
     @property
     def process(self) -> str:
@@ -40,7 +40,8 @@ class Announcement:
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs; one that has ended and was not reaped yet (Z, X) does not."""
+        """Return whether its process runs; one that has ended and was not reaped yet (Z, X) does
+        not."""
         try:
             state, started = _state_and_start(self.pid)
         except OSError:

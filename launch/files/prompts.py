@@ -14,7 +14,7 @@ REMEDY = 'write a line such as {"id": "a", "turns": ["Why is the sky blue?"]} fo
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user says, turn by turn; each turn is answered before the next."""
+    """The turns of a user; each turn is answered before the next."""
 
     id: str
     turns: tuple[str, ...]
@@ -51,8 +51,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: JSON's \\ud800 and bytes of the command line that are no UTF-8
-    become lone surrogates, which no encoding has."""
+    """Return whether a text can be encoded: JSON's \ud800 and bytes of the command line that are no
+    UTF-8 become lone surrogates, which no encoding has."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -106,7 +106,7 @@ def _round(line: bytes, where: str) -> tuple[str, int, RoundRecord]:
 
 
 def _whole_bytes(path: Path) -> int:
-    """How long the file is without a torn last line, all of whose lines are rounds."""
+    """Return how long the file is without a torn last line, all of whose lines are rounds."""
     for _ in _lines(path):
         pass
     return sum(len(line) for line in _read(path) if line.endswith(b"\n"))

@@ -26,7 +26,7 @@ LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process belongs: cores, and the nodes that its memory comes from (none: wherever the
+    """The place of a process: cores, and the nodes that its memory comes from (none: wherever the
     kernel likes)."""
 
     cores: tuple[int, ...]
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Binding:
-    """What of a place is in force, and why no more is."""
+    """The part of a place that is in force, and why no more is."""
 
     level: Literal["full", "cores", "none"]
     place: Place

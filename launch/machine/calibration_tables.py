@@ -1,4 +1,4 @@
-"""What `dovetail calibrate` found, as tables and a chart."""
+"""The result of `dovetail calibrate` as tables and a chart."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def read_found(kind: type[ReadT], told: object) -> ReadT:
-    """What a process has measured, from its JSON."""
+    """Return what a process has measured, from its JSON."""
     return kind.model_validate_json(json.dumps(told))
 
 

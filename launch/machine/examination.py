@@ -146,7 +146,7 @@ def _gpus(facts: Facts) -> Iterator[Check]:
 
 
 def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:
-    """Whether torch has code for a card, and the driver is new enough for torch."""
+    """Return whether torch has code for a card, and the driver is new enough for torch."""
     release, cuda = str(facts.inventory.get("torch", "")), str(facts.inventory.get("cuda", ""))
     name, found = (
         f"GPU {index}",

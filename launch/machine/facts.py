@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is there."""
+    """The facts about a machine."""
 
     machine: str
     flags: frozenset[str]
@@ -53,8 +53,8 @@ class Facts:
     memory_refusal: str
     """Why memory cannot be bound to a node; empty if it can."""
     inventory: Mapping[str, Any]
-    """Of `calibration/inventory.py` in workers; with the key `broken` alone where that could not
-    run."""
+    """The result of `calibration/inventory.py` in workers; with the key `broken` alone where that
+    could not run."""
     gpus: Sequence[Gpu] = ()
     driver_problem: str = ""
     huge_pages: str = "madvise"
@@ -72,7 +72,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """What there is on this machine."""
+    """Return what there is on this machine."""
     topology = read_topology()
     profile, problem = _profile_state()
     gpus, driver_problem = read_gpus()
@@ -144,7 +144,7 @@ def _parse_gpu(line: str) -> Gpu | None:
 
 
 def _inventory() -> dict[str, Any]:
-    """What torch and the kernels bring; a crash or a missing library there is a finding, not
+    """Return what torch and the kernels bring; a crash or a missing library there is a finding, not
     ours."""
     command = [sys.executable, "-P", "-m", "dovetail.workers.calibration.inventory"]
     try:
@@ -177,7 +177,7 @@ def _chosen(path: Path) -> str:
 
 
 def _profile_state() -> tuple[str, str]:
-    """What the profile file holds, and what is wrong with it."""
+    """Return what the profile file holds, and what is wrong with it."""
     path = writable_profile_path()
     if path is None:
         return "", f"{profile_path()} cannot be written"

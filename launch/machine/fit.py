@@ -1,5 +1,5 @@
-"""Whether the models that are to be started together fit into the memory that is there, told before
-anything is loaded.
+"""Checks that the models that are to be started together fit into memory, before anything is
+loaded.
 
 Needs are estimated from the headers of weight files and compared with what the kernel would still
 give: to all processes of the machine and its control groups, to those on one memory node, and to
@@ -28,7 +28,7 @@ from dovetail.workers.models.checkpoints.footprint import (
 )
 
 SMALL_PROCESS_BYTES = 40_000_000
-"""Of a process without torch: the coordinator, a lookup."""
+"""The size of a process without torch: the coordinator, a lookup."""
 BITS = {"auto": 4, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
 """Types of a draft's weights in the words of a target's, by their sizes."""

@@ -39,7 +39,7 @@ TORCH_CAPS = {
 
 
 def beside_cpu(configuration: Configuration) -> str:
-    """What is to be measured beside the CPU; empty: nothing."""
+    """Return what is to be measured beside the CPU; empty: nothing."""
     target = configuration.settings.target
     return target.split.device or (target.device if target.device != "cpu" else "")
 

@@ -1,4 +1,4 @@
-"""What this process may compute on, as the kernel tells it: memory nodes, physical cores, and the
+"""Reads from the kernel what this process may compute on: memory nodes, physical cores, and the
 limits of a container.
 
 Read from /sys and /proc under a root that can be another one. Knows what there is and what is
@@ -16,7 +16,7 @@ from pathlib import Path
 from dovetail.protocol.groups import ROOT, GroupFolders, read_text
 
 MAX_NUMBER = 1 << 16
-"""Of a core or a node, beyond what any kernel counts to."""
+"""The largest number of a core or a node, beyond what any kernel counts to."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def format_numbers(numbers: Iterable[int]) -> str:
 
 
 def cpus_for(quota: float) -> int:
-    """How many CPUs a quota keeps busy: a broken one counts as a whole."""
+    """Return how many CPUs a quota keeps busy: a broken one counts as a whole."""
     return max(1, math.ceil(quota))
 
 

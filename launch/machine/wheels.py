@@ -22,8 +22,8 @@ INDEX = "https://download.pytorch.org/whl"
 
 
 def has_code_for(architectures: Sequence[str], capability: Capability) -> bool:
-    """Whether a build with these architectures runs on a GPU: machine code for the same major
-    version and no later minor one, or PTX of an earlier one."""
+    """Return whether a build with these architectures runs on a GPU: machine code for the same
+    major version and no later minor one, or PTX of an earlier one."""
     return any(_fits(name, capability) for name in architectures)
 
 
@@ -54,8 +54,8 @@ def build_for(capability: Capability, *, release: str, driver: int | None) -> st
 
 
 def install_command(build: str, *, release: str) -> str:
-    """What to type to get a build: of the release that is there where it exists, else of any that
-    fits."""
+    """Return what to type to get a build: of the release that is there where it exists, else of any
+    that fits."""
     first, last = RELEASES[build]
     exact = f"torch=={release.partition('+')[0]}"
     wanted = (

@@ -1,5 +1,5 @@
-"""How many tokens a round brings with a tree: read off rounds that `dovetail simulate record` kept,
-or assumed from what papers report of such drafts.
+"""Tells how many tokens a round brings with a tree: read off rounds that `dovetail simulate record`
+kept, or assumed from what papers report of such drafts.
 
 The assumption is that of Sequoia (Chen et al., 2024): whether the target's choice is a node's
 first, second, ... child is independent of everything else, so that a node's worth is the product
@@ -26,14 +26,14 @@ STEPS = 40
 
 
 class Acceptance(Protocol):
-    """Of one draft."""
+    """The acceptance of one draft."""
 
     @property
     def origin(self) -> str:
-        """Where the numbers are from, in words."""
+        """Return where the numbers are from, in words."""
 
     def tokens(self, tree: Tree) -> float:
-        """Of a round, its own token counted."""
+        """Return the tokens of a round, the target's own included."""
 
 
 # -- assumed ---------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Recorded:
         return tokens / rounds
 
     def reaches(self, tree: Tree) -> bool:
-        """Whether so large a tree was recorded."""
+        """Return whether so large a tree was recorded."""
         about = self.library.about
         return tree.gamma <= about.nodes and tree.depth <= about.depth and tree.width <= about.width
 
@@ -180,7 +180,7 @@ class _Walk:
         return sum(place < tree.gamma for place in self._places[key])
 
     def _best_places(self, depth: int, width: int) -> list[int]:
-        """Of the path's nodes, how many nodes of such a tree are better."""
+        """Return for each node of the path how many nodes of such a tree are better."""
         there = (self._levels <= depth) & (self._ranks < width)
         path = [node for node in self._path if there[node]]
         scores = self._scores[there]
@@ -217,7 +217,7 @@ class _Walk:
 
     @cached_property
     def _ranks(self) -> NDArray[np.int32]:
-        """Of each node among its siblings, which stand side by side, best first."""
+        """Return the rank of each node among its siblings, which stand side by side, best first."""
         parents = self._position.parents
         first = np.flatnonzero(np.diff(parents, prepend=-2) != 0)
         starts = np.repeat(first, np.diff(np.append(first, len(parents))))

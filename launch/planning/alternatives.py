@@ -19,7 +19,7 @@ from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
 
 Step = Callable[[str], None]
 KINDS = 11
-"""Of placements, at most, for the bar."""
+"""The largest number of kinds of placements, for the bar."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Alternative:
     draft_s: float
     """Drafting that a round waits for."""
     played: bool = False
-    """Whether the simulator said so."""
+    """True if the simulator said so."""
 
     @property
     def candidate(self) -> Candidate | None:
@@ -72,7 +72,8 @@ def alternatives(
 
 
 def names_of(planner: Planner, offered: Sequence[Offered]) -> list[str]:
-    """Of all kinds of placements that this machine could have, if it had the memory."""
+    """Return the names of all kinds of placements that this machine could have, if it had the
+    memory."""
     plain = [name for name, places in _without_draft(planner) if places]
     return [
         *plain,
@@ -139,8 +140,8 @@ def expected(
 
 
 def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: bool) -> Alternative:
-    """The same, as the simulator has it; a head waits there, since what it guesses from its own
-    guesses, ahead, was not recorded."""
+    """Return the alternative as the simulator plays it; a head waits there, since what it guesses
+    from its own guesses, ahead, was not recorded."""
     from dovetail.launch.simulation.play import play_all  # torch comes in here
 
     option, library = found.option, recorded.library
@@ -163,7 +164,7 @@ def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: boo
 
 
 def costs_of(planner: Planner, option: Option) -> Costs:
-    """What rounds of an option cost, as the simulator takes it."""
+    """Return what rounds of an option cost, as the simulator takes it."""
     draft, machine = option.draft, planner.machine
     assert draft is not None
     t_v = [planner.pass_s(rows, option.computed, option.resident, option.draft_s) for rows in ROWS]

@@ -53,12 +53,12 @@ class Candidate:
     name: str
     size: DraftSize
     settings: DraftSettings
-    """What starts it, but for its device."""
+    """The settings that start it, but for its device."""
     acceptance: Acceptance
     blocks: int | None = None
-    """Of a head."""
+    """Blocks of a head."""
     lacks: str = ""
-    """What has to be done before it can be started; empty: nothing."""
+    """The steps to take before it can be started; empty: none."""
     trees: Sequence[Tree] = field(default=())
 
     def draft(

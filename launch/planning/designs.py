@@ -116,27 +116,27 @@ class Design:
         return int(self.config["vocab_size"])
 
     def working_bytes(self, layers: int) -> int:
-        """What a draft of so many layers like these has beside weights: embedding, the keys and
-        values of a long conversation, a pass."""
+        """Return what a draft of so many layers like these has beside weights: embedding, the keys
+        and values of a long conversation, a pass."""
         sizes = sizes_of(self.config, "half")
         return sizes.embedding + layers * cache_bytes(sizes) + pass_bytes(sizes, DEVICE)
 
 
 @dataclass(frozen=True)
 class DraftSize:
-    """What a pass of a draft reads and multiplies, and what it needs of memory."""
+    """The size of a draft: what a pass reads and multiplies, and what it needs of memory."""
 
     layers: int
     layer_weights: int
     other_weights: int
-    """Of its fusion and output head."""
+    """Weights of its fusion and output head."""
     layer_bytes: int
     other_bytes: int
     beside_bytes: int
-    """What is there and not read in every pass: embedding, keys and values, a pass."""
+    """Bytes that are not read in every pass: embedding, keys and values, a pass."""
     shared_bytes: int = 0
-    """Of a substitute: what it takes in one process with its target, whose worker leaves room for
-    so much."""
+    """Bytes that a substitute takes in one process with its target, whose worker leaves room for so
+    much."""
 
     @property
     def pass_bytes(self) -> int:
@@ -183,5 +183,5 @@ def substitute_size(target: Design, bits: int, weights: str) -> DraftSize:
 
 
 def weight_bytes(weights: str) -> int:
-    """Of one weight of a target."""
+    """Return the bytes of one weight of a target."""
     return WEIGHT_BYTES[weights]

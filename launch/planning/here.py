@@ -1,6 +1,5 @@
-"""What is known of this machine and of models on it: limits, what `dovetail calibrate` has kept,
-GPUs. torch comes in with the functions, on the target's cores in number.
-"""
+"""Collects what is known of this machine and of models on it: limits, what `dovetail calibrate` has
+kept, GPUs. torch comes in with the functions, on the target's cores in number."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +22,8 @@ from dovetail.protocol.settings import Settings
 
 PROBE_S = 0.5
 STAND_IN_SHARE = 0.5
-"""Of the bandwidth, that a copy between two buffers of the CPU carries: it reads and writes."""
+"""Share of the bandwidth that a copy between two buffers of the CPU carries: it reads and
+writes."""
 
 Say = Callable[[str], None]
 
@@ -78,7 +78,7 @@ class Here:
 
     @property
     def draft_device(self) -> str:
-        """Where a draft goes."""
+        """Return where a draft goes."""
         wanted = self.configuration.settings.draft.device
         return wanted if wanted != "auto" else self.device or "cpu"
 
@@ -118,7 +118,8 @@ def look_here(configuration: Configuration, say: Say) -> Here:
 
 
 def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:
-    """Of the cores in use: of the target's calibration, of any other, or measured now."""
+    """Return the limits of the cores in use: by the target's calibration, by any other, or measured
+    now."""
     if calibration is not None:
         return calibration.limits, "measured"
     from dovetail.protocol.profile import machine_key

@@ -1,7 +1,6 @@
-"""What the parts of models take on a machine, each number with where it is from: measured by
-`dovetail calibrate` and kept in the profile file, or else estimated from bandwidth and arithmetic -
-the larger of reading the bytes and computing the products (the roofline), and something for each
-layer.
+"""Prices the parts of models on a machine, each number with where it is from: measured by `dovetail
+calibrate` and kept in the profile file, or else estimated from bandwidth and arithmetic - the
+larger of reading the bytes and computing the products (the roofline), and something for each layer.
 
 Knows numbers and their origins; neither files nor settings.
 """
@@ -25,25 +24,25 @@ LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
 """Ranking and bookkeeping of one level of a tree, and of a proposal, beside the draft's passes: the
 same rounds."""
 FP32_SHARE = 0.5
-"""Of a GPU's arithmetic in 16 bits: what it does in fp32, as its layers of a target are
+"""Share of a GPU's 16-bit arithmetic that it does in fp32, as its layers of a target are
 computed."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes, by its limits."""
+    """The limits of a device that computes."""
 
     bandwidth_gb_s: float
     gflop_s: float
     layer_us: float = 0.0
     pass_us: float = 0.0
     source: str = "measured"
-    """Where these are from."""
+    """The origin of these figures."""
 
     def seconds(
         self, weights: float, size: float, layers: float = 0.0, passes: float = 0.0
     ) -> Seconds:
-        """Of so many weights in so many bytes, over rows."""
+        """Return the seconds of so many weights in so many bytes, over rows."""
         beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
         reading, row = size / (self.bandwidth_gb_s * GIGA), 2 * weights / (self.gflop_s * GIGA)
         return lambda rows: max(reading, rows * row) + beside
@@ -64,17 +63,17 @@ class Hardware:
     device: Engine | None
     """None: there is no device beside the CPU."""
     draft: Engine
-    """Where drafts run: the device, or a core of their own."""
+    """The device of drafts: the device, or a core of their own."""
     link_gb_s: float = 0.0
     link: str = ""
-    """Where that is from."""
+    """The origin of that."""
     overlaps: bool = True
     device_bytes: int | None = None
     host_bytes: int | None = None
     hop_s: float = HOP_S
     coordinator_s: float = COORDINATOR_S
     level_s: float = LEVEL_S
-    """What a level takes beside the draft's pass; `proposal_s` a proposal."""
+    """Seconds that a level takes beside the draft's pass; `proposal_s` a proposal."""
     proposal_s: float = PROPOSAL_S
 
 

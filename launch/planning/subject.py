@@ -26,7 +26,7 @@ from dovetail.protocol.settings import Settings
 from dovetail.runtime.planner import Option, Planner
 
 GPU = "cuda:0"
-"""Of a described machine."""
+"""The GPU of a described machine."""
 
 
 class Subject:
@@ -50,7 +50,7 @@ class Subject:
         self.prices: Prices = price(hardware, self.target, weights)
         self.here: Here | None = None
         self.levels: dict[str, str] = {}
-        """Where t_D of each draft is from."""
+        """The origin of t_D of each draft."""
 
     @property
     def needs(self) -> str:
@@ -99,15 +99,16 @@ class Subject:
         return [Offered(candidate, draft) for draft in found]
 
     def ahead(self, option: Option) -> bool:
-        """Whether target and draft have cores or devices of their own: a stand-in's draft has a
-        core; a GPU's shares it with what is there of the target."""
+        """Return whether target and draft have cores or devices of their own: a stand-in's draft
+        has a core; a GPU's shares it with what is there of the target."""
         assert option.draft is not None
         return not option.draft.shares and (
             self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
         )
 
     def _origins(self, every: Sequence[Alternative]) -> dict[str, str]:
-        """Where the numbers are from, those of the drafts that stand in the table among them."""
+        """Return where the numbers are from, those of the drafts that stand in the table among
+        them."""
         there = {one.candidate.name: one.candidate for one in every if one.candidate is not None}
         levels = {f"a level of the {name}": self.levels[name] for name in there}
         return {
@@ -214,7 +215,8 @@ def _check_folder(settings: Settings) -> None:
 
 
 def folder_of(source: str) -> Path:
-    """Of a model: the folder that is named, or of a hub id one with its config.json."""
+    """Return the folder of a model: the one that is named, or of a hub id one with its
+    config.json."""
     folder = Path(source).expanduser()
     if not folder.is_dir() and (folder.exists() or is_path(source)):
         raise CheckpointError(

@@ -1,5 +1,5 @@
-"""What a plan says: each alternative in words, why it is as fast as it is, the settings that start
-it, and whether speculation is worth it."""
+"""Puts a plan into words: each alternative in words, why it is as fast as it is, the settings that
+start it, and whether speculation is worth it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ WORTH = 1.02
 
 
 def placement(one: Alternative, device: str) -> str:
-    """Where everything is."""
+    """Return where everything is."""
     option = one.option
     parts = []
     if option.on_cpu:
@@ -37,7 +37,7 @@ def _span(first: int, last: int) -> str:
 
 
 def why(one: Alternative) -> str:
-    """What bounds it."""
+    """Return what bounds it."""
     option = one.option
     rows = 1 if option.tree is None else option.tree.gamma + 1
     passes = f"{_ms(option.verify_s)} a pass of {rows} {'row' if rows == 1 else 'rows'}"

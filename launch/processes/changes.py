@@ -44,7 +44,7 @@ def figures(done: Swapped | Dismissed) -> dict[str, float]:
 
 
 def told(done: Swapped | Dismissed) -> str:
-    """What became of the sessions."""
+    """Return what became of the sessions."""
     if not (done.moved or done.stayed):
         return "it had no session"
     parts = [f"{counted(done.moved, 'session')} went over", f"{done.stayed} ended where they were"]

@@ -1,4 +1,4 @@
-"""What a process does that was started by a supervisor: it ends when it is told to, and when its
+"""The duties of a process that a supervisor started: it ends when it is told to, and when its
 supervisor ends, and shows where it is when it is asked."""
 
 import ctypes

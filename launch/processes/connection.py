@@ -41,7 +41,7 @@ class Connection:
     state: Reported
     stack: Stack | None = None
     address: str = ""
-    """Where it was reached; empty: where it says that it is."""
+    """The address at which it was reached; empty: where it says that it is."""
 
     def models(self) -> str:
         """In words, which models decode."""
@@ -165,17 +165,17 @@ def models_of(state: Reported) -> str:
 
 
 def ahead_of(draft: DraftSettings) -> bool | None:
-    """What `draft.ahead` asks for in a request; None leaves it to the coordinator."""
+    """Return what `draft.ahead` asks for in a request; None leaves it to the coordinator."""
     return None if draft.ahead == "auto" else draft.ahead
 
 
 def is_url(address: str) -> bool:
-    """Whether this is the address of a server over HTTP, and not that of a coordinator."""
+    """Return whether this is the address of a server over HTTP, and not that of a coordinator."""
     return address.startswith(("http://", "https://"))
 
 
 def speaks_http(address: str | None) -> bool:
-    """Whether a command that knows both is to use a server over HTTP, and not a coordinator;
+    """Return whether a command that knows both is to use a server over HTTP, and not a coordinator;
     `UserError` for an address without what tells which."""
     if address is None or is_url(address):
         return address is not None
@@ -205,7 +205,7 @@ def _check_no_url(address: str | None) -> None:
 
 
 def is_lossy(worker: WorkerState) -> bool:
-    """Whether the tokens of a target depend on what is computed beside them."""
+    """Return whether the tokens of a target depend on what is computed beside them."""
     return weights_of(worker) == LOSSY
 
 
@@ -275,8 +275,8 @@ def describe(role: str, worker: WorkerState) -> str:
 
 
 def shorten_model(model: str) -> str:
-    """How a model is called in a summary: "demo" for one of the embedded pair, "demo dovetail" for
-    an embedded head.
+    """Return how a model is called in a summary: "demo" for one of the embedded pair, "demo
+    dovetail" for an embedded head.
 
     A substitute says of what it is one, and behind that which: "demo (int4 substitute)".
     """

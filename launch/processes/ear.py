@@ -1,4 +1,4 @@
-"""What processes say on stderr, how they ended, and which of them are registered."""
+"""Reads what processes say on stderr, how they ended, and which of them are registered."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ LOG_BYTES = 1 << 20
 
 
 def ending_of(child: Child) -> Ending:
-    """How a process has ended. What it said last explains an exit code; a signal that ends a
+    """Return how a process has ended. What it said last explains an exit code; a signal that ends a
     process at once, it does not."""
     code = child.process.returncode
     last = [] if code == -signal.SIGKILL else child.last_words()[-1:]

@@ -31,7 +31,7 @@ class Inquiry:
         self._registered = self._asked = False
 
     def news(self, now_s: float, every_s: float) -> Reported | None:
-        """What the coordinator has answered since the last call; None: nothing. It is asked
+        """Return what the coordinator has answered since the last call; None: nothing. It is asked
         `every_s` seconds."""
         try:
             if self._link is None and not self._open(now_s):

@@ -11,23 +11,23 @@ class Part:
     name: str
     after: tuple[str, ...] = ()
     known: bool = False
-    """Whether it is ready when the root knows it, and only as long as it does."""
+    """True if it is ready when the root knows it, and only as long as it does."""
     needed: bool = True
-    """Whether requests cannot be served without it, or somebody else in its place."""
+    """True if requests cannot be served without it, or somebody else in its place."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: its exit code, and the same in words."""
+    """The end of a process: its exit code, and what it means in words."""
 
     code: int
     words: str
     mistake: bool = False
-    """Whether it said that the user did something wrong, which no restart mends."""
+    """True if it said that the user did something wrong, which no restart mends."""
     let_go: bool = False
-    """Whether it ended because the root wants it no more."""
+    """True if it ended because the root wants it no more."""
     last_line: str = ""
-    """What it said last on stderr."""
+    """Its last line on stderr."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Tell:
-    """What somebody who reads the log should know."""
+    """A line for the log."""
 
     text: str
 

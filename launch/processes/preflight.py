@@ -1,5 +1,5 @@
-"""What can be refused before a process is started or torch is imported: a model that is not there,
-an inflation that this machine cannot hold.
+"""Refuses what cannot work before a process is started or torch is imported: a model that is not
+there, an inflation that this machine cannot hold.
 
 Cheap looks at files only, so that a slip of the pen costs no loading time; whether a model is whole
 and fits, its worker finds out. Knows nothing of what is in a file.
@@ -199,9 +199,9 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 
 def draft_bytes(settings: Settings) -> int:
-    """What a draft takes of the GPU that it has in common with the target, as far as the sizes of
-    both tell: weights of 16 bits (a substitute's codes), the cache of a long conversation and its
-    trees, and a pass. 0 where it is elsewhere, or part of the target's process."""
+    """Return what a draft takes of the GPU that it has in common with the target, as far as the
+    sizes of both tell: weights of 16 bits (a substitute's codes), the cache of a long conversation
+    and its trees, and a pass. 0 where it is elsewhere, or part of the target's process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
@@ -219,7 +219,8 @@ def draft_bytes(settings: Settings) -> int:
 
 
 def _sizes(model: str) -> Sizes | None:
-    """Of a model, or a head with what it has of its target, that is here and has its sizes in its
+    """Return the sizes of a model, or of a head with what it has of its target, if it is here and
+    has them in its
     config.json."""
     file = Path(model).expanduser() / "config.json"
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:

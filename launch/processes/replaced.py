@@ -1,5 +1,5 @@
-"""What a worker of this machine was started with: its settings, by the command line and the
-environment that the kernel keeps of its process.
+"""Finds out what a worker of this machine was started with: its settings, by the command line and
+the environment that the kernel keeps of its process.
 
 Nothing of that comes over a link: a worker says of itself what it likes, and a path among it would
 be opened here. Knows how a worker is started, and nothing of who takes its place.
@@ -42,7 +42,7 @@ def settings_of(worker: WorkerState) -> Mapping[str, Any] | None:
 def read_command(
     line: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> Mapping[str, Any] | None:
-    """The same of a command line, its environment and the folder that it was typed in; None if it
+    """Return the settings of a command line, its environment and the folder that it was typed in; None if it
     is no worker's, or what it named is not there any more."""
     if COMMAND not in line:
         return None

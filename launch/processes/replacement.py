@@ -37,7 +37,7 @@ class Change:
         self.newcomers: dict[Role, WorkerState] = {}
         self._placed = False
         self.words: list[str] = []
-        """What came of it, for people."""
+        """The outcome in words, for people."""
 
     def wait(self, child: Child | None) -> None:
         """Until it is registered."""
@@ -80,8 +80,8 @@ class Change:
         return found
 
     def is_begun(self, *, interrupted: bool) -> bool:
-        """Whether it has sessions, or may have where this was `interrupted`: then it is not ours to
-        end."""
+        """Return whether it has sessions, or may have where this was `interrupted`: then it is not
+        ours to end."""
         return self._placed or (
             interrupted
             and any(is_in_place(self._client, newcomer) for newcomer in self.newcomers.values())
@@ -195,8 +195,8 @@ def wait_until_here(
 
 
 def is_in_place(client: Client, newcomer: WorkerState) -> bool:
-    """Whether it has sessions, or may have: then the change goes on without us, and it is not ours
-    to end."""
+    """Return whether it has sessions, or may have: then the change goes on without us, and it is
+    not ours to end."""
     here = next(
         (
             worker

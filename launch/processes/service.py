@@ -51,7 +51,7 @@ DRAIN_S = 4.0
 """Beyond the grace that a process gives to what it serves; the HTTP API takes two seconds of it to
 tell those who still wait."""
 ASK_EVERY_S = 1.0
-"""How often the coordinator is asked who is registered, once everybody is."""
+"""The interval at which the coordinator is asked who is registered, once everybody is."""
 CONNECT_S = 0.5
 MAX_WHY = 500
 """Characters of why a part is not there."""
@@ -78,14 +78,14 @@ class Service:
         self._inquiry: Inquiry | None = None
         self._left = False
         self._told: object = None
-        """What the coordinator was told last of the other parts, and which process of it that
-        was."""
+        """The last news of the other parts that the coordinator got, and its process at that
+        time."""
         self._begun: set[str] = set()
         """The parts that have been started at one time."""
         self.address = self.url = ""
         self._intervals = Intervals(lambda words: log.info("%s", words))
         self.state: Reported | None = None
-        """What the coordinator said last."""
+        """The last state that the coordinator reported."""
 
     def __enter__(self) -> "Service":
         return self
@@ -309,8 +309,8 @@ class Service:
         return [*worker_arguments(settings, role, self.address, self._layout), *keys]
 
     def _listening(self) -> list[str]:
-        """Where the coordinator listens: as the settings say, and once it is known where exactly,
-        there for good."""
+        """Return where the coordinator listens: as the settings say, and once it is known where
+        exactly, there for good."""
         listen = self._settings.coordinator.listen
         return [
             f"--coordinator.listen={self.address or listen}",

@@ -37,7 +37,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "draft": ("draft",),
     "unified": ("target", "memory", "draft"),
 }
-"""Of the settings that a worker has."""
+"""The sections of settings that a worker has."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Stack:
         return Client(open_link(self.address, role="client"))
 
     def losses(self) -> list[DovetailError]:
-        """What the processes that have ended meanwhile have to say."""
+        """Return what the processes that have ended meanwhile have to say."""
         return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
 
 
@@ -157,7 +157,7 @@ def coordinator_arguments(configuration: Configuration) -> list[str]:
 
 
 def processes_of(settings: Settings) -> tuple[Played, ...]:
-    """What the workers' processes are that these settings ask for."""
+    """Return what the workers' processes are that these settings ask for."""
     if settings.draft.kind == "none":
         return ("target",)
     return ("unified",) if settings.draft.share is True else ROLES

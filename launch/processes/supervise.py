@@ -55,7 +55,7 @@ class Child:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     before: Kills = field(default_factory=count_kills)
-    """What the kernel had killed for want of memory when it was started."""
+    """The kernel's count of processes killed for want of memory when it was started."""
 
     @property
     def ended(self) -> bool:
@@ -95,7 +95,7 @@ class Child:
 
     @property
     def was_mistaken(self) -> bool:
-        """Whether it ended because of a mistake of the user's, and said which."""
+        """Return whether it ended because of a mistake of the user's, and said which."""
         return self.process.returncode == USER_ERROR and bool(self.last_words())
 
     def how_it_ended(self) -> str:
@@ -147,7 +147,7 @@ class Supervisor:
         self._pending: signal.Signals | None = None
 
     def __enter__(self) -> "Supervisor":
-        """What is ignored, as under nohup, stays ignored."""
+        """Return what is ignored, as under nohup, stays ignored."""
         for number in ENDING_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._signalled)
@@ -328,7 +328,7 @@ class Supervisor:
                 child.process.stdout.close()
 
     def _clean(self, children: Sequence[Child]) -> None:
-        """What a coordinator that was killed could not remove: the folder that it made for its
+        """Remove what a coordinator that was killed could not: the folder that it made for its
         socket."""
         for child, path in self._sockets:
             if child in children:

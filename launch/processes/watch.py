@@ -35,11 +35,11 @@ from dovetail.launch.processes.parts import (
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 LONGEST_SPARED_PAUSE_S = 300.0
-"""Of a part that serving does not need at present: loading it takes time and memory from those that
-serve."""
+"""The longest pause of a part that serving does not need at present: loading it takes time and
+memory from those that serve."""
 HEALTHY_S = 60.0
 MOST_RESTARTS = 5
-"""Of one part within `WITHIN_S`."""
+"""The most restarts of one part within `WITHIN_S`."""
 WITHIN_S = 300.0
 MOST_DOUBLINGS = 32
 STANDSTILL_S = 2.0
@@ -60,7 +60,7 @@ class _State:
     due_s: float
     running: bool = False
     been_ready: bool = False
-    """Of the root, since it was started last."""
+    """True if the root has been ready since it was started last."""
     ready_s: float | None = None
     """Since when it has been ready."""
     heard_s: float | None = None
@@ -72,9 +72,9 @@ class _State:
     why: str = ""
     """It was lost, or is about to be ended since it is stuck."""
     stuck: bool = False
-    """Whether it is about to be ended for that."""
+    """True if it is about to be ended for that."""
     beside: bool = False
-    """Whether somebody who was put in place was beside it when it was lost, and so is not there
+    """True if somebody who was put in place was beside it when it was lost, and so is not there
     instead of it."""
     losses: int = 0
     """Since it was last healthy."""
@@ -97,14 +97,14 @@ class _State:
         self.why, self.down_s = why, now_s if self.down_s is None else self.down_s
 
     def pause_s(self, now_s: float, longest_s: float) -> float:
-        """How long to wait after a loss now, at most `longest_s`; counts it."""
+        """Return how long to wait after a loss now, at most `longest_s`; counts it."""
         if self.ready_s is not None and now_s - self.ready_s >= HEALTHY_S:
             self.losses = 0
         self.losses += 1
         return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(self.losses - 1, MOST_DOUBLINGS))
 
     def ended_too_often(self, now_s: float) -> bool:
-        """Whether a restart now would be one too many; counts the end."""
+        """Return whether a restart now would be one too many; counts the end."""
         self.ends.append(now_s)
         while now_s - self.ends[0] > WITHIN_S:
             self.ends.popleft()
@@ -134,7 +134,7 @@ class Watch:
         """Those in whose place somebody was put who had been on standby."""
         self._looked_s = now_s
         self.serving = False
-        """Whether everything has been ready at one time, but for what was lost and is not
+        """True if everything has been ready at one time, but for what was lost and is not
         needed."""
 
     @property
@@ -164,7 +164,7 @@ class Watch:
         return tuple(name for name, away in self._away.items() if away.seen_s is None)
 
     def needs(self, name: str) -> bool:
-        """Whether requests cannot be served without this part."""
+        """Return whether requests cannot be served without this part."""
         return self._states[name].part.needed and name not in self._filled
 
     def due(self, now_s: float) -> list[Action]:
@@ -341,8 +341,8 @@ class Watch:
                 state.ready_s = None
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
-        """Whether the root, or a part that it once knew, has been silent for too long; of a part it
-        counts only what the root has said since."""
+        """Return whether the root, or a part that it once knew, has been silent for too long; of a
+        part it counts only what the root has said since."""
         root = self._states[self._root]
         if state.heard_s is None or root.heard_s is None or root.ready_s is None:
             return False

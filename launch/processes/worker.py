@@ -50,8 +50,8 @@ THREAD_VARIABLES = (
 
 
 def announced(configuration: Configuration) -> tuple[str, Configuration]:
-    """Where the only coordinator of this user is, and the settings with its keys; `UserError` if
-    there is none."""
+    """Return where the only coordinator of this user is, and the settings with its keys;
+    `UserError` if there is none."""
     if (found := only_announcement()) is None:
         raise UserError(
             "no coordinator of yours is running on this machine: start one with `dovetail "
@@ -64,8 +64,8 @@ def announced(configuration: Configuration) -> tuple[str, Configuration]:
 def place_of(
     role: Role, target: TargetSettings, cores: str | None, memory_nodes: str
 ) -> Place | None:
-    """Where this worker is to be bound: where it is told; else a target on a machine of several
-    nodes to those that its settings mean; None: nowhere."""
+    """Return where this worker is to be bound: where it is told; else a target on a machine of
+    several nodes to those that its settings mean; None: nowhere."""
     if cores is not None:
         return Place(parse_cores(cores), parse_nodes(memory_nodes))
     if memory_nodes:
@@ -112,8 +112,8 @@ def serve_role(
     *,
     standby: bool,
 ) -> bool:
-    """Whether the coordinator let the worker go. Connect first: a wrong address or key is told at
-    once, not after a model has been loaded."""
+    """Return whether the coordinator let the worker go. Connect first: a wrong address or key is
+    told at once, not after a model has been loaded."""
     settings = configuration.settings.coordinator
     keys = Path(settings.keys) if settings.keys else None
     began = time.monotonic()
@@ -183,8 +183,8 @@ def serve_both(
     *,
     standby: bool,
 ) -> bool:
-    """The same for a process with both roles: each has a link of its own and a thread, the target
-    this one."""
+    """Serve in a process with both roles: each has a link of its own and a thread, the target this
+    one."""
     settings = configuration.settings
     keys = Path(settings.coordinator.keys) if settings.coordinator.keys else None
     parts: tuple[Role, Role] = ("target", "draft")
@@ -282,7 +282,7 @@ class Beside(threading.Thread):
 
 
 def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], Worker]":
-    """How the worker of this role is opened: (name, threads) -> worker."""
+    """Return how the worker of this role is opened: (name, threads) -> worker."""
     target, profile = with_target(configuration.settings.target), writable_profile_path()
     if role == "target":
         from dovetail.workers.serving.open_target import open_target_worker

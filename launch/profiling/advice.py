@@ -1,5 +1,5 @@
-"""What would make a run faster, and by how much: changes of its settings, each priced with what its
-rounds cost and brought. Pure: records in, advice out.
+"""Advises what would make a run faster, and by how much: changes of its settings, each priced with
+what its rounds cost and brought. Pure: records in, advice out.
 
 A proposal is a list of nodes, best first, in which every beginning is a tree, and which nodes the
 target chose is known. So what a smaller tree, or one of fewer levels, would have brought is read
@@ -28,7 +28,7 @@ class Advice:
     """A change, and what it would bring."""
 
     name: str
-    """What kind of change, in a word: tree, levels, policy, ahead, threads, weights, blocks,
+    """The kind of change, in a word: tree, levels, policy, ahead, threads, weights, blocks,
     placement, alone."""
     what: str
     flags: tuple[str, ...]
@@ -37,12 +37,12 @@ class Advice:
     """Tokens a second over those of the settings in force."""
     tau: float | None
     basis: str
-    """How the gain was found."""
+    """The way the gain was found."""
     certain: bool = True
-    """Whether `gain` is what is expected; else the most that it can be, or what it would be under a
+    """True if `gain` is what is expected; else the most that it can be, or what it would be under a
     condition that `basis` names."""
     same: bool = True
-    """Whether the target stays the same function."""
+    """True if the target stays the same function."""
 
     @property
     def worth(self) -> bool:
@@ -50,7 +50,7 @@ class Advice:
 
     @property
     def tells(self) -> bool:
-        """Whether it says anything: what changes nothing is of no use to anybody."""
+        """Return whether it says anything: what changes nothing is of no use to anybody."""
         return f"{self.gain:.2f}" != "1.00"
 
     def as_json(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What the hardware and the method allow at best, beside what was reached; and the inequality of
-the Dovetail paper's Appendix B. Pure: numbers in and out.
+"""Compares what was reached with what the hardware and the method allow at best; and the inequality
+of the Dovetail paper's Appendix B. Pure: numbers in and out.
 
 A pass over M rows takes T_p = bytes / bandwidth for the weights and T_c = 2 M weights / peak for
 the arithmetic, and all in all between the larger of the two and their sum: T_V = max(T_c, T_p) +
@@ -24,7 +24,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "word_embedding
 """Tables of which a pass reads a row a token, unless the output head is the same table."""
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 BALANCED = 0.1
-"""How much nearer to one another than this T_c and T_p are neither."""
+"""Closer to each other than this, neither T_c nor T_p is said to bound a round."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_model(folder: Path | None, weights: str, inflation: str) -> Model | Non
 
 
 def has_16_bits(folder: Path | None) -> bool:
-    """Whether the matrices of a checkpoint are stored in 16 bits."""
+    """Return whether the matrices of a checkpoint are stored in 16 bits."""
     if folder is None:
         return False
     kinds = {
@@ -106,12 +106,12 @@ class Roofline:
     model: Model
     limits: Limits
     library: bool = False
-    """Whether a library computes it, which multiplies 16-bit weights in their own type."""
+    """True if a library computes it, which multiplies 16-bit weights in their own type."""
 
     @property
     def peak_gflop_s(self) -> float:
-        """Of the arithmetic that is used: 16-bit weights are multiplied in fp32, but by a library's
-        bf16."""
+        """Return the peak of the arithmetic that is used: 16-bit weights are multiplied in fp32,
+        but by a library's bf16."""
         wanted = {
             "int8": "int8",
             "int8-per-tensor": "int8",
@@ -153,7 +153,8 @@ class Pass:
 
     @property
     def bound(self) -> str:
-        """What takes longer: "memory", "compute", or "both" where neither does by a tenth."""
+        """Return what takes longer: "memory", "compute", or "both" where neither does by a
+        tenth."""
         if abs(self.t_c_s - self.t_p_s) <= BALANCED * max(self.t_c_s, self.t_p_s):
             return "both"
         return "compute" if self.t_c_s > self.t_p_s else "memory"
@@ -195,7 +196,7 @@ class Bounds:
     drafting_s: float
     """Drafting of a round if it were done in turn with the target's pass."""
     exposed_s: float
-    """What of it was waited for."""
+    """The part of it that was waited for."""
 
     @property
     def speedup(self) -> float:
@@ -210,7 +211,8 @@ class Bounds:
 
     @property
     def overlap_gain(self) -> float:
-        """What drafting ahead brought: both phases in turn over what was waited for of them."""
+        """Return what drafting ahead brought: both phases in turn over what was waited for of
+        them."""
         return (self.drafting_s + self.t_v_s) / (self.exposed_s + self.t_v_s)
 
     @property
@@ -235,12 +237,12 @@ class Offloading:
     equation 6)."""
 
     needed_gb_s: float
-    """What the bus would have to carry for offloading, a token a pass, to be as fast as this
-    run."""
+    """The rate that the bus would have to carry for offloading, a token a pass, to be as fast as
+    this run."""
     needed_with_tree_gb_s: float
-    """The same for offloading that verifies the same trees: a pass has to take less than T_V."""
+    """The rate for offloading that verifies the same trees: a pass has to take less than T_V."""
     bus_gb_s: float | None
-    """What it carries; None: there is no accelerator."""
+    """The rate that the bus carries; None: there is no accelerator."""
 
     @classmethod
     def of(cls, model: Model, bounds: Bounds, bus_gb_s: float | None) -> "Offloading":
@@ -249,8 +251,8 @@ class Offloading:
 
     @property
     def right(self) -> bool | None:
-        """Whether heterogeneous speculation is the right choice here; None: only where there is an
-        accelerator it is one."""
+        """Return whether heterogeneous speculation is the right choice here; None: only where there
+        is an accelerator it is one."""
         return None if self.bus_gb_s is None else self.bus_gb_s < self.needed_gb_s
 
     def in_words(self) -> str:

@@ -13,10 +13,10 @@ from dovetail.launch.profiling.timeline import NS, Actor, Use
 from dovetail.protocol.messages import SeenWorker, WorkerState
 
 LEAST_S = 0.3
-"""Of a run, for which the kernel's count of busy time, in hundredths of a second, says who took the
-cores."""
+"""The shortest run for which the kernel's count of busy time, in hundredths of a second, says who
+took the cores."""
 STRETCHES = 60
-"""Of the run, for which a device's busy share is drawn."""
+"""The number of stretches of the run for which a device's busy share is drawn."""
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -54,8 +54,8 @@ def device_told(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
 def _cross_check(
     worker: SeenWorker | None, state: WorkerState | None, evidence: Evidence
 ) -> dict[str, float | None]:
-    """What the samplers say of a worker: how busy its cores were, with whatever; and how much of
-    the time its process ran. A GPU's: its driver's word."""
+    """Return what the samplers say of a worker: how busy its cores were, with whatever; and how
+    much of the time its process ran. A GPU's: its driver's word."""
     if len(evidence.samples) < 2:
         return {"cores": None, "process": None, "gpu": None}
     first, last = evidence.samples[0], evidence.samples[-1]
@@ -111,8 +111,9 @@ def nodes_told(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def others_of(evidence: Evidence) -> dict[str, Any] | None:
-    """What other programs took of the cores of the workers on this machine: shares of their time.
-    None where the kernel did not tell, or a worker came or went, of which it tells too little."""
+    """Return what other programs took of the cores of the workers on this machine: shares of their
+    time. None where the kernel did not tell, or a worker came or went, of which it tells too
+    little."""
     if evidence.changes:
         return None
     cores = sorted(

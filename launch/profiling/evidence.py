@@ -17,7 +17,7 @@ from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
 
 OTHERS = 0.1
-"""Of the cores' time, what other programs may take without a word."""
+"""Share of the cores' time that other programs may take without a word."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Evidence:
     rounds: Sequence[SeenRound]
     workers: Sequence[SeenWorker]
     states: Sequence[WorkerState]
-    """Of the same workers, as status has them."""
+    """The states of the same workers, as status has them."""
     pairs: Sequence[PairState]
     start_ns: int
     end_ns: int
@@ -43,7 +43,7 @@ class Evidence:
     wider: Roofline | None
     tree: Tree
     width: int | None
-    """Of the trees; None where it is not known."""
+    """The width of the trees; None where it is not known."""
     ahead: bool
     situation: Situation
     title: str
@@ -76,5 +76,5 @@ def inside(evidence: Evidence) -> list[Slice]:
 
 
 def disturbed(others: Mapping[str, Any] | None) -> bool:
-    """Whether other programs took so much that figures of this hardware cannot be judged."""
+    """Return whether other programs took so much that figures of this hardware cannot be judged."""
     return others is not None and others["share"] > OTHERS

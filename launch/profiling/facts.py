@@ -53,7 +53,7 @@ def _folder(worker: WorkerState) -> Path | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run is judged by, beside what was watched."""
+    """The facts that a run is judged by, beside what was watched."""
 
     status: Reported
     soundings: Soundings
@@ -63,19 +63,19 @@ class Facts:
     policy: str
     cuts: bool
     kind: str
-    """Of the draft, as the settings name it."""
+    """The kind of the draft, as the settings name it."""
     shared: bool
-    """Whether target and draft have a core in common."""
+    """True if target and draft have a core in common."""
     spare: int
     """Cores that neither of them has."""
     blocks: int | None
     limits: Limits | None
     wider: Limits | None
-    """Of the target's cores and the spare ones together."""
+    """Limits of the target's cores and the spare ones together."""
     others_nodes: Mapping[str, Limits]
-    """Of other places that the target could have, by what target.numa would say."""
+    """Limits of other places that the target could have, by what target.numa would say."""
     words: str
-    """What was decoded."""
+    """The workload in words."""
 
     @property
     def target(self) -> WorkerState:

@@ -1,5 +1,5 @@
-"""What a run comes to: the object that `dovetail profile --json` prints and the report shows, from
-what was watched, sampled, sounded and probed.
+"""Draws the findings of a run: the object that `dovetail profile --json` prints and the report
+shows, from what was watched, sampled, sounded and probed.
 
 Computes nothing itself that stands elsewhere: time lines are `timeline.py`, limits `bounds.py`,
 changes `advice.py`. Pure but for a look at a model's folder.
@@ -160,7 +160,7 @@ def _passes(evidence: Evidence) -> Iterator[tuple[int, float, int]]:
 
 
 def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float]]:
-    """The same of passes for several; of those alone whose rounds have all been seen."""
+    """Yield the passes that several sessions shared, if all of their rounds have been seen."""
     records = {(seen.session, seen.record.round): seen.record for seen in evidence.rounds}
     for piece in timeline.passes(evidence.slices):
         its = [records[key] for key in piece.about if key in records]
@@ -204,7 +204,7 @@ def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> For
 
 
 def _alone_from(plain: Sequence[RoundRecord], costs: RowCosts) -> str:
-    """How the rate of the target alone is known."""
+    """Return how the rate of the target alone is known."""
     if plain:
         return f"measured in {counted(len(plain), 'round')} without a draft"
     return (
@@ -215,7 +215,7 @@ def _alone_from(plain: Sequence[RoundRecord], costs: RowCosts) -> str:
 
 
 def bounds_of(evidence: Evidence, forecast: Forecast, split: Split | None) -> Bounds | None:
-    """Of the run; None where no two rounds followed each other."""
+    """Return the bounds of the run; None where no two rounds followed each other."""
     if split is None:
         return None
     records, prices = evidence.records, forecast.prices

@@ -34,7 +34,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rounds of some settings bring, on average."""
+    """The average outcome of rounds with some settings."""
 
     tokens: float
     seconds: float
@@ -55,18 +55,18 @@ class Offer:
     scores: tuple[float, ...]
     accepted: tuple[int, ...]
     foreseen: bool
-    """Whether the next root was in the tree too."""
+    """True if the next root was in the tree too."""
     passes_s: tuple[float, ...]
-    """Of the draft, those that the proposal waited for."""
+    """Seconds of the draft's passes that the proposal waited for."""
     beside_s: float
     """Drafting that was waited for in no pass."""
     begun: bool
-    """Whether some of its drafting was done ahead, and is not among the passes."""
+    """True if some of its drafting was done ahead, and is not among the passes."""
 
     @classmethod
     def of(cls, record: RoundRecord, foreseen: bool) -> "Offer":
-        """Of the nodes that were verified: of the others it is not known whether the target would
-        have chosen them."""
+        """Return the offer of the nodes that were verified: of the others it is not known whether
+        the target would have chosen them."""
         sums = [0, *accumulate(taken for _, taken in record.passes)]
         own = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
         passes = tuple(taken / NS for _, taken in record.passes[:own])
@@ -89,7 +89,8 @@ class Offer:
         return [node for node, level in enumerate(self.levels) if level <= tree.depth][: tree.gamma]
 
     def brings(self, kept: Sequence[int]) -> int:
-        """How many of the chosen nodes are among those that are kept: the beginning of the path."""
+        """Return how many of the chosen nodes are among those that are kept: the beginning of the
+        path."""
         there = set(kept)
         return next(
             (place for place, node in enumerate(self.accepted) if node not in there),
@@ -119,7 +120,7 @@ def offers_of(records: Sequence[Sequence[RoundRecord]]) -> list[Offer]:
 
 @dataclass(frozen=True)
 class Prices:
-    """What everything in a round costs, but for drafting, which stands with each offer."""
+    """The cost of everything in a round but drafting, which stands with each offer."""
 
     verify_s: Callable[[int], float]
     """T_V over the rows that a session has in a pass."""
@@ -174,7 +175,7 @@ def _beside(records: Sequence[RoundRecord]) -> list[float]:
 
 
 class Forecast:
-    """What rounds of other settings would cost and bring."""
+    """Forecasts what rounds with other settings would cost and bring."""
 
     def __init__(
         self,
@@ -254,8 +255,8 @@ class Forecast:
         )
 
     def _rows(self, offer: Offer, kept: Sequence[int], tree: Tree) -> int:
-        """Of the pass: where levels are left out, other nodes take their place, as many as `width`
-        allows; what those bring is not known, and left out."""
+        """Return the rows of the pass: where levels are left out, other nodes take their place, as
+        many as `width` allows; what those bring is not known, and left out."""
         if tree.depth >= max(offer.levels):
             return 1 + len(kept)
         room = (
@@ -306,7 +307,8 @@ class Forecast:
         return total / len(whole)
 
     def _waited_s(self, tree: Tree, ahead: bool) -> float:
-        """The same, as much as was measured where that was so."""
+        """Return the seconds waited for drafting, as measured where the settings are those of the
+        run."""
         return self._exposed_s(tree, ahead) * (self._factor if ahead is self.ahead else 1.0)
 
     @property
@@ -322,7 +324,7 @@ class Forecast:
 
 
 def curve_of(forecast: Forecast) -> Mapping[int, Outcome]:
-    """What trees of the same levels would bring, by gamma; 0 is the target alone."""
+    """Return what trees of the same levels would bring, by gamma; 0 is the target alone."""
     if not forecast.offers:
         return {0: forecast.alone}
     gammas = sorted(

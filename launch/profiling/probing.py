@@ -1,5 +1,5 @@
-"""What cores can do at best: their bandwidth and arithmetic, measured for a second in a process of
-its own that is bound to them.
+"""Measures what cores can do at best: their bandwidth and arithmetic, measured for a second in a
+process of its own that is bound to them.
 
 `python -m dovetail.launch.profiling.probing` is that process, since torch must not be imported
 before the binding.

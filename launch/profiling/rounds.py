@@ -13,9 +13,9 @@ from dovetail.protocol.messages import SeenRound
 WITHIN = frozenset({"linears", "attention", "other", "head", "choose", "root", "level", "move"})
 """Parts of a longer span of the same process."""
 PARTS = ("draft", "verify", "transport", "queue", "coordinator")
-"""Of a round, as its record has them."""
+"""The parts of a round, as its record has them."""
 MESSAGES = frozenset({"decode", "encode", "send"})
-"""Of a worker: what it does beside its device's work."""
+"""Spans of what a worker does beside its device's work."""
 OFTEN = 0.5
 """Share of the rounds in which a bar has to be, to stand in the mean round."""
 
@@ -25,7 +25,7 @@ OFTEN = 0.5
 
 @dataclass(frozen=True)
 class Split:
-    """Where the time of the mean round went, seconds; `wall_s` from verdict to verdict."""
+    """The parts of the mean round in seconds; `wall_s` from verdict to verdict."""
 
     rounds: int
     wall_s: float
@@ -33,7 +33,7 @@ class Split:
 
     @property
     def unaccounted_share(self) -> float:
-        """Of the time between two verdicts, what stands in no part."""
+        """Return the share of the time between two verdicts that stands in no part."""
         return 1.0 - sum(self.parts_s.values()) / self.wall_s if self.wall_s else 0.0
 
 
@@ -123,8 +123,8 @@ def _waterfall(begin: int, end: int, slices: Iterable[Slice], title: str) -> Wat
 
 
 def telling(every: Sequence[Waterfall], *, alone: bool) -> list[Waterfall]:
-    """What is worth drawing of all rounds: their mean, where sessions ran one after the other
-    (`alone`), one of usual length, and the longest."""
+    """Return what is worth drawing of all rounds: their mean, where sessions ran one after the
+    other (`alone`), one of usual length, and the longest."""
     if not every:
         return []
     middle = median(fall.length_s for fall in every)
@@ -174,8 +174,8 @@ class Bubble:
 
 
 def bubbles(every: Sequence[Waterfall], devices: Sequence[str]) -> list[Bubble]:
-    """Where in the rounds neither draft nor target worked, the largest first; seconds are means
-    over all rounds. `devices`: names of the workers."""
+    """Return where in the rounds neither draft nor target worked, the largest first; seconds are
+    means over all rounds. `devices`: names of the workers."""
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for fall in every:
         bars = [

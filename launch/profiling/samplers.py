@@ -1,5 +1,5 @@
-"""What the machine says of itself while a workload runs: busy cores, memory, energy, GPUs. Each
-sampler is there, or says why it is not; nothing is ever 0 for want of a reading.
+"""Samples the machine while a workload runs: busy cores, memory, energy, GPUs. Each sampler is
+there, or says why it is not; nothing is ever 0 for want of a reading.
 
 Counters are kept as they are read, and only differences of them mean anything. Knows devices,
 nothing of tokens or rounds.
@@ -32,7 +32,7 @@ NO_CARD = "no such card is on this machine's bus"
 IMPORT_S = 20.0
 """For a vendor's library to be imported."""
 LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""What a lane of PCIe carries one way by generation, 10^9 bytes a second: 8/10 of 2.5 and 5 GT/s,
+"""The rate of a lane of PCIe one way by generation, 10^9 bytes a second: 8/10 of 2.5 and 5 GT/s,
 128/130 of 8, 16 and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
 
 
@@ -42,16 +42,16 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Process:
-    """What a process has used."""
+    """The time and memory that a process has used."""
 
     cpu_s: float
-    """Of all its threads, since it began."""
+    """CPU seconds of all its threads, since it began."""
     rss_bytes: int
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a card says. None: it does not say."""
+    """The figures of a card. None: it does not say."""
 
     name: str
     busy: float
@@ -61,7 +61,7 @@ class Gpu:
     energy_j: float | None
     """Since the driver was loaded."""
     link_gb_s: float | None
-    """What its slot carries one way at best."""
+    """The rate that its slot carries one way at best."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class Rapl:
 
 
 def cards_of(vendor: str, root: Path = ROOT) -> bool:
-    """Whether a display or compute card of this maker (its PCI number) is on the bus, or may be
-    there: the kernel does not tell, or a guest sees no bus."""
+    """Return whether a display or compute card of this maker (its PCI number) is on the bus, or may
+    be there: the kernel does not tell, or a guest sees no bus."""
     devices = [*(root / DEVICES).glob("*")]
     if any((root / guest).exists() for guest in GUESTS):
         return True
@@ -205,7 +205,7 @@ class Nvml:
         )
 
     def _ask(self, question: Any, handle: Any) -> Any:
-        """What some cards do not tell."""
+        """Return what some cards do not tell."""
         try:
             return question(handle)
         except self._nvml.NVMLError:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dovetail.launch.profiling.bounds import Roofline
 
 USABLE = 0.9
-"""Of a card's free memory, what layers may take."""
+"""Share of a card's free memory that layers may take."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Card:
     name: str
     free_bytes: int
     link_gb_s: float | None
-    """What its slot carries one way at best; None: not known."""
+    """The rate that its slot carries one way at best; None: not known."""
 
     def holds(self, layer_bytes: float) -> int:
         """Layers that stay on it, with some room for keys, values and what a pass needs."""
@@ -34,7 +34,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Situation:
-    """What else is known of a run."""
+    """The settings and the machine of a run."""
 
     policy: str
     """UNKNOWN where others' requests were watched."""
@@ -42,9 +42,9 @@ class Situation:
     """Return True if the size of a tree follows what pays."""
     draft_kind: str
     reads: bool
-    """Whether the draft is a head, which reads its target's states."""
+    """True if the draft is a head, which reads its target's states."""
     ahead_possible: bool
-    """Whether the draft could go on while the target verifies: it has a device, or cores, of its
+    """True if the draft could go on while the target verifies: it has a device, or cores, of its
     own."""
     weights: str
     stored_16_bits: bool
@@ -53,14 +53,14 @@ class Situation:
     """Cores that neither target nor draft has."""
     roofline: Roofline | None = None
     wider: Roofline | None = None
-    """The same on the target's cores and the spare ones together."""
+    """The roofline on the target's cores and the spare ones together."""
     blocks: int | None = None
-    """Of a Dovetail head."""
+    """Blocks of a Dovetail head."""
     idle_gpu: str = ""
     """A GPU that nobody uses."""
     elsewhere: tuple[Elsewhere, ...] = ()
     card: Card | None = None
     layers: int = 0
-    """Of the target; 0: not known."""
+    """Layers of the target; 0: not known."""
     weight_bytes: int = 0
-    """The same of the bytes that a pass reads."""
+    """Bytes of the target that a pass reads; 0: not known."""

@@ -132,8 +132,8 @@ def own_run(
 
 
 def other_nodes(topology: Topology, target: TargetSettings, now: Place) -> Mapping[str, Place]:
-    """What target.numa could say else - the best node, or all of them, from which memory is taken
-    in turn - with the place that it gives; none on a machine with one memory node."""
+    """Return what target.numa could say else - the best node, or all of them, from which memory is
+    taken in turn - with the place that it gives; none on a machine with one memory node."""
     if len(topology.computing) < 2:
         return {}
     found: dict[str, Place] = {}
@@ -241,7 +241,7 @@ def _listener(url: str) -> tuple[str, str | None, int | None]:
 
 @contextmanager
 def _watched(watch: Watch) -> Iterator[None]:
-    """What happens in the block is watched."""
+    """Return what happens in the block is watched."""
     watch.begin()
     yield
     watch.end()
@@ -256,7 +256,8 @@ def _check_rounds(watch: Watch) -> None:
 
 
 def _samplers(state: Reported) -> Samplers:
-    """Of the processes that are on this machine: workers, coordinator, and this one."""
+    """Return samplers of the processes that are on this machine: workers, coordinator, and this
+    one."""
     here, coordinator = socket.gethostname(), coordinator_of(state)
     workers = [
         worker.pid

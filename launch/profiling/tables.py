@@ -66,7 +66,7 @@ def bound_rows(told: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def machine_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the samplers say; "not available" and why where they cannot."""
+    """Return what the samplers say; "not available" and why where they cannot."""
     for number_, node in told["nodes"].items():
         used = (
             NOT_AVAILABLE

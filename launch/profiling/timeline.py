@@ -1,4 +1,4 @@
-"""What every process did at every moment of a run, and what those that did nothing waited for.
+"""The time line of a run: what every process did at every moment, and what idle ones waited for.
 Pure: intervals on one clock in, seconds out.
 
 A process is busy where any of its spans lies. Where it is not, and a session is under way, it waits
@@ -66,15 +66,14 @@ class Actor:
 
 @dataclass
 class Use:
-    """What became of a stretch of time on a device; seconds. `busy_s` and the waits add up to
-    it."""
+    """The use of a stretch of time on a device, in seconds. `busy_s` and the waits add up to it."""
 
     busy_s: float = 0.0
     ahead_s: float = 0.0
-    """Of the busy time, growth that nobody waited for."""
+    """The part of the busy time that is growth nobody waited for."""
     waiting_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_name_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of all spans by name; parts of a span are in it once more."""
+    """Seconds of all spans by name; parts of a span are in it once more."""
 
     @property
     def whole_s(self) -> float:
@@ -89,7 +88,7 @@ class Use:
 def uses(
     slices: Sequence[Slice], actors: Sequence[Actor], start_ns: int, end_ns: int
 ) -> dict[str, Use]:
-    """How every actor spent the time from start to end."""
+    """Return how every actor spent the time from start to end."""
     found = {actor.name: Use() for actor in actors}
     for piece in slices:
         if (
@@ -110,7 +109,7 @@ def uses(
 
 
 def _cause(actor: Actor, actors: Sequence[Actor], waited_for: frozenset[str]) -> str:
-    """What an idle actor waits for while a session is under way, by who works."""
+    """Return what an idle actor waits for while a session is under way, by who works."""
     others = [other for other in actors if other.name in waited_for and other.name != actor.name]
     for role in ("target", "draft"):
         if role not in actor.roles and any(role in other.roles for other in others):
@@ -191,7 +190,7 @@ def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def one_by_one(rounds: Iterable[SeenRound]) -> bool:
-    """Whether sessions ran one after the other."""
+    """Return whether sessions ran one after the other."""
     sessions: dict[int, list[int]] = defaultdict(list)
     for seen in rounds:
         sessions[seen.session].append(seen.at_ns)
@@ -205,7 +204,7 @@ def passes(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def sessions_a_pass(slices: Iterable[Slice]) -> float:
-    """How many sessions a pass of the target serves, on average."""
+    """Return how many sessions a pass of the target serves, on average."""
     return fmean(len(piece.about) for piece in found) if (found := passes(slices)) else 1.0
 
 
@@ -224,7 +223,7 @@ def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
 
 
 def ahead_on_the_way_ms(slices: Sequence[Slice], rounds: int) -> float | None:
-    """Of the milliseconds a round in which messages were on their way, those in which a draft grew
+    """Return the milliseconds a round in which messages were on their way while a draft grew
     ahead: it ends its pass before it takes an order, and who shares its core waits. None where no
     round was seen."""
     if not rounds:
@@ -247,6 +246,6 @@ def tokens_of(records: Iterable[RoundRecord]) -> int:
 
 
 def firsts_of(rounds: Iterable[SeenRound]) -> int:
-    """How many replies began: the first token of each comes with the prompt, and belongs to no
-    round."""
+    """Return how many replies began: the first token of each comes with the prompt, and belongs to
+    no round."""
     return sum(seen.record.round == 1 for seen in rounds)

@@ -20,7 +20,7 @@ OFF = 0.15
 FEW = 30
 """Rounds of which no figure should be trusted."""
 MUCH = 0.05
-"""Of a round, what messages may take without a word."""
+"""Share of a round that messages may take without a word."""
 
 
 def _rows(evidence: Evidence) -> float:
@@ -79,8 +79,8 @@ def verdict(
     others: Mapping[str, Any] | None = None,
     more: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What binds, whether this is the right method here, and what would help; before that, what
-    speaks against these figures. `more`: sentences besides."""
+    """Return what binds, whether this is the right method here, and what would help; before that,
+    what speaks against these figures. `more`: sentences besides."""
     roofline = evidence.roofline
     pass_ = Pass.of(roofline, _rows(evidence), bounds.t_v_s) if roofline and bounds else None
     offloading = (
@@ -172,7 +172,7 @@ def _sentences(
 
 
 def of_transport(split: Split | None, ahead_ms: float | None) -> Iterator[str]:
-    """What the time is spent on in which messages are on their way, where that is much."""
+    """Return what the time is spent on in which messages are on their way, where that is much."""
     if split is None or split.parts_s["transport"] < MUCH * split.wall_s:
         return
     ahead = (

@@ -18,7 +18,7 @@ SAMPLE_S = 0.25
 
 
 class Watch:
-    """What has been seen since it began; call `glance` as often as there is time."""
+    """Everything that has been seen since it began; call `glance` as often as there is time."""
 
     def __init__(self, client: Client, samplers: Samplers) -> None:
         """`client`: one of its own, on which nothing else is asked. What happened before is passed

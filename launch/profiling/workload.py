@@ -1,4 +1,4 @@
-"""What runs while `dovetail profile` watches: replies to prompts, and soundings - short replies
+"""The workload that `dovetail profile` watches: replies to prompts, and soundings - short replies
 with other trees, and with none, that tell what passes over other numbers of rows cost and what a
 larger tree would bring. Knows settings and replies, nothing of devices."""
 
@@ -42,7 +42,7 @@ class Soundings:
 
 @dataclass(frozen=True)
 class Workload:
-    """How prompts are decoded."""
+    """Decodes prompts with the settings of a run."""
 
     connection: Connection
     settings: Settings
@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def soundings(self) -> int:
-        """How many steps `sound` takes at most."""
+        """Return how many steps `sound` takes at most."""
         return 1 + (len(LADDER) + WIDE_PROMPTS if self.drafts else 0)
 
     def _fixed(self, gamma: int, depth: int) -> TreeSettings:

@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def is_table(self) -> bool:
-        """Whether it maps things to things: a flag for it can be given several times."""
+        """Return whether it maps things to things: a flag for it can be given several times."""
         return (
             get_origin(self.field.annotation) is tuple
             and get_origin(get_args(self.field.annotation)[0]) is tuple
@@ -65,7 +65,7 @@ class Setting:
             raise SettingsError(self.complaint(error, text, origin)) from None
 
     def complaint(self, error: ValidationError, value: Any, origin: str) -> str:
-        """What is wrong with a value, and what would be right."""
+        """Return what is wrong with a value, and what would be right."""
         first = error.errors(include_url=False)[0]
         if first["type"] == "value_error":
             return (

@@ -36,7 +36,7 @@ class Configuration:
     settings: Settings
     origins: Mapping[str, str]
     local: bool = True
-    """Whether the workers are started with these settings; else somebody else has started them,
+    """True if the workers are started with these settings; else somebody else has started them,
     with settings of their own."""
     thresholds: str | tuple[float, ...] = ""
     """`tree.thresholds` as it was given. The settings have the numbers, or nothing where they are
@@ -48,7 +48,7 @@ class Configuration:
         return reduce(getattr, name.split("."), self.settings)
 
     def given(self, name: str) -> bool:
-        """Whether the user said it, by whatever means."""
+        """Return whether the user said it, by whatever means."""
         return self.origins[name] not in ("default", "demo")
 
     def arguments(self, *sections: str) -> list[str]:
@@ -67,8 +67,8 @@ class Configuration:
         ).stratified()
 
     def stratified(self) -> "Configuration":
-        """The same with the thresholds of `heterospec` read; `SettingsError` if there are none that
-        hold for its draft."""
+        """Return the configuration with the thresholds of `heterospec` read; `SettingsError` if
+        there are none that hold for its draft."""
         if self.settings.tree.policy != "heterospec" or self.settings.draft.kind == "none":
             return self
         found = thresholds_of(self.thresholds, self.settings, local=self.local)

@@ -36,5 +36,5 @@ def with_draft(settings: DraftSettings) -> DraftSettings:
 
 
 def head_folder(kind: str) -> Path:
-    """Where the embedded head of a kind is, if there is one."""
+    """Return where the embedded head of a kind is, if there is one."""
     return DEMO_FOLDER / "heads" / kind

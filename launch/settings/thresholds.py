@@ -32,12 +32,12 @@ from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Sett
 MADE_FOR = ("depth", "width", "sharpening")
 """The tree's settings that an entropy depends on."""
 MOST_NATS = 1e6
-"""Of a threshold, as of tree.thresholds."""
+"""The largest threshold, here as in tree.thresholds."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a file holds."""
+    """The content of a file of thresholds."""
 
     thresholds: tuple[float, ...]
     holds_for: Mapping[str, Any]
@@ -118,8 +118,8 @@ def write_thresholds(
 
 
 def draft_facts(draft: DraftSettings) -> dict[str, str]:
-    """What a draft is called and, where its files are here, the SHA-256 of its config.json and
-    weights."""
+    """Return what a draft is called and, where its files are here, the SHA-256 of its config.json
+    and weights."""
     if draft.kind == "substitute":
         return {"draft": f"substitute ({draft.weights})", "draft_sha256": ""}
     source = with_draft(draft).model
@@ -165,7 +165,7 @@ def _shipped(settings: Settings) -> Path | None:
 
 
 def _remedy(settings: Settings) -> str:
-    """How to make thresholds for these settings."""
+    """Return how to make thresholds for these settings."""
     target, draft, tree = settings.target, settings.draft, settings.tree
     models = [
         *(("--target", target.model) if target.model else ()),

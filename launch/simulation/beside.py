@@ -69,7 +69,7 @@ def check_apart(methods: Sequence[Method], layout: CoreLayout) -> None:
 
 
 def most_tokens(library: Library, recording: Recording) -> int:
-    """What was allowed when a reply was recorded."""
+    """Return what was allowed when a reply was recorded."""
     about = library.about
     return min(about.max_tokens, about.context - len(recording.prompt))
 

@@ -56,8 +56,7 @@ class ClockSpans(Spans):
 
 
 class Agenda:
-    """What happens when: events in order of their time, those of one time in the order in which
-    they were planned."""
+    """Events in order of their time, those of one time in the order in which they were planned."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, int, Callable[[int], None]]] = []
@@ -77,8 +76,8 @@ class Agenda:
 
 
 class Simulated(Protocol):
-    """What a simulated process does: a worker of `workers/`, or one that takes its place. Its work
-    advances the clock that it was given."""
+    """A simulated process: a worker of `workers/`, or one that takes its place. Its work advances
+    the clock that it was given."""
 
     @property
     def sessions(self) -> int: ...
@@ -101,12 +100,12 @@ class StillHub:
         self._peers: dict[bytes, Callable[[list[bytes], int], None]] = {}
         self._working = False
         self.pump: Callable[[], None] = lambda: None
-        """What the coordinator does when something has arrived."""
+        """Called when something has arrived for the coordinator."""
 
     address = "simulated"
 
     def join(self, peer: bytes, deliver: Callable[[list[bytes], int], None]) -> None:
-        """What is sent to `peer` from now on is delivered by a call, with the time."""
+        """Deliver what is sent to `peer` from now on by a call, with the time."""
         self._peers[peer] = deliver
 
     def post(self, peer: bytes, frames: list[bytes], sent_ns: int) -> None:

@@ -1,5 +1,5 @@
-"""What the simulated machine takes for a pass, a message, a proposal. Numbers only; where they come
-from, `machines.py` and `measured.py` say."""
+"""The costs of the simulated machine for a pass, a message, a proposal. Numbers only; where they
+come from, `machines.py` and `measured.py` say."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Costs:
     t_d: RowsSeconds
     """A pass of the draft over rows."""
     proposal_s: float = 0.0
-    """What the draft worker does in a round beside its passes."""
+    """Seconds of the draft worker in a round beside its passes."""
     hop_s: float = 0.0
     """A message on its way."""
     coordinator_s: float = 0.0
-    """What the coordinator does with a message."""
+    """Seconds of the coordinator for a message."""
 
     def verify_s(self, rows: int, context: int) -> float:
         """T_V: linear between the lengths that are known, level or along the last piece beyond
@@ -41,7 +41,8 @@ class Costs:
         return self.t_d.at(rows)
 
     def with_slower_draft(self, factor: float) -> "Costs":
-        """The same with a draft whose passes and proposals take `factor` times as long."""
+        """Return these costs with a draft whose passes and proposals take `factor` times as
+        long."""
         slower = RowsSeconds(
             rows=self.t_d.rows, seconds=tuple(factor * seconds for seconds in self.t_d.seconds)
         )

@@ -29,8 +29,8 @@ from dovetail.workers.speculation.sharpness import Scale
 
 @dataclass
 class Coverage:
-    """How many nodes were expanded while somebody waited, and how many of them a recording knew
-    nothing of.
+    """Counts the nodes that were expanded while somebody waited, and those of them that a recording
+    lacks.
 
     What is grown ahead goes deeper than any recording, but there nearly always off the target's
     path, where nothing can be accepted.
@@ -52,7 +52,7 @@ class Recalled:
     head: bool
     coverage: Coverage
     awaited: bool = True
-    """Whether somebody waits for the present pass."""
+    """True if somebody waits for the present pass."""
     noise: None = None
     draws: None = None
 
@@ -88,7 +88,7 @@ class RecalledSession(GrowingSession):
     may have `tree_rows` more."""
 
     recalled: Recalled
-    """The same as `ranking`."""
+    """The recorded ranking, as `ranking` has it."""
     head: bool
     tree_rows: int
     read: int
@@ -174,8 +174,8 @@ class RecordedDrafter(Grower[RecalledSession]):
         return super()._read_ahead(session, nodes, width)
 
     def _add_children(self, session: RecalledSession, logits: Any, nodes: Nodes, width: int) -> int:
-        """What is left below a head's new root goes on below those of its children that are among
-        the new ones."""
+        """Return what is left below a head's new root goes on below those of its children that are
+        among the new ones."""
         tree = session.tree
         tokens, gains = session.recalled.children(tree, nodes, len(session.log), width)
         session.recalled.awaited = True

@@ -1,4 +1,4 @@
-"""What a simulated or measured method came to, over all its replies. Sums before quotients, as
+"""The figures of a simulated or measured method, over all its replies. Sums before quotients, as
 `dovetail bench` has it."""
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dovetail.protocol.messages import Result
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the tokens after the first one of each reply, and the time that they took."""
+    """Figures of the tokens after the first one of each reply, and of the time that they took."""
 
     tokens: int
     decode_s: float
@@ -19,21 +19,21 @@ class Figures:
     tokens_per_s: float
     tau: float
     draft_share: float
-    """Of that time, drafting that was waited for."""
+    """Share of that time spent waiting for the draft."""
     draft_s: float
-    """The same, in seconds a round."""
+    """Seconds a round spent waiting for the draft."""
     verify_s: float
     """The target's pass, on average."""
     hit_rate: float | None
     rows: float
-    """Of a pass of the target, its root counted."""
+    """Rows of a pass of the target, its root counted."""
     grown: float
     """Nodes a round that were waited for."""
     ahead: float
     """Nodes a round that were grown meanwhile."""
     wasted: float
     plain_share: float
-    """Of the rounds, those without a tree."""
+    """Share of the rounds without a draft."""
     predicted_tokens_per_s: float | None
 
     def as_json(self) -> dict[str, Any]:

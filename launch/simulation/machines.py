@@ -74,7 +74,7 @@ SIZES = {
 
 
 class TargetPart(Frozen):
-    """Where the target runs."""
+    """The device and the costs of the target."""
 
     bandwidth_gb_s: Rate
     """At which its weights are read: memory's, or the bus's where they stream."""
@@ -89,7 +89,7 @@ class TargetPart(Frozen):
 
 
 class DraftPart(Frozen):
-    """Where the draft runs, and what it is: a head of so many blocks, or a copy of the whole target
+    """The device and the kind of the draft: a head of so many blocks, or a copy of the whole target
     in fewer bits."""
 
     bandwidth_gb_s: Rate
@@ -115,12 +115,12 @@ class HostPart(Frozen):
 
 
 class MemoryPart(Frozen):
-    """What a planner needs beside the costs of the placement that was measured."""
+    """Figures that a planner needs beside the costs of the placement that was measured."""
 
     vram_gb: Rate
     ram_gb: Rate
     link_gb_s: Rate
-    """Of the bus between the two."""
+    """The rate of the bus between the two."""
 
 
 class Machine(Frozen):
@@ -130,7 +130,7 @@ class Machine(Frozen):
     weights: Weights
     """The target's, where nothing else is asked for."""
     shared: bool = False
-    """Whether target and draft compute on one device, and take turns there."""
+    """True if target and draft compute on one device, and take turns there."""
     target: TargetPart
     draft: DraftPart
     link: LinkPart
@@ -139,8 +139,8 @@ class Machine(Frozen):
     """None: the target runs on it, or nothing is known of it."""
 
     def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> Costs:
-        """What rounds cost with a target of that size; `blocks`: of the head. `UserError` if the
-        machine has no arithmetic for those weights."""
+        """Return what rounds cost with a target of that size; `blocks`: of the head. `UserError` if
+        the machine has no arithmetic for those weights."""
         if weights not in self.target.peak_gflop_s:
             raise UserError(
                 f"{self.title} says nothing of {weights} weights: choose "

@@ -17,8 +17,8 @@ HOPS_OF_PLAIN, HOPS_OF_DRAFTED = 2, 4
 
 
 def measured_costs(rounds: Sequence[RoundRecord]) -> Costs:
-    """What those rounds cost; `UserError` if nothing was drafted in any of them. The length of the
-    cache makes no difference here: what was measured has it."""
+    """Return what those rounds cost; `UserError` if nothing was drafted in any of them. The length
+    of the cache makes no difference here: what was measured has it."""
     drafted = [record for record in rounds if record.passes]
     if not drafted:
         raise UserError(

@@ -28,8 +28,8 @@ class Method:
 
 
 def read_methods(base: Configuration, texts: Sequence[str], about: About) -> list[Method]:
-    """What "POLICY,SETTING=VALUE,..." name over the settings of the run, which stand alone where
-    none is named; `UserError` says what is wrong with one."""
+    """Return what "POLICY,SETTING=VALUE,..." name over the settings of the run, which stand alone
+    where none is named; `UserError` says what is wrong with one."""
     if len(set(texts)) < len(texts):
         raise UserError("a --method is named twice: give each once")
     return [read_method(base, text, about) for text in texts or (base.settings.tree.policy,)]

@@ -35,7 +35,7 @@ TICK_S = 0.25
 
 @dataclass(frozen=True)
 class Play:
-    """What became of one reply."""
+    """The result of one reply."""
 
     recording: Recording
     result: Result

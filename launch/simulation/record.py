@@ -25,8 +25,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH
 
 NODES, LEVELS, CHILDREN = 384, 12, 32
-"""What is recorded at a position; children as many as a draft keeps of a node when it grows
-ahead."""
+"""The size of the tree recorded at a position; as many children as a draft keeps of a node when it
+grows ahead."""
 
 
 # -- recording -------------------------------------------------------------------------------------

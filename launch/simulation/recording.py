@@ -1,5 +1,5 @@
-"""What a draft would say and what its target chose, at every position of a reply: the file that the
-simulator reads.
+"""Keeps what a draft would say and what its target chose, at every position of a reply: the file
+that the simulator reads.
 
 A reply is decoded once, a token a round; at each position the draft grows a tree that is larger
 than any that will be evaluated. Since draft and target share their noise the reply is the same
@@ -37,7 +37,7 @@ Floats = NDArray[np.float32]
 
 
 class About(Frozen):
-    """Of what a recording is; runs that go on with it must agree."""
+    """The origin of a recording; runs that continue it must agree."""
 
     format: Literal[1] = 1
     target: str
@@ -45,7 +45,7 @@ class About(Frozen):
     target_model: str
     draft_model: str
     head: bool
-    """Whether the draft reads features of its target: then the tree is grown anew below every
+    """True if the draft reads features of its target: then the tree is grown anew below every
     root."""
     vocabulary_size: Annotated[int, Field(ge=1)]
     end: tuple[int, ...]
@@ -112,15 +112,15 @@ class Recording:
     id: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Of the reply; the first comes with the prompt."""
+    """Tokens of the reply; the first comes with the prompt."""
     positions: tuple[Position, ...]
     """[P] one for each token but the last."""
 
     def children(
         self, position: int, path: Sequence[int], width: int, *, head: bool
     ) -> tuple[Ints, Floats] | None:
-        """What the draft says after `path` below the root of `position`; None where that was not
-        recorded.
+        """Return what the draft says after `path` below the root of `position`; None where that was
+        not recorded.
 
         A small model says the same below any root. Of the target's own path the longest part is
         taken as given, below whose end more was recorded. What a head says depends on how much of
@@ -140,7 +140,7 @@ class Recording:
         return None
 
     def _known(self, position: int, path: Sequence[int]) -> int:
-        """How many tokens of `path` are the target's own."""
+        """Return how many tokens of `path` are the target's own."""
         said = self.tokens[position + 1 :]
         return next(
             (
@@ -202,7 +202,7 @@ class Folder:
 
 
 def read_about(path: Path) -> About:
-    """What the recording in a folder is of; `UserError` if there is none."""
+    """Return what the recording in a folder is of; `UserError` if there is none."""
     try:
         return About.model_validate_json((path / ABOUT).read_bytes())
     except OSError:
@@ -230,7 +230,7 @@ def read_library(path: Path, limit: int | None = None) -> Library:
 
 
 def _arrays(recording: Recording) -> dict[str, Any]:
-    """Of all positions one array each, and where every position ends."""
+    """Return one array of all positions for each field, and where every position ends."""
     trees = recording.positions
     return {
         "id": np.array(recording.id),

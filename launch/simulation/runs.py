@@ -32,7 +32,7 @@ COLUMNS = {
     "plain": "share of the rounds that are verified without a tree",
     "predicted": "tokens/s, as the cost model expected it before each round",
 }
-"""Of the table of `run`: heading -> what it means."""
+"""Heading of the table of `run` -> its meaning."""
 
 Row = dict[str, Any]
 
@@ -70,7 +70,7 @@ def in_turns(method: Method, machine: str) -> Method:
 def points_of(
     methods: Sequence[Method], sweep: str | None, values: str | None
 ) -> list[tuple[Method, int | None]]:
-    """What is played, with the value of the sweep."""
+    """Return what is played, with the value of the sweep."""
     if sweep is None:
         if values is not None:
             raise UserError(
@@ -171,7 +171,7 @@ def _alone(library: Library, costs: Costs, step: Callable[[str], None]) -> Figur
 def figures_of(
     library: Library, costs: Costs, method: Method, step: Callable[[str], None]
 ) -> tuple[Figures, float]:
-    """What a method comes to, and the share of what it expanded that was not recorded."""
+    """Return what a method comes to, and the share of what it expanded that was not recorded."""
     from dovetail.launch.simulation.play import play_all
 
     plays, coverage = play_all(library, costs, method.tree, ahead=method.ahead)

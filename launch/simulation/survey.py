@@ -43,7 +43,7 @@ WIDE = 20
 the presets expand, so that what a policy keeps of a narrower pool is among them, but for rare
 cases."""
 MOST_ROWS = 64
-"""Of a pass."""
+"""The most rows of a pass."""
 EPOCH = 1
 
 
@@ -75,7 +75,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be recorded."""
+    """The order of what is to be recorded."""
 
     sampling: Sampling
     seed: int
@@ -103,7 +103,7 @@ def processors(sampling: Sampling) -> Sampling:
 
 
 def about(order: Order, target: Hello, draft: Hello) -> About:
-    """Of what a recording of these two workers is."""
+    """Return the origin of a recording of these two workers."""
     assert target.vocabulary is not None
     assert target.limits is not None
     return About(

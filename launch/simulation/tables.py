@@ -13,7 +13,7 @@ from dovetail.launch.files.charts import Curve, draw
 from dovetail.launch.simulation.runs import COLUMNS, Row
 
 NOTED_SHARE = 0.01
-"""Of expanded nodes that were not recorded: more is worth a word."""
+"""The share of expanded nodes that were not recorded above which a note says so."""
 
 
 def show_rows(rows: Sequence[Row]) -> None:

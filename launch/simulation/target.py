@@ -31,7 +31,7 @@ from dovetail.protocol.tree import ROOT
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 
 MARGIN = 1.0
-"""Of every choice: margins are not recorded."""
+"""The margin given for every choice: margins are not recorded."""
 PREFILL_ROWS = 64
 """Rows of a part of the prompt, to put a price on it; nothing that is reported depends on it."""
 

@@ -81,8 +81,8 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
 
 
 def public_name(target: str) -> str:
-    """What a card calls a target: a hub id as it is, a folder by its name, since where it lies is
-    nobody's business."""
+    """Return what a card calls a target: a hub id as it is, a folder by its name, since where it
+    lies is nobody's business."""
     return (
         f"the model in a folder called {Path(target).resolve().name}"
         if Path(target).is_dir()

@@ -1,5 +1,5 @@
-"""How a training shows itself: a bar on a terminal, plain lines elsewhere; and how its result is
-told. Knows no training."""
+"""Shows the progress of a training: a bar on a terminal, plain lines elsewhere; and how its result
+is told. Knows no training."""
 
 import contextlib
 import json

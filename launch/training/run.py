@@ -30,7 +30,7 @@ TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
 
 @dataclass(frozen=True)
 class Wish:
-    """What the command line asks for; None: what the preset has."""
+    """The wishes of the command line; None: the value of the preset."""
 
     kind: str
     out: Path
@@ -143,7 +143,7 @@ def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
 
 
 def _features(wish: Wish) -> "tuple[Features, str]":
-    """What there is to learn from, and the target's name."""
+    """Return what there is to learn from, and the target's name."""
     from dovetail.workers.training.data.corpus import open_reader, read_examples
     from dovetail.workers.training.data.features import online_features, open_features
     from dovetail.workers.training.data.states import open_states

@@ -116,7 +116,7 @@ def _translate(name: str) -> str:
 
 
 def write_once(folder: Path, kind: str, file: Path) -> None:
-    """The same, unless the file is there; it is there whole or not at all."""
+    """Write the file, unless the file is there; it is there whole or not at all."""
     if not file.exists():
         unfinished = file.with_suffix(".unfinished")
         write_gguf(folder, kind, unfinished)

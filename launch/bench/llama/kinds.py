@@ -1,5 +1,5 @@
-"""What of a target llama.cpp is given: the type for each of our weights, and which models are
-written for it here. Standard library only."""
+"""A target as llama.cpp is given it: the type for each of our weights, and which models are written
+for it here. Standard library only."""
 
 import json
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ LLAMA_TYPES = {
 more). Half of a bf16 checkpoint is BF16."""
 
 BLOCKS = {"Q8_0": 32}
-"""How many neighbouring inputs of a matrix share a scale, by the types of llama.cpp that have
-scales: every row is of whole blocks."""
+"""The number of neighbouring inputs of a matrix that share a scale, by the types of llama.cpp that
+have scales: every row is of whole blocks."""
 
 
 def type_of(weights: str, config: Mapping[str, Any]) -> str:
@@ -28,8 +28,8 @@ def type_of(weights: str, config: Mapping[str, Any]) -> str:
 
 
 def unfit(config: Mapping[str, Any]) -> str:
-    """What of a model with this config.json is not written as GGUF here; empty if it is a Llama
-    with nothing beside."""
+    """Return what of a model with this config.json is not written as GGUF here; empty if it is a
+    Llama with nothing beside."""
     kind = config.get("model_type")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_kind = rope.get("rope_type") or rope.get("type") or "default"

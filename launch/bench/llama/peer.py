@@ -42,7 +42,7 @@ OPTIONS = "threads=N, draft=lookup, lookup=N (tokens at a time), cache=f16|f32"
 
 @dataclass(frozen=True)
 class LlamaOptions:
-    """What `--method llama.cpp` may say beside settings."""
+    """The options of `--method llama.cpp` beside settings."""
 
     threads: int | None = None
     """None: as many as are the fastest of a few."""
@@ -199,7 +199,7 @@ class LlamaPeer:
             (options.threads,) if options.threads is not None else thread_counts_of(len(self.cores))
         )
         self.thread_counts = near_the_fastest({threads: self._try(threads) for threads in tried})
-        """What it is measured with."""
+        """The numbers of threads that it is measured with."""
 
     def decode(
         self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int

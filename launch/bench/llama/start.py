@@ -1,5 +1,5 @@
-"""How a module of ours is run by another Python, of which the module may use the libraries: it sees
-this package there and nothing else of ours.
+"""Runs a module of ours by another Python, of which the module may use the libraries: it sees this
+package there and nothing else of ours.
 
 Standard library only, since the tests' benchmarks start their sides with it too.
 """
@@ -29,7 +29,7 @@ def command_of(python: Path | str, module: str, arguments: Sequence[str]) -> lis
 
 
 def has_llama(python: Path | str) -> bool:
-    """Whether this Python has llama.cpp and what writes its files."""
+    """Return whether this Python has llama.cpp and what writes its files."""
     try:
         return not subprocess.run(
             [python, "-c", f"import {NEEDED}"], capture_output=True, check=False
