@@ -220,8 +220,7 @@ def draft_bytes(settings: Settings) -> int:
 
 def _sizes(model: str) -> Sizes | None:
     """Return the sizes of a model, or of a head with what it has of its target, if it is here and
-    has them in its
-    config.json."""
+    has them in its config.json."""
     file = Path(model).expanduser() / "config.json"
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
         return None

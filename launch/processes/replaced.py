@@ -42,8 +42,8 @@ def settings_of(worker: WorkerState) -> Mapping[str, Any] | None:
 def read_command(
     line: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> Mapping[str, Any] | None:
-    """Return the settings of a command line, its environment and the folder that it was typed in; None if it
-    is no worker's, or what it named is not there any more."""
+    """Return the settings of a command line, its environment and the folder that it was typed
+    in; None if it is no worker's, or what it named is not there any more."""
     if COMMAND not in line:
         return None
     try:
