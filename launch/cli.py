@@ -30,8 +30,8 @@ GROUPS = {
     "Look after a server": {
         "status": "Show the coordinator, its workers and its sessions.",
         "top": "Show what happens in a coordinator, live.",
-        "swap": "Put a worker in the place of another, under load.",
-        "drain": "Let a worker go, under load.",
+        "swap": "Replace a worker, under load.",
+        "drain": "Remove a worker, under load.",
     },
     "Start the processes by hand, on one machine or several": {
         "coordinator": "Run a coordinator by hand.",

@@ -281,7 +281,7 @@ def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
             _take(journal, json.loads(line), plain)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError):
             raise UserError(
-                f"{path} line {number} is none of `dovetail bench --out`: choose another "
+                f"{path} line {number} was not written by `dovetail bench --out`: choose another "
                 "--out, or remove the file"
             ) from None
     if journal.whole and not (journal.known and journal.tasks and journal.replies):

@@ -1,5 +1,5 @@
-"""`dovetail drain`: lets a worker go while requests run; its sessions go on elsewhere, or end there
-first."""
+"""`dovetail drain`: drains a worker while requests run; its sessions continue elsewhere, or finish
+there first."""
 
 import json
 
@@ -30,15 +30,15 @@ from dovetail.launch.settings.flags import settings_flags
 def command(
     configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool
 ) -> None:
-    """Let WORKER, by its name or pid in `dovetail status`, go: it gets no more sessions, and ends
-    when it has none.
+    """Drain WORKER, by its name or pid in `dovetail status`: it gets no more sessions, and ends
+    when it has none left.
 
-    It stays away: `dovetail serve` does not start it again, and `dovetail status` says so until
-    another worker has its role.
+    `dovetail serve` does not start it again, and `dovetail status` says so until another worker has
+    its role.
 
-    Sessions of a draft go on with another one, or with the target alone, from their next round on.
-    Those of a target go on on another one that computes the same (where the coordinator has move =
-    any: on any of their vocabulary), and end where they are if there is none.
+    Sessions of a draft continue with another draft, or with the target alone, from their next round
+    on. Sessions of a target continue on another one that computes the same (where the coordinator
+    has move = any: on any with the same vocabulary); if there is none, they finish where they are.
     """
     with find_coordinator(configuration, connect, role="operator") as client:
         leaver = named(client.status().workers, worker)
@@ -47,7 +47,7 @@ def command(
     if as_json:
         click.echo(json.dumps({"worker": leaver.name, "pid": leaver.pid, **figures(done)}))
     else:
-        note(f"{leaver.name} (pid {leaver.pid} on {leaver.host}) was let go: {told(done)}")
+        note(f"{leaver.name} (pid {leaver.pid} on {leaver.host}) was drained: {told(done)}")
         for role in empty:
             note(
                 f"no other {role} worker is there, and none is started until you do, such as with "

@@ -112,13 +112,13 @@ def command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Say of every device how long it was busy, idle, and waiting for what; of the rounds where
-    their time went; and which change would help most.
+    """Show how long every device was busy, idle, and waiting for what; where the time of the rounds
+    went; and which change would help most.
 
-    With processes of our own the machine's limits are probed first, and after the run some short
-    replies with other trees tell what larger and smaller ones would bring. A server that is watched
-    is left as it is: then the advice goes by what it did, and by the profile file of `dovetail
-    calibrate`.
+    If it starts processes of its own, the machine's limits are probed first, and after the run some
+    short replies with other trees show what larger and smaller ones would bring. A server that is
+    watched is left as it is: then the advice goes by what it did, and by the profile file of
+    `dovetail calibrate`.
     """
     prompts = _prompts(prompt, file, limit, watching=connect is not None)
     if seconds is not None and (connect is None or prompts):

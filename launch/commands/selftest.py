@@ -106,7 +106,7 @@ class Check:
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="How many of the prompts.",
+    help="Number of prompts taken.",
 )
 @click.option(
     "--text-tokens",

@@ -62,11 +62,11 @@ LOCAL = (
     "--replace",
     "replaced",
     metavar="WORKER",
-    help="The worker that leaves, by name or pid.  [default: the only one of the role, if "
+    help="The worker to replace, by name or pid.  [default: the only one of the role, if "
     "there is one]",
 )
 @click.option(
-    "--beside", is_flag=True, help="Let nobody go: the worker comes beside those that are there."
+    "--beside", is_flag=True, help="Replace no worker: the new one joins those that are there."
 )
 @click.option(
     "--name", help="Name of the new worker in `dovetail status`.  [default: one that is free]"
@@ -99,17 +99,17 @@ def command(
     connect: str | None,
     as_json: bool,
 ) -> None:
-    """Put a worker with these settings in the place of another one, while requests run.
+    """Replace a worker by one with these settings, while requests run.
 
-    What is not said is as the worker has it that leaves, where that runs on this machine; a model
-    that is named has its settings from here alone.
+    Settings that are not given are those of the worker that leaves, if it runs on this machine; a
+    model that is named takes its settings from the command line alone.
 
-    The new worker is tried with short sessions, then gets the new ones and takes over those that
-    run: from a draft all of them, from a target one after the other if it computes the same bytes
-    (where the coordinator has move = any: if it has the same vocabulary); the others end where they
-    are. Then the old worker ends. If the new one fails it is let go and the old one stays, with
-    exit code 1. No request fails of it. A process with both roles takes the place of the target
-    first, then that of the draft.
+    The new worker is tried with short sessions, then gets all new sessions and takes over the
+    running ones: all sessions of a draft; those of a target one by one if it computes the same
+    bytes (where the coordinator has move = any: if it has the same vocabulary). The others finish
+    where they are. Then the old worker ends. If the new one fails it is stopped, the old one stays, and
+    the exit code is 1. No request fails because of a swap. A process with both roles replaces the
+    target first, then the draft.
     """
     _check_choice(configuration, role, replaced, beside=beside)
     if role == "unified":
@@ -301,7 +301,7 @@ def as_before(
         for name, value in values.items()
         if not (configuration.given(name) or (elsewhere and name.startswith(LOCAL)))
     }
-    return configuration.over("as those have it that are here", wanted), named or (
+    return configuration.over("as the present workers have it", wanted), named or (
         before is not None and not elsewhere
     )
 

@@ -63,7 +63,7 @@ def summary(result: Result, models: str) -> str:
 def other_targets(result: Result) -> str:
     """Say that a reply began on one target and continued on others, which compute otherwise."""
     return (
-        "this reply was written by targets that differ, and is none of theirs alone: "
+        "this reply was written by targets that differ, and none of them would write it alone: "
         f"{', then '.join(result.fingerprints)}"
     )
 

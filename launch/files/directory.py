@@ -169,9 +169,7 @@ def only_announcement() -> Announcement | None:
             f"--connect {a.address} ({a.process}{f', over HTTP {a.url}' if a.url else ''})"
             for a in found
         )
-        raise UserError(
-            f"{len(found)} coordinators of yours are running: choose one with {choices}"
-        )
+        raise UserError(f"you have {len(found)} coordinators running: choose one with {choices}")
     return found[0] if found else None
 
 

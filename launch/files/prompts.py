@@ -51,8 +51,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded: JSON's \\ud800 and bytes of the command line that are no
-    UTF-8 become lone surrogates, which no encoding has."""
+    """Return whether a text can be encoded: JSON's \\ud800 and bytes of the command line that are
+    no UTF-8 become lone surrogates, which no encoding has."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -237,7 +237,7 @@ def find_coordinator(
         found = only_announcement()
         if found is None:
             raise UserError(
-                "no coordinator of yours is running on this machine: start one with `dovetail "
+                "you have no coordinator running on this machine: start one with `dovetail "
                 "serve`, or name one with --connect ADDRESS"
             )
         address, keys = found.address, keys or found.keys

@@ -38,7 +38,7 @@ def check_coordinator(listen: str, *, remedy: str) -> None:
     already."""
     if (found := next((a for a in announcements() if a.address == listen), None)) is not None:
         raise UserError(
-            f"{listen} is held by a coordinator of yours (pid {found.pid}): stop it with `kill "
+            f"{listen} is held by your coordinator (pid {found.pid}): stop it with `kill "
             f"{found.pid}`, {remedy}"
         )
     host, _, port = listen.removeprefix("tcp://").rpartition(":")

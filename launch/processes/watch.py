@@ -300,7 +300,7 @@ class Watch:
             return [Tell(f"the {name} was told to stop"), Leave()]
         if (ending.let_go or state.drained) and self.serving:
             self._away[name] = _Away(self._states.pop(name).part)
-            return [Tell(f"the {name} was let go, and is not started again")]
+            return [Tell(f"the {name} was drained, and is not started again")]
         needed = self.needs(name)
         if not self.serving and (needed or ending.mistake):
             return [GiveUp(name)]

@@ -54,7 +54,7 @@ def announced(configuration: Configuration) -> tuple[str, Configuration]:
     `UserError` if there is none."""
     if (found := only_announcement()) is None:
         raise UserError(
-            "no coordinator of yours is running on this machine: start one with `dovetail "
+            "you have no coordinator running on this machine: start one with `dovetail "
             "coordinator`, or name one with --connect ADDRESS"
         )
     keys = configuration.settings.coordinator.keys or found.keys

@@ -340,7 +340,7 @@ def _placement(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     least = Outcome(now.tokens, now.seconds - forecast.exposed_s, now.rows)
     advice = _advice(
         "placement",
-        f"draft on {situation.idle_gpu}, which nobody uses",
+        f"draft on {situation.idle_gpu}, which is idle",
         (f"--draft.device={situation.idle_gpu.split()[0]}",),
         least,
         now,

@@ -55,8 +55,8 @@ def own_run(
     check_stack(configuration)
     if others := announcements():
         note(
-            f"a coordinator of yours runs on this machine (pid {others[0].pid}); what it does "
-            f"disturbs this profile: --connect {others[0].address} watches it"
+            f"another of your coordinators runs on this machine (pid {others[0].pid}); what it "
+            f"does disturbs this profile: --connect {others[0].address} watches it"
         )
     settings, topology, layout = (
         configuration.settings,
@@ -218,7 +218,7 @@ def _behind(address: str) -> str:
     )
     if found is None:
         raise UserError(
-            f"no server of yours on this machine serves {address}: name its coordinator's "
+            f"none of your servers on this machine serves {address}: name its coordinator's "
             "address instead (`dovetail status` tells it)"
         )
     return found

@@ -187,6 +187,6 @@ def watch_others(watch: Watch, seconds: float, step: Callable[[str], None]) -> N
         watch.glance()
     if not watch.rounds:
         raise UserError(
-            f"nothing was decoded in {seconds:g} s: have somebody ask the server something "
+            f"nothing was decoded in {seconds:g} s: send the server a request "
             "meanwhile, or give a --prompt"
         )

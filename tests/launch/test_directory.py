@@ -68,7 +68,7 @@ def test_of_several_coordinators_the_choices_name_what_is_served_over_http(
         (mine,) = (tmp_path / "dovetail").iterdir()
         text = mine.read_text().replace("ipc:///x", "ipc:///y").replace("http://127.0.0.1:8000", "")
         mine.with_name("coordinator-z.json").write_text(text)
-        with pytest.raises(UserError, match="2 coordinators of yours") as caught:
+        with pytest.raises(UserError, match="you have 2 coordinators running") as caught:
             only_announcement()
     assert str(caught.value).endswith(
         f"--connect ipc:///x (`dovetail serve`, pid {pid}, over HTTP http://127.0.0.1:8000); "

@@ -308,7 +308,7 @@ def test_the_summary_tells_of_moves_and_which_targets_wrote_a_reply_where_they_d
     assert "move" not in summary(a_result(), "")
     assert "· 2 moves to another target ·" in summary(a_result(moves=2), "")
     assert other_targets(a_result(fingerprints=("one", "two"))).endswith(
-        "and is none of theirs alone: one, then two"
+        "and none of them would write it alone: one, then two"
     )
 
 

@@ -122,7 +122,7 @@ def test_a_server_is_watched_while_somebody_asks_it(
     [
         (("--prompt", "a", "--prompts", "b"), "name two workloads"),
         (("--prompt", "  "), "--prompt is empty"),
-        (("--connect", "http://127.0.0.1:9"), "no server of yours on this machine serves"),
+        (("--connect", "http://127.0.0.1:9"), "none of your servers on this machine serves"),
         (("--connect", "http://127.0.0.1:nine"), "is no address"),
         (("--seconds", "3"), "--seconds is how long others are watched"),
     ],

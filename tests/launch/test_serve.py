@@ -446,7 +446,7 @@ def test_an_address_that_a_coordinator_has_is_told_with_its_pid(
     done = invoke("serve", "--listen", listen, "--http.port", "0")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert (
-        f"{listen} is held by a coordinator of yours (pid {coordinator.pid}): stop it with "
+        f"{listen} is held by your coordinator (pid {coordinator.pid}): stop it with "
         f"`kill {coordinator.pid}`" in done.stderr
     )
 

@@ -351,7 +351,7 @@ def test_before_all_was_ready_nothing_is_replaced() -> None:
 def test_a_worker_that_was_let_go_stays_away() -> None:
     watch = serving()
     assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [
-        Tell("the draft was let go, and is not started again")
+        Tell("the draft was drained, and is not started again")
     ]
     assert watch.drained == ("draft",)
     assert look(watch, 11.0, 60.0, ["target"]) == []
@@ -391,7 +391,7 @@ def test_a_drained_worker_that_does_not_end_is_ended_and_stays_away() -> None:
     ]
     assert without_words(actions) == [Replace("draft")]
     assert watch.ended("draft", KILLED, 30.0) == [
-        Tell("the draft was let go, and is not started again")
+        Tell("the draft was drained, and is not started again")
     ]
     assert look(watch, 31.0, 900.0, ["target"]) == []
 
