@@ -107,9 +107,9 @@ def command(
     The new worker is tried with short sessions, then gets all new sessions and takes over the
     running ones: all sessions of a draft; those of a target one by one if it computes the same
     bytes (where the coordinator has move = any: if it has the same vocabulary). The others finish
-    where they are. Then the old worker ends. If the new one fails it is stopped, the old one stays, and
-    the exit code is 1. No request fails because of a swap. A process with both roles replaces the
-    target first, then the draft.
+    where they are. Then the old worker ends. If the new one fails it is stopped, the old one stays,
+    and the exit code is 1. No request fails because of a swap. A process with both roles replaces
+    the target first, then the draft.
     """
     _check_choice(configuration, role, replaced, beside=beside)
     if role == "unified":
