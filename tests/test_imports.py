@@ -47,7 +47,7 @@ INSIDE_WORKERS = {
 OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"
 """The one file that may call torch.load, and only with weights_only=True: the public draft heads
 are pickled, and the user has to ask for it."""
-SORTED = ("launch",)
+SORTED = ("launch", "workers")
 """The folders that have rooms: few entries at the top, and no long file."""
 MOST_ENTRIES, MOST_LINES = 20, 400
 FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where)\b")
@@ -189,7 +189,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not left, f"in circles, or above one: {sorted(left)}"
 
 
-@pytest.mark.parametrize("folder", SORTED)
+def rooms(folder: str) -> list[str]:
+    """Every package below a folder."""
+    return sorted(name(path.parent) for path in (ROOT / folder).rglob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("folder", [*SORTED, *rooms("workers")])
 def test_a_folder_has_at_most_twenty_entries(folder: str) -> None:
     """A reader finds the file by its name alone; what git ignores is not counted."""
     there = {
