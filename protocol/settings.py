@@ -23,22 +23,11 @@ from pydantic import (
     field_validator,
 )
 
-POLICIES = ("static", "dynamic", "budget", "beam", "heterospec", "goodput")
-LOOKUP_POLICIES = ("dynamic", "budget", "goodput")
-"""What a draft without a model can do."""
-DRAFT_KINDS = (
-    "auto",
-    "small",
-    "eagle",
-    "eagle3",
-    "dovetail",
-    "jakiro",
-    "ngram",
-    "substitute",
-    "none",
-)
+from dovetail.protocol.policies import POLICIES, PolicyTraits
+
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of one target and are trained for it."""
+DRAFT_KINDS = ("auto", "small", *HEAD_KINDS, "ngram", "substitute", "none")
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BACKENDS = ("auto", "kernels", "library")
 DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
@@ -183,7 +172,7 @@ class DraftSettings(Frozen):
     kind: str = Field(
         "auto",
         description="auto (recognised from the folder), small (a smaller model), a head of the "
-        "target's (eagle, eagle3, dovetail, jakiro), "
+        f"target's ({', '.join(HEAD_KINDS)}), "
         "ngram (looks up what was said before), substitute (the target itself in a few bits) "
         "or none (the target alone)",
     )
@@ -339,7 +328,12 @@ class TreeSettings(Frozen):
     @field_validator("policy")
     @classmethod
     def _policy(cls, value: str) -> str:
-        return one_of(value, POLICIES, "tree policy")
+        return one_of(value, tuple(POLICIES), "tree policy")
+
+    @property
+    def traits(self) -> PolicyTraits:
+        """The properties of the policy."""
+        return POLICIES[self.policy]
 
     @property
     def low_bins(self) -> int:
@@ -347,7 +341,7 @@ class TreeSettings(Frozen):
         last one, which has no upper bound."""
         return (
             0
-            if self.policy != "heterospec" or isinstance(self.thresholds, str)
+            if not self.traits.by_entropy or isinstance(self.thresholds, str)
             else min(len(self.prune), len(self.thresholds))
         )
 
@@ -622,22 +616,27 @@ class Settings(Frozen):
 def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:
     """Why these settings, and a draft of that kind, do not go together, in one line; None if they
     do."""
-    if sampling.acceptance == "rejection" and tree.policy != "static":
+    if sampling.acceptance == "rejection" and not tree.traits.fixed_shape:
         return (
             "sampling.acceptance 'rejection' needs a shape that no drawn token changes: "
-            f"set tree.policy to 'static', not {tree.policy!r}"
+            f"set tree.policy to {_named('fixed_shape')}, not {tree.policy!r}"
         )
     if sampling.acceptance == "rejection" and kind == "ngram":
         return (
             "sampling.acceptance 'rejection' needs a draft that draws from probabilities: "
             "choose another draft.kind than 'ngram', or 'coupled'"
         )
-    if kind == "ngram" and tree.policy not in LOOKUP_POLICIES:
+    if kind == "ngram" and not tree.traits.without_model:
         return (
             "a draft of kind 'ngram' grows its tree best first: set tree.policy to "
-            f"{' or '.join(map(repr, LOOKUP_POLICIES))}, not {tree.policy!r}"
+            f"{_named('without_model')}, not {tree.policy!r}"
         )
     return None
+
+
+def _named(trait: str) -> str:
+    """Return the policies that have a property, as a list in words."""
+    return " or ".join(repr(name) for name, traits in POLICIES.items() if getattr(traits, trait))
 
 
 def byte_count(text: str) -> int:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from dovetail.protocol.policies import POLICIES
+
 Seconds = Callable[[int], float]
 """Of a number of rows."""
 BUFFERS = 2
@@ -43,7 +45,7 @@ class Tree:
         yield 1
         more = (
             self.depth - 1
-            if self.policy != "budget"
+            if POLICIES[self.policy].pass_a_level
             else max(self.depth, ceil(self.gamma / self.width)) - 1
         )
         for _ in range(more):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from dovetail.launch.settings.embedded import head_folder
-from dovetail.protocol.settings import HEAD_KINDS, POLICIES, Sampling, TreeSettings, misfit
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings, misfit
 from dovetail.runtime.client import Client
 from support.losslessness import difference
 from support.stacks import PROMPTS, complete_all, running, submit
@@ -60,7 +61,7 @@ def some_tree(random: np.random.Generator) -> TreeSettings:
     gamma, depth, width = (int(random.integers(1, most + 1)) for most in (48, 12, 12))
     sharpening = "auto" if random.random() < 0.5 else float(random.uniform(0.3, 2.0))
     return TreeSettings(
-        policy=str(random.choice(POLICIES)),
+        policy=str(random.choice(tuple(POLICIES))),
         gamma=gamma,
         depth=depth,
         width=width,

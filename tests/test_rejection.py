@@ -12,7 +12,8 @@ from scipy.stats import kstest
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
-from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.models.loading import load_language_model

@@ -23,7 +23,8 @@ from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.settings.configure import Configuration, parse_setting, read_file
 from dovetail.launch.settings.embedded import with_target
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, POLICIES
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS
 
 NONE = "none"
 
@@ -100,7 +101,7 @@ def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
 def tree_of(policy: str) -> dict[str, object]:
     """The settings of a tree that is compared with others by its policy: as it is, but for that
     which adapts itself."""
-    return {"tree.policy": policy, "tree.insist": policy != "goodput"}
+    return {"tree.policy": policy, "tree.insist": not POLICIES[policy].sizes_itself}
 
 
 def read_method(base: Configuration, text: str) -> Method:

@@ -61,7 +61,7 @@ class Sweep:
         tree = method.configuration.settings.tree
         if (
             self.name == "depth"
-            and tree.policy == "heterospec"
+            and tree.traits.by_entropy
             and isinstance(method.configuration.thresholds, str)
         ):
             remedy = (
@@ -78,7 +78,7 @@ class Sweep:
         """A beam's nodes are those of its levels, so that more levels are more nodes."""
         tree = method.configuration.settings.tree
         values = {self.setting: value}
-        if self.name == "depth" and tree.policy == "beam":
+        if self.name == "depth" and tree.traits.full_levels:
             values["tree.gamma"] = min(MAX_GAMMA, value * tree.width)
         name = ",".join((method.name, *(f"{setting}={value}" for setting, value in values.items())))
         return replace(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.launch.simulation.recording import Library, Position, Recording
+from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.planner import Tree
 from dovetail.workers.heads.registry import KINDS, Figures
@@ -172,7 +173,7 @@ class _Walk:
     def accepted(self, tree: Tree) -> int:
         """Nodes of the path that a tree has: a beam those that are kept at each level, every other
         one those among its best."""
-        if tree.policy == "beam":
+        if POLICIES[tree.policy].full_levels:
             return sum(1 for _ in self._beam(tree))
         key = (tree.depth, tree.width)
         if key not in self._places:

@@ -22,8 +22,8 @@ from dovetail.workers.drafters.session import GrowingSession
 from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes
+from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.sharpness import Scale
 
 

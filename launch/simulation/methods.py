@@ -9,7 +9,8 @@ from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.simulation.recording import About
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import MAX_GAMMA, POLICIES, TreeSettings
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings import MAX_GAMMA, TreeSettings
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _recorded(about: About) -> str:
 def vary(method: Method, size: str, value: int) -> Method:
     """The method with another gamma or depth; a beam of more levels offers more nodes."""
     name = f"{method.name},{size}={value}"
-    if size == "depth" and method.tree.policy == "beam":
+    if size == "depth" and method.tree.traits.full_levels:
         return method.named(name, depth=value, gamma=min(MAX_GAMMA, value * method.tree.width))
     return method.named(name, **{size: value})
 

@@ -34,7 +34,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes, best_first
-from dovetail.workers.speculation.policies import root_pass
+from dovetail.workers.speculation.policy import root_pass
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.target import TargetWorker
 

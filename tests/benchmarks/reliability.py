@@ -32,7 +32,8 @@ from dovetail.launch.files.charts import Curve, Panel, check_charts, draw_panels
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import POLICIES, Sampling, TreeSettings
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.text.tokenizer import TextCodec
 
 SMALLEST = 1e-6
@@ -219,7 +220,7 @@ class Comparison:
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
 @option(
     "--policy",
-    type=click.Choice(POLICIES),
+    type=click.Choice(tuple(POLICIES)),
     default="dynamic",
     help="How the tree is shaped; static offers nearly the same nodes by every scale.",
 )

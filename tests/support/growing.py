@@ -7,7 +7,7 @@ import numpy as np
 
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import GrowingTree, Nodes
-from dovetail.workers.speculation.policies import Policy
+from dovetail.workers.speculation.policy import Policy
 from dovetail.workers.speculation.proposal import Shape
 
 Path = tuple[int, ...]

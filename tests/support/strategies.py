@@ -18,7 +18,7 @@ MOST = 5
 """Longest text and tuple drawn, where the bounds allow more."""
 
 WORDS = {
-    (settings.TreeSettings, "policy"): settings.POLICIES,
+    (settings.TreeSettings, "policy"): tuple(settings.POLICIES),
     (settings.DraftSettings, "kind"): settings.DRAFT_KINDS,
     (settings.DraftSettings, "weights"): settings.DRAFT_WEIGHTS,
     (settings.TargetSettings, "weights"): settings.WEIGHTS,

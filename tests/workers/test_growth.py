@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import GrowingTree, best_first, likeliest
-from dovetail.workers.speculation.policies import Dynamic
+from dovetail.workers.speculation.policy import Dynamic
 from dovetail.workers.speculation.proposal import Shape
 from support.growing import VOCABULARY, Table, expand, grow, path_of
 

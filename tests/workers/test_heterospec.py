@@ -23,9 +23,9 @@ from dovetail.workers.heads.head import Head, Predicted, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.growth import GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec
-from dovetail.workers.speculation.policies import Dynamic
+from dovetail.workers.speculation.policies import open_policy
+from dovetail.workers.speculation.policy import Dynamic
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.registry import open_policy
 from support.growing import Children, Path, Table, grow, path_of, proposal
 from support.heads import write_head
 from support.opening import opening

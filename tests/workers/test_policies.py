@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.settings import POLICIES, TreeSettings
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings import TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree
 from dovetail.workers.speculation.heterospec import Heterospec
@@ -19,12 +20,11 @@ from dovetail.workers.speculation.policies import (
     NO_DECAY,
     Beam,
     BestFirst,
-    Dynamic,
-    Policy,
     Static,
+    open_policy,
 )
+from dovetail.workers.speculation.policy import Dynamic, Policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.shapes import EAGLE_1, fixed_shape
 from support.growing import VOCABULARY, Children, Path, Table, expand, grow, path_of, proposal
 
@@ -126,7 +126,7 @@ shapes = st.builds(
 )
 tables = st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.booleans())
 fine_tables = st.builds(Table, seed=st.integers(0, 1 << 32), coarse=st.just(False))
-policies = st.sampled_from(POLICIES)
+policies = st.sampled_from(tuple(POLICIES))
 
 
 def test_every_policy_that_is_built_has_a_definition_here() -> None:

@@ -54,8 +54,8 @@ from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
+from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.sharpness import Scale
 
 SHARPENING = 1.0

@@ -168,4 +168,4 @@ def open_levels(
 def adapts_shapes(tree: TreeSettings) -> bool:
     """Whether passes of few rows have shapes of their own; not where heterospec is told to do
     without, and then all of them are as wide as the tree."""
-    return tree.policy != "heterospec" or "compute" in tree.adapt
+    return not tree.traits.by_entropy or "compute" in tree.adapt

@@ -30,8 +30,8 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefix_cache import check_prefix
 from dovetail.workers.sessions.room import check_rows, host_row_bytes
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
+from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.sharpness import Scale
 
 SHARPENING = 1.0

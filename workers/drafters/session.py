@@ -11,7 +11,7 @@ from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import GrowingTree, Nodes
-from dovetail.workers.speculation.policies import Policy
+from dovetail.workers.speculation.policy import Policy
 from dovetail.workers.speculation.prices import Chance, Recent
 from dovetail.workers.speculation.proposal import FREE, Price, Shape
 

@@ -25,8 +25,8 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
+from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
-from dovetail.workers.speculation.registry import open_policy
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.speculation.acceptance import walk
 from dovetail.workers.speculation.growth import GrowingTree, likeliest
 from dovetail.workers.speculation.noise import gumbel_noise
-from dovetail.workers.speculation.policies import Policy
+from dovetail.workers.speculation.policies import open_policy
+from dovetail.workers.speculation.policy import Policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.registry import open_policy
 from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
 
 Model = Callable[[Sequence[int], Sequence[Sequence[int]]], Tensor]

@@ -28,7 +28,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.settings import TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import GrowingTree, Nodes, best_first
-from dovetail.workers.speculation.policies import Dynamic, worthwhile
+from dovetail.workers.speculation.policy import Dynamic, worthwhile
 from dovetail.workers.speculation.proposal import Shape
 
 NO_PATH = np.empty(0, np.intp)

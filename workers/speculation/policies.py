@@ -27,71 +27,26 @@ there. Every prefix of what is offered is a tree, whatever the policy.
 Knows numbers only, no model, no cache and no clock.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.protocol.settings import TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.speculation.growth import NO_ROW, Floats, GrowingTree, Nodes, best_first
+from dovetail.workers.speculation.heterospec import Heterospec
+from dovetail.workers.speculation.policy import Dynamic, Policy, root_pass, worthwhile
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.shapes import Path
+from dovetail.workers.speculation.shapes import Path, fixed_shape
 
 DECAY = np.float32(np.log(0.95))
 """What a level costs in the score of `budget`: SpecExec's, which keeps long paths of near-certain
 tokens from taking the whole budget."""
 NO_DECAY = np.float32(0.0)
-
-
-class Policy(Protocol):
-    """Grows one session's tree."""
-
-    @property
-    def entropy(self) -> float | None:
-        """Of the last tree, where the policy goes by it (`heterospec.py`); else None."""
-
-    def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """What each pass of the model expands, none empty: the root, -1, by itself and first, then
-        nodes whose parents have rows.
-
-        The caller gives them rows and adds their children before it asks for the next pass. It may
-        stop at any time, and has to where it cannot expand what it is given. Of what `BestFirst`
-        gives it may also expand some nodes only, the first at least: the others come again.
-        """
-
-    def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """What to offer, at most `shape.nodes` nodes of at most `shape.depth` levels, best first:
-        every prefix is a tree."""
-
-
-class Dynamic:
-    """Expand and rerank."""
-
-    entropy: ClassVar[float | None] = None
-
-    def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """One pass a level; what a tree that was there already lacks on several levels goes in
-        one."""
-        yield from root_pass(tree, shape)
-        while shape.depth > 1:
-            offered = self.select(tree, shape)
-            levels = [
-                offered[tree.levels[offered] == level][: shape.width]
-                for level in range(1, shape.depth)
-            ]
-            nodes = worthwhile(np.concatenate(levels), offered, tree, shape)
-            if not len(nodes):
-                return
-            yield nodes
-            if (tree.rows[nodes] == NO_ROW).all():
-                return  # that was all, and nobody wants it
-
-    def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """The best of the pool."""
-        return best_first(tree.within(shape.depth), tree.scores, shape.nodes)
 
 
 class Beam:
@@ -174,25 +129,6 @@ class Static:
         return order
 
 
-def root_pass(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-    """The first pass, if there is anything to be had from it."""
-    if shape.nodes > 0 and shape.depth > 0 and not tree.root_expanded:
-        yield np.array([ROOT], np.intp)
-
-
-def worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -> Nodes:
-    """`nodes` less those that have been expanded, less those that cannot matter.
-
-    A child comes after its parent in the order of `offered`, the best nodes so far, so what is
-    below a node that is not among the best `shape.nodes` - 1 is never offered, however far the tree
-    grows.
-    """
-    matters = np.zeros(len(tree), np.bool_)
-    matters[offered[: max(shape.nodes - 1, 0)]] = True
-    left: Nodes = nodes[matters[nodes] & (tree.rows[nodes] == NO_ROW)]
-    return left
-
-
 def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:
     """What `beam` keeps of the first `depth` levels, in ascending order."""
     kept = np.zeros(len(tree) + 1, np.bool_)  # the last element stands for the root, index -1
@@ -229,3 +165,21 @@ def _places(tree: GrowingTree, below: NDArray[np.intp], depth: int) -> NDArray[n
             places[tree.parents[nodes]], np.minimum(tree.ranks[nodes], below.shape[1] - 1)
         ]
     return places[:-1]
+
+
+OPENERS: Mapping[str, Callable[[TreeSettings], Policy]] = {
+    "static": lambda tree: Static(fixed_shape(tree.gamma, tree.depth, tree.width)),
+    "dynamic": lambda tree: Dynamic(),
+    "beam": lambda tree: Beam(),
+    "budget": lambda tree: BestFirst(DECAY),
+    "goodput": lambda tree: BestFirst(),
+    "heterospec": Heterospec,
+}
+"""Every policy of `protocol/policies.py`, with how one is made for a session."""
+
+
+def open_policy(settings: TreeSettings) -> Policy:
+    """Return a new policy as `settings.policy` names it; `ValueError` for a name that is none."""
+    if settings.policy not in OPENERS:
+        raise ValueError(f"no tree policy is called {settings.policy!r}")
+    return OPENERS[settings.policy](settings)

@@ -1,0 +1,34 @@
+"""The table of tree policies: their names, and what the settings, the planner and the commands have
+to know of each. How a tree grows by one of them is in `workers/speculation/policies.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PolicyTraits:
+    """The properties of a policy."""
+
+    fixed_shape: bool = False
+    """No drawn token changes the tree's shape, so that drafts may be accepted by rejection."""
+    without_model: bool = False
+    """A draft without a model, which grows best first, can follow it."""
+    by_entropy: bool = False
+    """It goes by thresholds of entropy."""
+    full_levels: bool = False
+    """Every level is offered whole, so that gamma is width times depth."""
+    pass_a_level: bool = True
+    """A pass expands a level; False: a pass expands the best nodes wherever they are."""
+    sizes_itself: bool = False
+    """The number of nodes follows the measured costs; gamma, depth and width are bounds."""
+
+
+POLICIES: Mapping[str, PolicyTraits] = {
+    "static": PolicyTraits(fixed_shape=True),
+    "dynamic": PolicyTraits(without_model=True),
+    "budget": PolicyTraits(without_model=True, pass_a_level=False),
+    "beam": PolicyTraits(full_levels=True),
+    "heterospec": PolicyTraits(by_entropy=True),
+    "goodput": PolicyTraits(without_model=True, sizes_itself=True),
+}
