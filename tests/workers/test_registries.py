@@ -1,0 +1,71 @@
+"""The tables of head kinds, drafters, policies and devices: one entry each, and nothing beside."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS
+from dovetail.workers import devices
+from dovetail.workers.devices.base import Device, DeviceKind, Transfer
+from dovetail.workers.devices.cpu import CPU
+from dovetail.workers.drafters import registry as drafters
+from dovetail.workers.heads.registry import ENTRIES, KINDS, setting_of, trained_kind
+from dovetail.workers.speculation import policies
+
+
+class Board(DeviceKind):
+    """A device that is the CPU by another name."""
+
+    type = "cpu"
+    names = "board"
+
+    def open(self, name: str) -> Device | None:
+        return Device(self, name, torch.device("cpu"), "board", "fp16") if name == "board" else None
+
+    def best(self) -> str | None:
+        return "board"
+
+    def free_bytes(self, device: torch.device) -> int:
+        return 7
+
+    def transfer(self, device: torch.device) -> Transfer:
+        return CPU.transfer(device)
+
+
+def test_a_device_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "KINDS", (Board(), *devices.KINDS))
+    opened = devices.open_device("auto", torch.get_num_threads())
+    assert (opened.name, opened.free_bytes(), opened.against_int4()) == ("board", 7, "")
+    with pytest.raises(SettingsError, match="write cpu or board or cuda:N"):
+        devices.open_device("bord", torch.get_num_threads())
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_a_kind_of_head_that_can_be_named_can_be_trained_and_planned_with(kind: str) -> None:
+    entry, own = KINDS[kind], trained_kind(kind)
+    assert own.name == kind
+    assert entry.title
+    assert entry.what.startswith(("a ", "an "))
+    assert entry.figures is not None
+    assert entry.figures.tokens == tuple(sorted(entry.figures.tokens))
+    assert own.architecture.lower().endswith(kind)
+
+
+def test_every_kind_of_head_has_a_name_in_the_settings() -> None:
+    assert {setting_of(entry.name) for entry in ENTRIES} == set(HEAD_KINDS)
+    assert all(entry.load().name == entry.name for entry in ENTRIES)
+
+
+def test_the_table_of_heads_imports_no_torch() -> None:
+    asked = "import sys, dovetail.workers.heads.registry; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
+def test_every_draft_and_every_policy_can_be_opened() -> None:
+    assert set(drafters.OPENERS) == set(DRAFT_KINDS) - {"none"}
+    assert set(policies.OPENERS) == set(POLICIES)
