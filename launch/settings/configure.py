@@ -69,7 +69,7 @@ class Configuration:
     def stratified(self) -> "Configuration":
         """Return the configuration with the thresholds of `heterospec` read; `SettingsError` if
         there are none that hold for its draft."""
-        if self.settings.tree.policy != "heterospec" or self.settings.draft.kind == "none":
+        if not self.settings.tree.traits.by_entropy or self.settings.draft.kind == "none":
             return self
         found = thresholds_of(self.thresholds, self.settings, local=self.local)
         return replace(self, settings=_with_thresholds(self.settings, found))
