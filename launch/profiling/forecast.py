@@ -12,7 +12,7 @@ from dovetail.launch.profiling.timeline import NS
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.control.costs import RowCosts
-from dovetail.runtime.control.tree_size import cut
+from dovetail.runtime.control.pricing import cut
 from dovetail.runtime.planner import DRAFTED_HOPS, PLAIN_HOPS
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)

@@ -73,6 +73,12 @@ class Average:
         self.value += (value - self.value) / min(self._count, self._recent)
 
 
+def add_all(told: Iterable[tuple[Average, float]]) -> None:
+    """Add a value to each of these averages."""
+    for average, value in told:
+        average.add(value)
+
+
 class Lags:
     """How long something took beside how much of it there was, from the last times."""
 
@@ -147,6 +153,9 @@ class RowCosts:
     """T(M, context) of one worker's passes, in seconds."""
 
     def __init__(self, curves: Sequence[ContextCurve] = ()) -> None:
+        self.known = self.profiled = bool(curves)
+        """True if there is anything to go by; and if that began with curves, which hold for all
+        rows but for a factor."""
         self._curves = tuple(
             sorted(
                 {curve.context: curve for curve in curves}.values(), key=lambda curve: curve.context
@@ -159,16 +168,6 @@ class RowCosts:
         self._observed = 0
         self._tables: dict[int, _Table] = {}
         """By context, `STALE_TOKENS` to one table: sessions that share a pass ask in turns."""
-
-    @property
-    def known(self) -> bool:
-        """Whether there is anything to go by."""
-        return bool(self._curves or self._passes)
-
-    @property
-    def profiled(self) -> bool:
-        """Whether it began with curves, which hold for all rows but for a factor."""
-        return bool(self._curves)
 
     @property
     def most_rows(self) -> int:
@@ -194,6 +193,7 @@ class RowCosts:
             self._passes[key] = _Passes()
         self._passes[key].add(seconds, context)
         self._observed += 1
+        self.known = True
 
     def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
         """Passes of so many rows have taken so many nanoseconds each."""
@@ -366,19 +366,19 @@ class PairCosts:
     """From Verify to Verified, beside the pass."""
     host_s: Average = field(default_factory=Average)
     """The coordinator's own, a round."""
-    plain_host_s: Average = field(default_factory=Average)
+    undrafted_host_s: Average = field(default_factory=Average)
     """The same of rounds without a draft."""
 
     def round_s(self, *, rows: int, context: float, exposed_s: float) -> float:
         """Seconds of a round whose Verify has so many rows; `exposed_s`: what it waits for its
         draft, hops and all, 0 where it has none."""
-        host = self.host_s if exposed_s else self.plain_host_s
+        host = self.host_s if exposed_s else self.undrafted_host_s
         return exposed_s + self.target.at(rows, context) + self.target_hop_s.value + host.value
 
     def alone_s(self, *, context: float, rows: int = 1) -> float:
         """Seconds of a round without a draft; `rows`: of its pass, those of other sessions among
         them. 0 where nothing is known."""
-        host = self.plain_host_s if self.plain_host_s.known else self.host_s
+        host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
         return (
             self.target.at(rows, context) + self.target_hop_s.value + host.value
             if self.target.known

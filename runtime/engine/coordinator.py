@@ -36,7 +36,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.admission import LOST_KEY, Admission
 from dovetail.runtime.engine.client_requests import Intake, observe, refusal
 from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure

@@ -2,7 +2,7 @@
 pass.
 
 Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many nodes pay
-`tree_size.py`, what of an ended session is kept `prefix_cache.py`.
+`control/pricing.py`, what of an ended session is kept `prefix_cache.py`.
 """
 
 import logging
@@ -20,7 +20,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.runtime.control.loads import Load
-from dovetail.runtime.control.tree_size import cut, worth_waiting
+from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.outgoing import Post
 from dovetail.runtime.engine.running import JOIN_WORTH, Census, Live

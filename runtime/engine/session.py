@@ -50,7 +50,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
-from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.draft_sync import Briefing, Joining
 from dovetail.runtime.fleet.prefix_cache import Base, Kept, pack
 from dovetail.runtime.telemetry.metrics import Accounts, RoundFacts, RoundTimes

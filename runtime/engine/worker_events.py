@@ -31,7 +31,7 @@ from dovetail.protocol.messages import (
     VerifiedItem,
 )
 from dovetail.protocol.spans import Span
-from dovetail.runtime.control.controller import Round
+from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Lose, Say, Send
 from dovetail.runtime.engine.faults import reraise_exits

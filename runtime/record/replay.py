@@ -29,7 +29,7 @@ from dovetail.protocol.messages import (
     VerifiedItem,
     Verify,
 )
-from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.draft_sync import Briefing, Joining
 from dovetail.runtime.engine.faults import reraise_exits, told
 from dovetail.runtime.engine.session import Action, Ask, Emit, Note, Request, Score, Session

@@ -7,8 +7,10 @@ import pytest
 
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.controller import Controller, Pair, Round
+from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.costs import PairCosts
+from dovetail.runtime.control.pairs import Pair
+from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.telemetry.metrics import RoundTimes
 
 PROPOSAL = Drafted(

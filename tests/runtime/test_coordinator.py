@@ -39,7 +39,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine import outgoing, worker_events
 from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import Live

@@ -155,7 +155,7 @@ def test_a_round_takes_its_passes_its_hops_and_the_coordinator() -> None:
         (pair.draft_hop_s, 0.001),
         (pair.target_hop_s, 0.002),
         (pair.host_s, 0.0005),
-        (pair.plain_host_s, 0.0002),
+        (pair.undrafted_host_s, 0.0002),
     ):
         average.add(value)
     assert pair.round_s(rows=5, context=0, exposed_s=0.011) == pytest.approx(0.0435)

@@ -10,8 +10,8 @@ import pytest
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.loads import ALONE, Load
-from dovetail.runtime.control.switch import Experience, Switch
-from dovetail.runtime.control.tree_size import worth_waiting
+from dovetail.runtime.control.on_off import Experience, OnOff
+from dovetail.runtime.control.pricing import worth_waiting
 from support.loaded import FIXED, GOODPUT, Crowded, Pace, drafted, rate
 
 INSISTED = TreeSettings(policy="dynamic", gamma=15, depth=8, insist=True)
@@ -213,21 +213,21 @@ def test_loads_of_one_level_are_alike() -> None:
 
 
 def test_many_begin_without_a_draft_and_are_told_what_a_try_of_all_of_them_brought() -> None:
-    switch, words = Switch(Experience(), many=True), list[str]()
+    on_off, words = OnOff(Experience(), many=True), list[str]()
     for _ in range(200):
-        state = switch.state
+        state = on_off.state
         said = (
-            switch.drafted(3.0, 0.03, 0.02, among=4)
-            if switch.drafting
-            else switch.plain(0.02, 0.02)
+            on_off.drafted(3.0, 0.03, 0.02, among=4)
+            if on_off.drafting
+            else on_off.undrafted(0.02, 0.02)
         )
         words += [said] if said else []
-        assert (switch.state != state) == (said is not None)
+        assert (on_off.state != state) == (said is not None)
     assert (
         words[0] == "drafting is tested after 2 rounds without a draft, which bring 50.0 tokens/s"
     )
     assert words[1].startswith("drafting resumed because it is faster: 100.0 tokens/s")
-    assert switch.state == "on"
+    assert on_off.state == "on"
 
 
 def test_every_pair_comes_with_a_tree_that_adapts_itself() -> None:
@@ -240,9 +240,9 @@ def test_every_pair_comes_with_a_tree_that_adapts_itself() -> None:
 
 
 def test_costs_that_let_nothing_pay_are_not_believed_for_ever() -> None:
-    switch, states = Switch(Experience(), many=True), list[str]()
+    on_off, states = OnOff(Experience(), many=True), list[str]()
     for _ in range(300):
-        switch.plain(0.02, 0.02, worth_trying=lambda: False)
-        states.append(switch.state)
+        on_off.undrafted(0.02, 0.02, worth_trying=lambda: False)
+        states.append(on_off.state)
     assert states.count("off") == 255
     assert states[-1] == "try"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime.control.tree_size import MOST_FLOOR, cut, floor_of
+from dovetail.runtime.control.pricing import MOST_FLOOR, cut, least_probability
 
 OFFER = st.lists(st.floats(-6.0, -0.01), max_size=5).map(
     lambda scores: sorted(scores, reverse=True)
@@ -78,7 +78,7 @@ def test_an_offer_that_is_not_in_order_is_cut_at_a_beginning() -> None:
 
 
 def test_a_node_need_be_no_likelier_than_the_cheapest_way_to_more_rows() -> None:
-    assert floor_of(50.0, flat, 4, 16) == pytest.approx(0.05)
-    assert floor_of(50.0, lambda rows: 1.0 if rows < 13 else 2.0, 4, 12) == 0.0
-    assert floor_of(1e6, flat, 4, 16) == MOST_FLOOR
-    assert floor_of(50.0, flat, 16, 16) == pytest.approx(0.05)
+    assert least_probability(50.0, flat, 4, 16) == pytest.approx(0.05)
+    assert least_probability(50.0, lambda rows: 1.0 if rows < 13 else 2.0, 4, 12) == 0.0
+    assert least_probability(1e6, flat, 4, 16) == MOST_FLOOR
+    assert least_probability(50.0, flat, 16, 16) == pytest.approx(0.05)

@@ -24,7 +24,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
-from dovetail.runtime.control.controller import Plan
+from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.draft_sync import Briefing, Joining
 from dovetail.runtime.engine.session import (
     Ask,

@@ -1,10 +1,10 @@
-"""Whether drafting pays: what a session and its pair of workers have learned of it, from rounds as
-they were.
+"""Drafting on and off, and drafting ahead on and off: what pays, from rounds as they were.
 
-`Switch` turns a session's drafting off when it loses against the target alone, and tries it again
-now and then; `AheadTrial` finds out whether growth while the target verifies pays where both share
-a device. Both are told rounds - tokens and seconds - and say what the next one shall be. Pure: no
-clock, no messages; what they decide they say in a sentence.
+`OnOff` turns drafting off when it loses against the target alone, and tries it again now and then;
+`Experience` is what the sessions of a pair have learned of that together. `AheadTrial` finds out
+whether the draft should go on while the target verifies, where both share a device or the draft
+guesses from guesses. Both are told rounds, in tokens and seconds, and say in a sentence what they
+decide. Pure: no clock, no messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,16 @@ LOSS = 3.0
 """Rounds of the target alone that a session may lose, in sum, before its drafting stops; gains make
 up for losses, but are not saved up."""
 LOSS_OF_A_WINNER = 6.0
-"""The same where drafting has paid for long: there a run of misses is likely to be chance."""
+"""Rounds that it may lose if drafting has paid for long: then a run of misses is likely to be
+chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
-"""By a single round: a machine that stood still for a while says nothing of drafting."""
+"""Rounds that a single one may lose: a machine that stood still for a while says nothing of
+drafting."""
 FIRST_TRY = 8
 """Rounds without drafting before it is tried again; doubled by every try that fails."""
 MOST_DOUBLINGS = 3
 TRY_SHARE = 0.015
-"""Of all time that trying may cost, in the long run."""
+"""Share of all time that trying may cost, in the long run."""
 ALLOWANCE = 2.0
 """Rounds of the target alone that trying may cost in advance."""
 MOST_ALLOWANCE = 30.0
@@ -32,7 +34,7 @@ LEAST_TRY, MOST_TRY = 3, 8
 """Rounds of a try, beside the first, which catches up with what was said meanwhile and does not
 count."""
 TRY_ROUNDS = 2
-"""Of which a try that fails is thought to have need."""
+"""Rounds that a try which fails is thought to need."""
 TRY_MARGIN = 1.03
 LASTING = 32
 """Rounds of drafting after which it is taken to pay."""
@@ -40,6 +42,8 @@ HOPELESS = 256
 FIRST_OF_MANY = 2
 """Rounds without drafting before it is first tried where several sessions run: so many tell what a
 pass over their roots takes."""
+WORTH_OF_MANY = 1.02
+"""Factor by which drafting has to be better where several sessions run."""
 
 
 @dataclass
@@ -47,11 +51,11 @@ class Experience:
     """What the sessions of a pair have learned together."""
 
     losing: bool = False
-    """What the last change was."""
+    """True if the last change was to stop drafting."""
     credit_s: float = 0.0
     """Time that trying may cost."""
     try_s: float = 0.0
-    """What the last try cost, or the next is thought to."""
+    """Time that the last try cost, or the next is thought to."""
     rate: float = 0.0
     """Tokens a second that drafting brought when that was last judged; 0 before."""
     granted: bool = False
@@ -59,7 +63,7 @@ class Experience:
     """Seconds a token with drafting of late; None before."""
 
     def earn(self, seconds: float, alone_s: float) -> None:
-        """A round has taken so long."""
+        """Count the seconds of a round: a share of them may be spent on trying."""
         if not self.granted:
             self.granted, self.credit_s = True, ALLOWANCE * alone_s
         self.credit_s = min(
@@ -71,7 +75,7 @@ class Experience:
         return self.credit_s >= self.try_s
 
 
-class Switch:
+class OnOff:
     """On, off or trying, for one session, or for all sessions that run at once."""
 
     def __init__(self, experience: Experience, *, many: bool = False) -> None:
@@ -83,16 +87,16 @@ class Switch:
         """Counts the changes of state: a round that began before one says nothing of what is
         now."""
         self._rounds = 0.0
-        """Of drafting since it began, or without since it ended."""
+        """Rounds of drafting since it began, or without since it ended."""
         self._failed = 0
         self._balance = 0.0
         """On: rounds of the target alone that were lost; trying: that were won."""
         self._tokens = self._seconds = 0.0
         self._tried = False
         self._cost_s = 0.0
-        """Of a try."""
+        """Time that the try in hand has cost."""
         self._worst_s = 0.0
-        """What the worst round of drafting has lost."""
+        """Time that the worst round of drafting has lost."""
 
     @property
     def drafting(self) -> bool:
@@ -114,18 +118,18 @@ class Switch:
         forgotten, what it may cost is not."""
         self._failed = 0
 
-    def plain(
+    def undrafted(
         self,
         seconds: float,
         alone_s: float,
         *,
         worth_trying: Callable[[], bool] = lambda: True,
     ) -> str | None:
-        """A round without drafting has passed; what follows from it, in words, if anything does. Of
+        """Count a round without drafting. Return in words what follows, None if nothing does. Of
         several sessions in a pass one has its round told.
 
-        `worth_trying`: whether known costs let a try pay; what they were taken from may have
-        changed since, so that where they do not, it is made all the same after `HOPELESS` rounds.
+        `worth_trying`: whether known costs let a try pay. What they were taken from may have
+        changed since, so a try is made after `HOPELESS` rounds all the same.
         """
         self._experience.earn(seconds, alone_s)
         if self.state != "off":
@@ -157,11 +161,11 @@ class Switch:
     def drafted(
         self, tokens: float, seconds: float, alone_s: float, *, among: int = 1
     ) -> str | None:
-        """A round with drafting has brought so many tokens; what follows from it, in words, if
-        anything does. `alone_s`: a round of the target alone."""
+        """Count a round with drafting. Return in words what follows, None if nothing does.
+        `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
-        won = (tokens - (WORTH if self._many else 1.0) * seconds / alone_s) / among
+        won = (tokens - (WORTH_OF_MANY if self._many else 1.0) * seconds / alone_s) / among
         if self.state == "try":
             return self._tested(tokens, seconds, alone_s, won, among)
         self._count(tokens, seconds)
@@ -214,10 +218,10 @@ class Switch:
             self._cost_s += max(0.0, seconds - tokens * alone_s) / among
 
     def last_rates(self, alone_s: float) -> str:
-        """Both rates, in words: that of drafting when it was last judged."""
+        """Return both rates in words: that of drafting when it was last judged."""
         return (
-            f"it last brought {self._experience.rate:.1f} tokens/s, and {1 / alone_s:.1f} "
-            "come without it"
+            f"{self._experience.rate:.1f} tokens/s with a draft when last measured, "
+            f"{1 / alone_s:.1f} without"
         )
 
     def _judged(self, state: Literal["on", "off"], verdict: str, alone_s: float) -> str:
@@ -243,19 +247,19 @@ class Switch:
         self._tokens = self._seconds = 0.0
 
     def _count(self, tokens: float, seconds: float) -> None:
-        """For the rate: of late, if there was much."""
+        """Count a round for the rate with drafting, in which early rounds fade."""
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
         self._experience.token_s = self._seconds / self._tokens
 
 
 BLOCK = 12
-"""Rounds of a block of a trial, the first ones of which do not count: what was grown before is
-still there."""
+"""Rounds of a block of a trial."""
 SETTLING = 2
+"""Rounds of a block that do not count, since what was grown before it is still there."""
 TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
 WORTH = 1.02
-"""By how much growing ahead has to be better."""
+"""Factor by which growing ahead has to be better."""
 FIRST_PAUSE, MOST_PAUSE = 512, 8192
 
 
@@ -272,7 +276,8 @@ class AheadTrial:
         self._told: bool | None = None
 
     def drafted(self, tokens: float, seconds: float) -> str | None:
-        """A round with drafting; what was found out, in words, if it is new."""
+        """Count a round with drafting. Return in words what was found out, None if nothing new
+        was."""
         if self._pause:
             self._pause -= 1
             if not self._pause:

@@ -5,40 +5,40 @@ from collections.abc import Callable
 
 import pytest
 
-from dovetail.runtime.control.switch import (
+from dovetail.runtime.control.on_off import (
     BLOCK,
     FIRST_PAUSE,
     LASTING,
     TURNS,
     AheadTrial,
     Experience,
-    Switch,
+    OnOff,
 )
 
 ALONE_S = 0.02
 
 
 def live_through(
-    switch: Switch, rounds: int, tokens: Callable[[int], float], seconds: Callable[[int], float]
+    on_off: OnOff, rounds: int, tokens: Callable[[int], float], seconds: Callable[[int], float]
 ) -> tuple[float, float, list[str]]:
     """(tokens, seconds, decisions) of so many rounds, which are as said where there is drafting."""
     said, spent_s, words = 0.0, 0.0, []
     for at in range(rounds):
-        if switch.drafting:
+        if on_off.drafting:
             said, spent_s = said + tokens(at), spent_s + seconds(at)
-            if (decision := switch.drafted(tokens(at), seconds(at), ALONE_S)) is not None:
+            if (decision := on_off.drafted(tokens(at), seconds(at), ALONE_S)) is not None:
                 words.append(decision)
         else:
             said, spent_s = said + 1.0, spent_s + ALONE_S
-            if (decision := switch.plain(ALONE_S, ALONE_S)) is not None:
+            if (decision := on_off.undrafted(ALONE_S, ALONE_S)) is not None:
                 words.append(decision)
     return said, spent_s, words
 
 
 def test_drafting_that_loses_is_stopped_and_costs_little() -> None:
-    switch = Switch(Experience())
-    said, spent_s, words = live_through(switch, 400, lambda _: 1.0, lambda _: 1.6 * ALONE_S)
-    assert switch.state != "on"
+    on_off = OnOff(Experience())
+    said, spent_s, words = live_through(on_off, 400, lambda _: 1.0, lambda _: 1.6 * ALONE_S)
+    assert on_off.state != "on"
     assert said * ALONE_S / spent_s > 0.97
     assert words[0].startswith(
         "drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without"
@@ -48,9 +48,9 @@ def test_drafting_that_loses_is_stopped_and_costs_little() -> None:
 @pytest.mark.parametrize("cost", [1.1, 2.0, 10.0, 100.0])
 def test_in_the_long_run_trying_costs_two_percent_at_most(cost: float) -> None:
     experience = Experience()
-    live_through(Switch(experience), 50, lambda _: 1.0, lambda _: cost * ALONE_S)
+    live_through(OnOff(experience), 50, lambda _: 1.0, lambda _: cost * ALONE_S)
     said, spent_s, _ = live_through(
-        Switch(experience), 30_000, lambda _: 1.0, lambda _: cost * ALONE_S
+        OnOff(experience), 30_000, lambda _: 1.0, lambda _: cost * ALONE_S
     )
     assert said * ALONE_S / spent_s >= 0.98
 
@@ -58,7 +58,7 @@ def test_in_the_long_run_trying_costs_two_percent_at_most(cost: float) -> None:
 def test_drafting_that_pays_is_never_stopped_by_chance_for_long() -> None:
     rng = random.Random(2)
     said, spent_s, _ = live_through(
-        Switch(Experience()),
+        OnOff(Experience()),
         3000,
         lambda _: float(rng.choice((1, 1, 1, 2, 2, 3, 5))),
         lambda _: 1.5 * ALONE_S,
@@ -70,45 +70,45 @@ def test_drafting_that_pays_is_never_stopped_by_chance_for_long() -> None:
 def test_one_that_has_long_paid_survives_a_machine_that_stands_still_now_and_then_and_not_for_good(
     stalls: int, drafting: bool
 ) -> None:
-    switch = Switch(Experience())
-    live_through(switch, 2 * LASTING, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
-    live_through(switch, stalls, lambda _: 3.0, lambda _: 500 * ALONE_S)
-    assert switch.drafting == drafting
-    _, _, words = live_through(switch, 60, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
-    assert switch.state == "on"
+    on_off = OnOff(Experience())
+    live_through(on_off, 2 * LASTING, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
+    live_through(on_off, stalls, lambda _: 3.0, lambda _: 500 * ALONE_S)
+    assert on_off.drafting == drafting
+    _, _, words = live_through(on_off, 60, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
+    assert on_off.state == "on"
     assert len(words) == (0 if drafting else 2)
 
 
 def test_drafting_resumes_where_text_becomes_predictable() -> None:
     experience = Experience()
-    switch = Switch(experience)
-    live_through(switch, 200, lambda _: 1.0, lambda _: 1.5 * ALONE_S)
+    on_off = OnOff(experience)
+    live_through(on_off, 200, lambda _: 1.0, lambda _: 1.5 * ALONE_S)
     assert experience.losing
-    said, spent_s, words = live_through(switch, 300, lambda _: 4.0, lambda _: 1.5 * ALONE_S)
+    said, spent_s, words = live_through(on_off, 300, lambda _: 4.0, lambda _: 1.5 * ALONE_S)
     assert said * ALONE_S / spent_s > 2.0
     assert any(word.startswith("drafting resumed because it is faster") for word in words)
     assert not experience.losing
 
 
 def test_every_change_is_told_with_both_rates() -> None:
-    switch = Switch(Experience())
-    states, told = [switch.state], []
+    on_off = OnOff(Experience())
+    states, told = [on_off.state], []
     for at in range(400):
         tokens = 4.0 if at > 200 else 1.0
         words = (
-            switch.drafted(tokens, 1.6 * ALONE_S, ALONE_S)
-            if switch.drafting
-            else switch.plain(ALONE_S, ALONE_S)
+            on_off.drafted(tokens, 1.6 * ALONE_S, ALONE_S)
+            if on_off.drafting
+            else on_off.undrafted(ALONE_S, ALONE_S)
         )
-        assert (words is not None) == (switch.state != states[-1])
+        assert (words is not None) == (on_off.state != states[-1])
         if words is not None:
-            states.append(switch.state)
+            states.append(on_off.state)
             told.append(words)
     assert {"on", "off", "try"} == {*states}
     assert told[:3] == [
         "drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without",
-        "drafting is tested again after 8 rounds without a draft: it last brought 31.2 "
-        "tokens/s, and 50.0 come without it",
+        "drafting is tested again after 8 rounds without a draft: 31.2 tokens/s with "
+        "a draft when last measured, 50.0 without",
         "drafting was tried for 3 rounds and stopped because it was slower: 31.2 tokens/s with "
         "a draft, 50.0 without",
     ]
@@ -120,8 +120,8 @@ def test_every_change_is_told_with_both_rates() -> None:
 
 def test_a_session_begins_as_the_last_change_left_the_pair_and_tries_early() -> None:
     experience = Experience()
-    live_through(Switch(experience), 100, lambda _: 1.0, lambda _: 1.5 * ALONE_S)
-    later = Switch(experience)
+    live_through(OnOff(experience), 100, lambda _: 1.0, lambda _: 1.5 * ALONE_S)
+    later = OnOff(experience)
     assert later.state == "off"
     said, spent_s, _ = live_through(later, 100, lambda _: 4.0, lambda _: 1.5 * ALONE_S)
     assert later.state == "on"
@@ -129,9 +129,9 @@ def test_a_session_begins_as_the_last_change_left_the_pair_and_tries_early() -> 
 
 
 def test_a_disaster_is_ended_by_its_first_round() -> None:
-    switch = Switch(Experience())
-    switch.drafted(1.0, 50 * ALONE_S, ALONE_S)
-    assert switch.state == "off"
+    on_off = OnOff(Experience())
+    on_off.drafted(1.0, 50 * ALONE_S, ALONE_S)
+    assert on_off.state == "off"
 
 
 def trial_of(
@@ -180,10 +180,10 @@ def test_a_change_of_the_machine_is_found() -> None:
 
 
 def test_drafting_that_lasts_is_forgiven_more() -> None:
-    switch = Switch(Experience())
-    live_through(switch, LASTING, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
+    on_off = OnOff(Experience())
+    live_through(on_off, LASTING, lambda _: 3.0, lambda _: 1.5 * ALONE_S)
     for _ in range(3):
-        switch.drafted(0.0, 1.5 * ALONE_S, ALONE_S)
-    assert switch.state == "on"
-    switch.drafted(0.0, 1.8 * ALONE_S, ALONE_S)
-    assert switch.state == "off"
+        on_off.drafted(0.0, 1.5 * ALONE_S, ALONE_S)
+    assert on_off.state == "on"
+    on_off.drafted(0.0, 1.8 * ALONE_S, ALONE_S)
+    assert on_off.state == "off"

@@ -1,0 +1,82 @@
+"""What sessions that run at once have learned together at one load: whether drafting for all of
+them pays, and what a second is worth to them. Pure: rounds are handed in."""
+
+from collections.abc import Callable
+
+from dovetail.runtime.control.costs import Average
+from dovetail.runtime.control.on_off import Experience, OnOff
+
+UNDRAFTED_PASSES = 16.0
+"""Passes without drafting over which their time is compared with what they should take."""
+MOST_SLOWDOWN = 1.5
+MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
+"""Factors a round: the care stays as it is if about a twelfth of the sessions are behind."""
+BEHIND = 0.97
+"""Share of the rate without drafting below which a session beside others suffers from what these
+draft."""
+LEAST_HOPE = 0.1
+"""Tokens a round that drafting beside other sessions has to bring, where text is predictable and at
+known costs, to be tried."""
+
+
+class Crowd:
+    """The experience of the sessions that run at once at one load. One verdict holds for all of
+    them, since each slows the others' passes and drafts down.
+
+    It is judged by what all of their rounds bring in their whole time, waits for each other
+    included, against rounds of as many sessions without drafting.
+    """
+
+    def __init__(self) -> None:
+        self.on_off = OnOff(Experience(), many=True)
+        self.tokens, self.seconds = Average(), Average()
+        """Means of a round while drafting is on."""
+        self.care = 1.0
+        """The factor by which a second is taken to be worth more than its tokens, so that no
+        session pays for what others gain."""
+        self._undrafted = Average(UNDRAFTED_PASSES)
+        """Seconds of rounds without drafting, as shares of what was expected of them."""
+        self._rounds = 0
+        """Rounds without drafting since one was judged."""
+
+    def alone_s(self, expected_s: float) -> float:
+        """Return the seconds of a round without drafting here. `expected_s`: those of a pass over
+        one row of every session, and what goes with it."""
+        return expected_s * max(1.0, self._undrafted.value)
+
+    def due(self, among: int) -> bool:
+        """Return whether a round is judged: each that was drafted, and of those that were not,
+        which are alike, one stands for all `among` sessions of its pass."""
+        if self.on_off.drafting:
+            return True
+        self._rounds = (self._rounds + 1) % max(1, among)
+        return not self._rounds
+
+    def drafted(
+        self,
+        tokens: float,
+        seconds: float,
+        expected_s: float,
+        *,
+        rate: Callable[[], float],
+        among: int,
+    ) -> str | None:
+        """Judge a session's round while drafting is on, with everything that it waited for. Return
+        in words what follows, None if nothing does. `rate`: tokens a second of that session, this
+        round counted."""
+        self.tokens.add(tokens)
+        self.seconds.add(seconds)
+        alone_s = self.alone_s(expected_s)
+        change = MORE_CARE if rate() * alone_s < BEHIND else LESS_CARE
+        self.care = min(MOST_CARE, max(1.0, self.care * change ** (1.0 / among)))
+        return self.on_off.drafted(tokens, seconds, alone_s, among=among)
+
+    def undrafted(
+        self, seconds: float, expected_s: float, *, hope: Callable[[], float]
+    ) -> str | None:
+        """Judge a round while drafting is off. Return in words what follows, None if nothing does.
+        `hope`: tokens a round that drafting may bring."""
+        self._undrafted.add(min(MOST_SLOWDOWN, seconds / expected_s))
+        return self.on_off.undrafted(
+            seconds, self.alone_s(expected_s), worth_trying=lambda: hope() >= LEAST_HOPE
+        )

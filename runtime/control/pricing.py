@@ -1,0 +1,265 @@
+"""Pricing: what a second is worth to a session, how its next round is drafted by that, and how many
+of the drafted nodes are verified.
+
+The rate of a session is the tokens a second that it loses while it waits. A node is worth drafting
+if it brings more tokens than its rows and levels cost everybody who waits meanwhile, at their
+rates: for the draft, the sessions that have it; for the target, all that run there.
+
+The offers of all sessions whose verdict is asked for in one pass are merged, the likeliest node
+first, and the longest beginning of that list is kept that pays: the number of rows M with the
+largest E(M) - rate x T(M), where E are the tokens expected of the pass and T its seconds. Trees of
+requests that insist are verified whole. Pure: knows scores, costs and rounds; no messages, no
+clock.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
+from math import ceil, exp, log
+
+from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.control.calibration import WINDOW
+from dovetail.runtime.control.costs import PairCosts
+from dovetail.runtime.control.crowd import Crowd
+from dovetail.runtime.control.loads import ALONE, Load
+from dovetail.runtime.control.on_off import OnOff
+from dovetail.runtime.control.pairs import Pair
+from dovetail.runtime.control.rounds import Plan
+
+FEW = 4
+"""Rounds of a session that count for its rate at least; missing ones are taken to be as usual."""
+SURE = 0.8
+"""Probability of a guess where text is predictable: a try goes to the depth that pays at it,
+whatever was learned before."""
+HOPED_GAIN = 0.5
+"""Time of a token with a draft that is tried, as a share of its time without one, that is hoped
+for."""
+MOST_DEADLINE_MS = 3.6e6
+STEPS = (4, 8, 16, 32)
+"""Further rows over which the price of one is looked for: a pass gets dearer in steps, and the
+cheapest way to more rows may lead past one."""
+MOST_FLOOR = 0.95
+
+
+@dataclass
+class Situation:
+    """What a session drafts with, and beside whom."""
+
+    pair: Pair | None
+    """None: the target decodes alone."""
+    costs: PairCosts
+    load: Load = ALONE
+    crowd: Crowd | None = None
+    """Experience of the sessions that run beside each other at this load; None: it runs alone."""
+    on_off: OnOff | None = None
+    """Decides whether the session is drafted for; None: every round is drafted."""
+
+
+class Pricing:
+    """Prices the rounds of one session."""
+
+    def __init__(self, tree: TreeSettings, now: Situation) -> None:
+        """`now`: kept up to date by the controller of the session."""
+        self._depth, self._most_nodes, self._now = tree.depth, tree.most_nodes, now
+        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        """(tokens, seconds) of the last rounds."""
+
+    def count(self, tokens: float, seconds: float) -> None:
+        """Count a round for the rate."""
+        self._recent.append((tokens, seconds))
+
+    def forget(self) -> None:
+        """Forget the session's rounds: they say nothing of what comes now."""
+        self._recent.clear()
+
+    # -- what a second is worth --------------------------------------------------------------------
+
+    def rate(self, context: int) -> float:
+        """Return what a second is worth, in tokens; 0 if nothing is known.
+
+        It is the rate of late, but beside other sessions not less than that without any drafting: a
+        second that is wasted is wasted for all of them.
+        """
+        now, rate = self._now, self.rate_of_late(context)
+        if now.load.alone or (alone_s := self.alone_s(context)) <= 0.0:
+            return rate
+        return max(rate, 1.0 / alone_s) * (now.crowd.care if now.crowd is not None else 1.0)
+
+    def rate_of_late(self, context: int) -> float:
+        """Return the session's tokens a second of late: at first those of the pair's last rounds,
+        or else of the target alone; 0 if nothing is known."""
+        tokens = seconds = 0.0
+        for its_tokens, its_seconds in self._recent:
+            tokens, seconds = tokens + its_tokens, seconds + its_seconds
+        if (missing := FEW - len(self._recent)) > 0:
+            usual_tokens, usual_s = self._usual(context)
+            tokens, seconds = tokens + missing * usual_tokens, seconds + missing * usual_s
+        return tokens / seconds if seconds > 0.0 else 0.0
+
+    def alone_s(self, context: float) -> float:
+        """Return the seconds of a round without any drafting at this load; 0 if nothing is
+        known."""
+        now = self._now
+        expected_s = now.costs.alone_s(context=context, rows=now.load.target)
+        return expected_s if now.crowd is None else now.crowd.alone_s(expected_s)
+
+    def _usual(self, context: int) -> tuple[float, float]:
+        """Return tokens and seconds of a round, as far as they are known before the session has had
+        some."""
+        now = self._now
+        if now.pair is not None and now.on_off is not None and now.on_off.drafting:
+            known = now.pair if now.crowd is None else now.crowd
+            if known.seconds.known:
+                return known.tokens.value, known.seconds.value
+        return 1.0, self.alone_s(context)
+
+    # -- what is drafted ---------------------------------------------------------------------------
+
+    def plan(self, context: int, pair: Pair, *, trying: bool, doubted: bool, ahead: bool) -> Plan:
+        """Return how to draft a round whose size is left to be decided. `trying`: to find out
+        whether drafting pays; `doubted`: the draft has proposed nothing for some rounds."""
+        load = self._now.load
+        if load.alone and (trying or doubted):
+            return Plan(ahead=ahead, most_depth=self._hopeful_depth(context))
+        depth = self._hopeful_depth(context) if trying else None
+        rate, alone_s = self.rate(context), self.alone_s(context)
+        nodes = ceil(load.draft * pair.gamma.value) if pair.gamma.known and not trying else 0
+        rows = load.target + nodes
+        most = max(rows, load.target + self._most_nodes)
+        seconds = self._now.costs.target.table(most + 1, context).__getitem__
+        floor = least_probability(rate * load.target, seconds, rows, most)
+        deadline_ms = 1e3 * alone_s * (self._depth if pair.rounds else 2)
+        deadline = deadline_ms if 0.0 < deadline_ms < MOST_DEADLINE_MS else None
+        return Plan(
+            rate=rate * load.draft, floor=floor, ahead=ahead, deadline_ms=deadline, most_depth=depth
+        )
+
+    def _hopeful_depth(self, context: int) -> int:
+        """Return the levels that pay where text is predictable, at least one; one if nothing is
+        known of their cost."""
+        if not self._now.load.alone:
+            return max(1, self._hope(context)[0])
+        level_s, alone_s = self._now.costs.draft.at(1), self.alone_s(context)
+        if not 0.0 < level_s < alone_s:
+            return 1
+        return max(1, min(self._depth, ceil(log(level_s / alone_s) / log(SURE))))
+
+    def hope(self, context: int) -> float:
+        """Return the tokens a round that drafting beside other sessions may bring above its cost,
+        where text is predictable."""
+        return self._hope(context)[1]
+
+    def _hope(self, context: int) -> tuple[int, float]:
+        """Return how many levels of one node bring most where text is predictable, and what they
+        bring above their cost, in tokens. All who share the draft pay for the order and for
+        drafting, all who share the pass for rows."""
+        now = self._now
+        target, draft, costs = now.load.target, now.load.draft, now.costs
+        alone_s = self.alone_s(context)
+        if alone_s <= 0.0:
+            return 1, 0.0
+        rows_s = costs.target.at(2 * target, context) - costs.target.at(target, context)
+        price = (draft * costs.draft.at(1) + rows_s) / alone_s
+        if price <= 0.0:
+            levels = self._depth
+        else:
+            levels = min(self._depth, int(log(price) / log(SURE))) if price < 1.0 else 0
+        gain = sum(SURE**level for level in range(1, levels + 1))
+        return levels, gain - levels * price - draft * costs.draft_hop_s.value / alone_s
+
+    def worth_reading(self, tokens: int, room: int, load: Load, on_off: OnOff) -> bool:
+        """Return whether drafting at this load saves more time in `room` tokens than the draft
+        takes to read `tokens` tokens first, as far as both are known. If draft and target share a
+        device, all sessions that run lose that time."""
+        pair = self._now.pair
+        assert pair is not None
+        reading_s = pair.costs.prompts.expect(tokens)
+        alone_s = self._now.costs.alone_s(context=pair.context, rows=load.target)
+        drafted_s = on_off.token_s
+        if on_off.state == "try":  # it is to be found out whether it has become better
+            drafted_s = HOPED_GAIN * alone_s
+        if reading_s is None or drafted_s is None or alone_s <= 0.0:
+            return True
+        if pair.shared:
+            return room * (alone_s - drafted_s) > reading_s * load.target
+        return reading_s < room * alone_s
+
+
+def least_probability(rate: float, seconds: Callable[[int], float], rows: int, most: int) -> float:
+    """Return how likely a node has to be for its row to pay, in a pass of about so many rows that
+    has room for `most`: the least price of a row from there on.
+
+    `seconds(M)`: of a pass over M rows, up to most + 1.
+    """
+    ends = [end for step in STEPS if (end := rows + step) <= most] or [max(rows + 1, most)]
+    price = min((seconds(end) - seconds(rows)) / (end - rows) for end in ends)
+    return min(MOST_FLOOR, max(0.0, rate * price))
+
+
+def cut(
+    offers: Sequence[Sequence[float]],
+    *,
+    rate: float,
+    seconds: Callable[[int], float],
+    fixed: int = 0,
+    most: int | None = None,
+) -> tuple[int, ...]:
+    """Return how many nodes of each offer are verified.
+
+    offers: path log-probabilities, best first, so that every beginning is a tree; `rate`: the
+    tokens that a second of the pass is worth; `seconds(M)`: of a pass over M rows; `fixed`: rows of
+    the pass that are not up for choice, roots of other sessions included; `most`: rows that it may
+    have, where these are fewer. Ties go to fewer rows.
+    """
+    base = fixed + len(offers)
+    room = None if most is None else max(0, most - base)
+    if not offers:
+        return ()
+    if len(offers) == 1:
+        return (_best(map(exp, offers[0][:room]), base, rate, seconds),)
+    order = [*islice(_merged(offers), room)]
+    kept = order[
+        : _best((exp(offers[session][node]) for session, node in order), base, rate, seconds)
+    ]
+    counts = [0] * len(offers)
+    for session, _ in kept:
+        counts[session] += 1
+    return tuple(counts)
+
+
+def _best(gains: Iterator[float], base: int, rate: float, seconds: Callable[[int], float]) -> int:
+    """Return how many nodes to take of those that bring these tokens, beside `base` rows."""
+    best, most, expected = 0, -rate * seconds(base), 0.0
+    for taken, gain in enumerate(gains, 1):
+        expected += gain
+        worth = expected - rate * seconds(base + taken)
+        if worth > most:
+            best, most = taken, worth
+    return best
+
+
+def _merged(offers: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
+    """Yield (offer, node) of all of them, the likeliest first, each offer in its own order."""
+    heads = [(-offer[0], session, 0) for session, offer in enumerate(offers) if offer]
+    heapify(heads)
+    while heads:
+        _, session, node = heads[0]
+        yield session, node
+        if node + 1 < len(offers[session]):
+            heapreplace(heads, (-offers[session][node + 1], session, node + 1))
+        else:
+            heappop(heads)
+
+
+def worth_waiting(waits: Sequence[float], *, ready: int, pass_s: float) -> float | None:
+    """Return the seconds that a pass of `ready` sessions should wait for some that are not ready
+    yet; None: it should begin.
+
+    waits: in how many seconds each of them will be, ascending. Whoever comes in time does not wait
+    for this pass to end; everybody else waits for the last that is waited for.
+    """
+    gains = [(count * pass_s - (count + ready) * wait, wait) for count, wait in enumerate(waits, 1)]
+    most, wait = max(gains, default=(0.0, 0.0))
+    return wait if most > 0.0 else None

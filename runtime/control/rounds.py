@@ -1,0 +1,40 @@
+"""The values that a speculation controller gives and takes: a plan before a round, and the round
+as it was."""
+
+from dataclasses import dataclass
+
+from dovetail.protocol.messages import Drafted
+from dovetail.runtime.control.loads import ALONE, Load
+from dovetail.runtime.telemetry.metrics import RoundTimes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a round is drafted: fields of `Draft`. Depth and nodes are bounds below the request's
+    own."""
+
+    rate: float | None = None
+    floor: float = 0.0
+    ahead: bool = False
+    deadline_ms: float | None = None
+    most_depth: int | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that has ended."""
+
+    times: RoundTimes
+    context: int
+    tokens: int
+    """Tokens that it committed."""
+    verified: int
+    """Drafted nodes in the pass."""
+    drafted: Drafted | None
+    """The proposal; None if none was asked for."""
+    other_rows: int = 1
+    """Rows of the pass beside the drafted nodes: the root, and all rows of other sessions."""
+    load: Load = ALONE
+    """The load when it ended."""
+    disturbed: bool = False
+    """True if a worker read a prompt meanwhile."""
