@@ -20,10 +20,10 @@ from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer
 from dovetail.launch.chat.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
 from dovetail.launch.chat.stats import print_stats
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
-from dovetail.launch.console.failed import failure_told
+from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import note, unwound_by_signals
-from dovetail.launch.decoding.wish import check_stops
+from dovetail.launch.decoding.request import check_stops
 from dovetail.launch.files.directory import history_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import is_unicode

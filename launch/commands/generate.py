@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.failed import failure_told
+from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import note
 from dovetail.launch.decoding.batch import decode_file
+from dovetail.launch.decoding.request import Wish, check_stops, read_prompt, tell_what_travels
 from dovetail.launch.decoding.single import decode_one, decode_over_http
 from dovetail.launch.decoding.summary import (
     missing_draft,
@@ -20,7 +21,6 @@ from dovetail.launch.decoding.summary import (
     tell_full_context,
     without_speculation,
 )
-from dovetail.launch.decoding.wish import Wish, check_stops, read_prompt, tell_what_travels
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records

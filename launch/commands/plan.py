@@ -25,7 +25,7 @@ from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.designs import Design, config_of, read_config
 from dovetail.launch.planning.prices import described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
-from dovetail.launch.planning.telling import (
+from dovetail.launch.planning.words import (
     figure,
     flags,
     placement,

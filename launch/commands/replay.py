@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from dovetail.launch.checks.exchanges import Role, parts_of
-from dovetail.launch.checks.rehearsal import Outcome, rehearse
+from dovetail.launch.checks.worker_replay import Outcome, replay_to_worker
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.terminal import counted, spinner
 from dovetail.launch.settings.configure import Configuration
@@ -52,7 +52,7 @@ def command(
     parts_of(recording, role)  # there is something to play before a model is loaded
     with spinner() as say:
         say(f"playing to a {role} worker")
-        outcome = rehearse(recording, role, configuration)
+        outcome = replay_to_worker(recording, role, configuration)
     _tell(context, recording, outcome.difference, _of_worker(role, outcome), as_json=as_json)
 
 

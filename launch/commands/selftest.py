@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.checks.agreement import Agreement, agreement_of
-from dovetail.launch.console.failed import first_failure
+from dovetail.launch.console.draft_failure import first_failure
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts

@@ -20,8 +20,8 @@ from dovetail.launch.commands.http import read_keys
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.connection import models_of
-from dovetail.launch.processes.holders import check_coordinator, check_port
 from dovetail.launch.processes.service import Service
 from dovetail.launch.processes.stack import check_stack
 from dovetail.launch.processes.supervise import Supervisor

@@ -242,8 +242,8 @@ def validate(
 
     The pair must be the recorded one; --inflate gives its target the cost of a larger one.
     """
-    from dovetail.launch.simulation.beside import decode_all
     from dovetail.launch.simulation.measured import measured_costs
+    from dovetail.launch.simulation.validation import decode_all
 
     library = read_library(rounds, limit)
     chosen = read_methods(configuration, methods, library.about)

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.network_notice import leaves_the_machine
 from dovetail.launch.console.terminal import note
-from dovetail.launch.console.travels import leaves_the_machine
 from dovetail.launch.files.directory import (
     only_announcement,
 )
@@ -24,9 +24,9 @@ from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.preflight import check_draft, check_target
-from dovetail.launch.processes.replaced import settings_of
 from dovetail.launch.processes.replacement import Change, leaver, serving
 from dovetail.launch.processes.stack import SECTIONS, Played, layout_of, worker_arguments
+from dovetail.launch.processes.worker_settings import settings_of
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dovetail.launch.console.failed import failure_told
+from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.terminal import counted, note, progress_bar
+from dovetail.launch.decoding.request import Wish, tell_what_travels
 from dovetail.launch.decoding.single import cancel
-from dovetail.launch.decoding.wish import Wish, tell_what_travels
 from dovetail.launch.files.answers import Answers, open_answers
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.processes.connection import (

@@ -6,10 +6,10 @@ import click
 
 from dovetail.launch.chat.conversation import Manner
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
-from dovetail.launch.console.failed import failure_told
+from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.terminal import note
+from dovetail.launch.decoding.request import Wish
 from dovetail.launch.decoding.summary import other_targets, summary, tell_full_context
-from dovetail.launch.decoding.wish import Wish
 from dovetail.launch.processes.connection import (
     Connection,
 )

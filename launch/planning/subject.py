@@ -12,9 +12,9 @@ from dovetail.launch.planning.alternatives import (
 )
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, read_config
-from dovetail.launch.planning.here import Here, look_here
 from dovetail.launch.planning.prices import Hardware, Prices, level, price
-from dovetail.launch.planning.telling import (
+from dovetail.launch.planning.this_machine import Here, look_here
+from dovetail.launch.planning.words import (
     settings,
     told,
     verdict,

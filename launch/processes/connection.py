@@ -10,7 +10,7 @@ from typing import Literal
 
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.directory import announcements, only_announcement
-from dovetail.launch.processes.ear import Ear
+from dovetail.launch.processes.child_output import Ear
 from dovetail.launch.processes.stack import Stack, start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import Configuration

@@ -24,7 +24,7 @@ from dovetail.launch.console.terminal import Intervals, loading_text
 from dovetail.launch.files.directory import announced
 from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes.ear import Ear, ending_of, let_speak_and_kill, registered
+from dovetail.launch.processes.child_output import Ear, ending_of, let_speak_and_kill, registered
 from dovetail.launch.processes.inquiry import Inquiry
 from dovetail.launch.processes.parts import GiveUp, Leave, Part, Replace, Start, Stop, Tell
 from dovetail.launch.processes.stack import (

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dovetail.launch.console.network_notice import leaves_the_machine, of_worker
 from dovetail.launch.console.terminal import QUANTISED, counted, counting_bar, note
-from dovetail.launch.console.travels import leaves_the_machine, of_worker
 from dovetail.launch.files.directory import (
     only_announcement,
     substitutes_path,

@@ -27,15 +27,15 @@ from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import Alternative, expected
 from dovetail.launch.planning.candidates import Reader
 from dovetail.launch.planning.subject import Subject, folder_of, subject_here
-from dovetail.launch.planning.telling import placement, settings
+from dovetail.launch.planning.words import placement, settings
 from dovetail.launch.processes.stack import start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.simulation.beside import decode
 from dovetail.launch.simulation.figures import Figures, figures
 from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library, read_library
+from dovetail.launch.simulation.validation import decode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.planner import Tree

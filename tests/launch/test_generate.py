@@ -16,13 +16,13 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.launch import cli
+from dovetail.launch.decoding.request import STOP_CHARACTERS
 from dovetail.launch.decoding.summary import (
     NOTHING_PAID,
     other_targets,
     summary,
     without_speculation,
 )
-from dovetail.launch.decoding.wish import STOP_CHARACTERS
 from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.directory import announced
 from dovetail.launch.files.prompts import Prompt, read_prompts

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dovetail.launch.commands.swap import as_before
-from dovetail.launch.processes.replaced import read_command, settings_of
+from dovetail.launch.processes.worker_settings import read_command, settings_of
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.messages import Role, WorkerState
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dovetail.launch.checks.exchanges import Role, parts_of
-from dovetail.launch.checks.rehearsal import Outcome, play
+from dovetail.launch.checks.worker_replay import Outcome, play
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
     Close,

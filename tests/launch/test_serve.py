@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from dovetail.launch.processes.ear import LOG_BYTES, Ear, registered
-from dovetail.launch.processes.holders import check_coordinator, check_port
+from dovetail.launch.processes.addresses import check_coordinator, check_port
+from dovetail.launch.processes.child_output import LOG_BYTES, Ear, registered
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.processes.watch import MOST_RESTARTS
 from dovetail.launch.settings.embedded import DEMO_FOLDER

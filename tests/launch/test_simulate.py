@@ -17,7 +17,6 @@ from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
-from dovetail.launch.simulation.beside import check_apart, decode_all
 from dovetail.launch.simulation.clockwork import Clock
 from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.launch.simulation.figures import figures
@@ -35,6 +34,7 @@ from dovetail.launch.simulation.recording import (
     read_library,
 )
 from dovetail.launch.simulation.survey import Order, Recorder
+from dovetail.launch.simulation.validation import check_apart, decode_all
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.profile import ContextCurve

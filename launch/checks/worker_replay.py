@@ -53,7 +53,7 @@ from dovetail.runtime.record.replay import Asked, Difference, own_verdicts, shor
 
 @dataclass
 class Outcome:
-    """The result of a rehearsal."""
+    """The result of a replay by a worker."""
 
     fingerprint: str = ""
     """The fingerprint of the worker that played."""
@@ -87,7 +87,7 @@ class Player(Protocol):
         """Have it do a command; all its answers."""
 
 
-def rehearse(recording: Recording, role: Role, configuration: Configuration) -> Outcome:
+def replay_to_worker(recording: Recording, role: Role, configuration: Configuration) -> Outcome:
     """Start a worker of this role with these settings and play the session to it."""
     parts = parts_of(recording, role)
     with Supervisor() as supervisor:

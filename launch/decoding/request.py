@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from dovetail.launch.console.network_notice import leaves_the_machine, of_request
 from dovetail.launch.console.terminal import note
-from dovetail.launch.console.travels import leaves_the_machine, of_request
 from dovetail.launch.files.prompts import is_unicode
 from dovetail.launch.files.records import RecordFile
 from dovetail.launch.processes.connection import (
