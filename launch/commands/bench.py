@@ -190,14 +190,7 @@ def command(
     check_output(plot, "the plot")
     check_output(table, "the table")
     if transport:
-        check_output(out, "the result")
-        with spinner() as say:
-            say("measuring the transport")
-            overhead = measure_overhead(rounds)
-        if out is not None:
-            with writing(out, "the result"):
-                out.write_text(json.dumps(overhead.as_json()) + "\n", encoding="utf-8")
-        _report(overhead.as_json(), as_json, lambda: show_overhead(overhead))
+        _measure_transport(rounds, out, as_json=as_json)
         return
     chosen = read_methods(configuration, methods)
     sweeping = read_sweep(sweep, values) if sweep is not None else None
@@ -233,6 +226,18 @@ def command(
             plot.write_text(drawn, encoding="utf-8")
     _report(result, as_json, lambda: _show_swept(sweeping, result) if sweeping else show(result))
     context.exit(1 if differs or any(row["draft_failures"] for row in result["rows"]) else 0)
+
+
+def _measure_transport(rounds: int, out: Path | None, *, as_json: bool) -> None:
+    """Measure what coordinator and links cost a round, and show it."""
+    check_output(out, "the result")
+    with spinner() as say:
+        say("measuring the transport")
+        overhead = measure_overhead(rounds)
+    if out is not None:
+        with writing(out, "the result"):
+            out.write_text(json.dumps(overhead.as_json()) + "\n", encoding="utf-8")
+    _report(overhead.as_json(), as_json, lambda: show_overhead(overhead))
 
 
 @contextmanager

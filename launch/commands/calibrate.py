@@ -138,24 +138,15 @@ def command(
             if _has_draft(configuration)
             else None
         )
-    key, calibration, read, parts = (
-        found.pop("key"),
-        read_found(Calibration, found.pop("calibration")),
-        found["reading"],
-        found["device"],
-    )
     levels = read_found(ContextCurve, drafted["levels"]) if drafted is not None else None
     found["t_d"] = (
         {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)}
         if levels is not None
         else {}
     )
+    key, calibration = found.pop("key"), read_found(Calibration, found.pop("calibration"))
     if profile is not None:
-        _keep(profile, key, lambda entry: entry.with_calibration(calibration))
-        if read is not None:
-            _keep(profile, key, lambda entry: entry.with_reading(read_found(Reading, read)))
-        if parts is not None:
-            _keep(profile, key, lambda entry: entry.with_device(read_found(DeviceCosts, parts)))
+        _keep_target(profile, key, calibration, found)
         if drafted is not None and levels is not None:
             _keep(profile, drafted["key"], lambda entry: entry.with_levels(levels))
     if plot is not None:
@@ -220,6 +211,18 @@ def _draft_arguments(configuration: Configuration) -> list[str]:
         *configuration.arguments("draft"),
         *(f"{flag}={value}" for flag, value in named.items() if value),
     ]
+
+
+def _keep_target(
+    profile: Path, key: object, calibration: Calibration, found: dict[str, Any]
+) -> None:
+    """Write what was measured of the target into the profile file."""
+    read, parts = found["reading"], found["device"]
+    _keep(profile, key, lambda entry: entry.with_calibration(calibration))
+    if read is not None:
+        _keep(profile, key, lambda entry: entry.with_reading(read_found(Reading, read)))
+    if parts is not None:
+        _keep(profile, key, lambda entry: entry.with_device(read_found(DeviceCosts, parts)))
 
 
 def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:

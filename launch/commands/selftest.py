@@ -8,7 +8,7 @@ token for token of a long text.
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -134,15 +134,7 @@ def command(
     A difference where the target's two best choices lay less than 1e-4 apart is a near-tie:
     rounding decided. It is reported and does not fail.
     """
-    if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
-        raise UserError(
-            "without a draft there is nothing to compare: leave --draft none and --gamma 0 out"
-        )
-    if configuration.settings.sampling.acceptance == "rejection":
-        raise UserError(
-            "rejection keeps the target's law and not its tokens, so there is nothing to "
-            "compare: leave --sampling.acceptance out"
-        )
+    _check_settings(configuration)
     chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
     tokens = (
         configuration.settings.sampling.max_tokens
@@ -176,6 +168,24 @@ def command(
                     lambda done, of: step(f"layer {done} of {of}") if done < of else None,
                 )
     ok = all(check.ok for check in checks) and agreement.ok is not False
+    _show(checks, agreement, ok=ok, as_json=as_json)
+    context.exit(0 if ok else 1)
+
+
+def _check_settings(configuration: Configuration) -> None:
+    """Raise `UserError` for settings with which there is nothing to compare."""
+    if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
+        raise UserError(
+            "without a draft there is nothing to compare: leave --draft none and --gamma 0 out"
+        )
+    if configuration.settings.sampling.acceptance == "rejection":
+        raise UserError(
+            "rejection keeps the target's law and not its tokens, so there is nothing to "
+            "compare: leave --sampling.acceptance out"
+        )
+
+
+def _show(checks: Sequence[Check], agreement: Agreement, *, ok: bool, as_json: bool) -> None:
     if as_json:
         rows = [
             {
@@ -205,7 +215,6 @@ def command(
             ],
         )
         click.echo(agreement.remark)
-    context.exit(0 if ok else 1)
 
 
 def _log(text: str) -> None:

@@ -83,6 +83,11 @@ def show_found(found: dict[str, Any]) -> None:
             "not used",
         )
         print_table(headings, [_linear(choice) for choice in linears])
+    _show_parts(found)
+
+
+def _show_parts(found: dict[str, Any]) -> None:
+    """Print what prompts, layers on a device and the draft take, where they were measured."""
     if (read := found["reading"]) is not None:
         curves = zip(
             read["local"]["rows"],

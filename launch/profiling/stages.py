@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,7 +41,7 @@ from dovetail.launch.settings.embedded import with_draft
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.protocol.profile import Limits, load_profile, machine_key
-from dovetail.protocol.settings import TargetSettings
+from dovetail.protocol.settings import Settings, TargetSettings
 
 LIGHT_DRAFTS = ("none", "ngram")
 """Drafts that leave a core to the target."""
@@ -53,10 +54,10 @@ def own_run(
 ) -> tuple[Evidence, Watch]:
     """A workload on processes of our own."""
     check_stack(configuration)
-    if others := announcements():
+    if running := announcements():
         note(
-            f"another of your coordinators runs on this machine (pid {others[0].pid}); what it "
-            f"does disturbs this profile: --connect {others[0].address} watches it"
+            f"another of your coordinators runs on this machine (pid {running[0].pid}); what it "
+            f"does disturbs this profile: --connect {running[0].address} watches it"
         )
     settings, topology, layout = (
         configuration.settings,
@@ -69,22 +70,12 @@ def own_run(
     }
     spare = [core[0] for node in topology.nodes for core in node.cores if not taken & set(core)]
     supervisor = owned.enter_context(Supervisor())
-    limits: Limits | None = None
-    wider: Limits | None = None
-    others_nodes: dict[str, Limits] = {}
+    probed = _Probed()
     with spinner() as say:
         if settings.target.device == "cpu":
             say("probing the machine")
-            limits = probe(supervisor, layout.target)
-            wider = (
-                probe(supervisor, Place((*layout.target.cores, *spare), layout.target.nodes))
-                if spare
-                else None
-            )
-            others_nodes = {
-                numa: probe(supervisor, place)
-                for numa, place in other_nodes(topology, settings.target, layout.target).items()
-            }
+            others = other_nodes(topology, settings.target, layout.target)
+            probed = _probe_places(supervisor, layout.target, spare, others)
         say("starting")
         stack = start_stack(supervisor, configuration, layout=layout, anew=True)
         state = wait_until_ready(supervisor, stack, say)
@@ -101,16 +92,6 @@ def own_run(
         soundings = workload.sound(prompts, step)
     ahead = ahead_of(settings.draft)
     tree = Tree(settings.tree.gamma, settings.tree.depth)
-    shape = (
-        f"policy {settings.tree.policy}, "
-        f"{settings.tree.gamma}/{settings.tree.depth}/{settings.tree.width}"
-        if workload.drafts
-        else "no draft"
-    )
-    words = (
-        f"{counted(len(prompts), 'prompt')}, temperature "
-        f"{settings.sampling.temperature:g}, seed {seed}, {shape}"
-    )
     facts = Facts(
         status,
         soundings,
@@ -123,12 +104,45 @@ def own_run(
         bool(set(layout.target.cores) & set(layout.draft.cores)),
         len(spare),
         _blocks(configuration),
-        limits,
-        wider,
-        others_nodes,
-        words,
+        probed.limits,
+        probed.wider,
+        probed.others_nodes,
+        _workload_words(settings, len(prompts), seed, drafts=workload.drafts),
     )
     return facts.evidence(watch), watch
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """Limits of the target's cores, of these and the spare ones together, and of other nodes."""
+
+    limits: Limits | None = None
+    wider: Limits | None = None
+    others_nodes: Mapping[str, Limits] = field(default_factory=dict)
+
+
+def _probe_places(
+    supervisor: Supervisor, target: Place, spare: Sequence[int], others: Mapping[str, Place]
+) -> _Probed:
+    """Measure the limits of every place that the target has or could have."""
+    wider = Place((*target.cores, *spare), target.nodes)
+    return _Probed(
+        probe(supervisor, target),
+        probe(supervisor, wider) if spare else None,
+        {numa: probe(supervisor, place) for numa, place in others.items()},
+    )
+
+
+def _workload_words(settings: Settings, prompts: int, seed: int, *, drafts: bool) -> str:
+    """Return the workload in words: prompts, sampling and trees."""
+    tree = settings.tree
+    shape = (
+        f"policy {tree.policy}, {tree.gamma}/{tree.depth}/{tree.width}" if drafts else "no draft"
+    )
+    return (
+        f"{counted(prompts, 'prompt')}, temperature {settings.sampling.temperature:g}, "
+        f"seed {seed}, {shape}"
+    )
 
 
 def other_nodes(topology: Topology, target: TargetSettings, now: Place) -> Mapping[str, Place]:
