@@ -226,10 +226,14 @@ def escape(text: str, quote: bool = True) -> str:
 def with_night(svg: str, colours: Mapping[str, str]) -> str:
     """Return the SVG with rules that replace these colours where the page is dark."""
     rules = "".join(
-        f'[style*="{kind}: {day}"]{{{kind}:{night}!important}}'
+        f"{where}{{{kind}:{night}!important}}"
         for day, night in colours.items()
         for kind in ("fill", "stroke")
-        if f"{kind}: {day}" in svg
+        for said, where in (
+            (f"{kind}: {day}", f'[style*="{kind}: {day}"]'),
+            (f'{kind}="{day}"', f'[{kind}="{day}"]'),  # the ground of a hatch
+        )
+        if said in svg
     )
     style = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
     return re.sub(r"(<svg[^>]*>)", lambda found: found.group(1) + style, svg, count=1)

@@ -28,7 +28,7 @@ from dovetail.launch.profiling.bounds import (
     linear_parameters,
     read_model,
 )
-from dovetail.launch.profiling.drawing import gantt, stacked
+from dovetail.launch.profiling.drawing import COLOURS, HATCHED, gantt, stacked
 from dovetail.launch.profiling.findings import find
 from dovetail.launch.profiling.forecast import Forecast, Offer, Prices, Tree, offers_of, prices_of
 from dovetail.launch.profiling.rounds import Waterfall
@@ -759,8 +759,21 @@ def test_pictures_are_svg_that_says_what_every_bar_is() -> None:
     assert gantt(Waterfall("empty", 0.0, ()), [])
 
 
+def test_every_colour_of_a_picture_has_one_that_takes_its_place_on_a_dark_page() -> None:
+    parts = [(name, name, 0.1) for name in (*COLOURS, *HATCHED)]
+    svg = stacked("devices", {"target": parts})
+    style = " ".join(re.findall(r"<style>@media \(prefers-color-scheme:dark\)(.*?)</style>", svg))
+    drawn = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)
+    styled = re.findall(r"(fill|stroke): (#[0-9a-f]{6})", drawn)
+    given = re.findall(r'(fill|stroke)="(#[0-9a-f]{6})"', drawn)
+    assert styled
+    assert given, "the grounds of hatches"
+    assert all(f'[style*="{kind}: {colour}"]' in style for kind, colour in styled)
+    assert all(f'[{kind}="{colour}"]' in style for kind, colour in given)
+
+
 def test_every_name_of_a_span_has_a_colour_and_the_records_are_json() -> None:
-    from dovetail.launch.profiling.drawing import COLOURS, OF_SPAN
+    from dovetail.launch.profiling.drawing import OF_SPAN
     from dovetail.protocol.spans import NAMES
 
     assert set(OF_SPAN) <= set(NAMES)
