@@ -46,8 +46,8 @@ MAX_OPEN = 64
 
 @dataclass(frozen=True)
 class Identity:
-    """What a draft worker says of itself. Without a vocabulary it knows no other tokens than it is
-    sent."""
+    """The description that a draft worker gives of itself. Without a vocabulary it knows no other
+    tokens than it is sent."""
 
     name: str
     model: str
@@ -102,7 +102,7 @@ class DraftWorker(Generic[SessionT]):
 
     @property
     def engine(self) -> Engine[SessionT]:
-        """What proposes, for those who look at what it has learned."""
+        """Return what proposes, for those who look at what it has learned."""
         return self._engine
 
     @property
@@ -182,7 +182,7 @@ class DraftWorker(Generic[SessionT]):
         return worked
 
     def _get_ready(self) -> bool:
-        """What is needed whatever comes; a bit of learning after a verdict."""
+        """Return what is needed whatever comes; a bit of learning after a verdict."""
         if any(self._engine.prepare(held.session) for held in self._held.values()):
             return True
         to_learn, self._to_learn = self._to_learn, False

@@ -204,7 +204,7 @@ class _Loop:
         )  # what we said wrong is our fault, not the user's
 
     def _was_let_go(self) -> bool:
-        """Whether a Drain is among what the coordinator sent before it went."""
+        """Return whether a Drain is among what the coordinator sent before it went."""
         try:
             while (frames := self._receive(0.0)) is not None:
                 if isinstance(self._decode(frames), Drain):
@@ -289,8 +289,8 @@ class _Loop:
             self._began_s = None
 
     def _answers(self, command: Command) -> Iterator[Event]:
-        """What the worker makes of a command; the time between two answers is ours, not that of
-        sending them."""
+        """Yield the answers of the worker to a command; the time between two answers is ours, not
+        that of sending them."""
         events: Iterator[Event] | None = None
         while True:
             start = time.monotonic_ns()
@@ -309,8 +309,8 @@ class _Loop:
         return nullcontext() if self._watchdog is None else self._watchdog.work()
 
     def _beat(self) -> None:
-        """What is being computed gets on; now and then see whether anybody waits for it, and take
-        in what a coordinator that goes takes back."""
+        """Note that the computation gets on; now and then see whether anybody waits for it, and
+        take in what a coordinator that goes takes back."""
         if self._watchdog is not None:
             self._watchdog.beat()
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Whether what is computed gets on: a beat for every layer, whoever hears it, and the watchdog that
+"""Progress of what is computed: a beat for every layer, whoever hears it, and the watchdog that
 ends a process which has stopped beating.
 
 A pass may take minutes and is right to, while a deadlock or a loop without end never gets to the
@@ -24,8 +24,8 @@ STDERR = 2
 
 
 class Abandoned(BaseException):
-    """What is being computed is of use to nobody any more. No failure: nothing that answers
-    failures may take it for one."""
+    """The computation is of use to nobody any more. No failure: nothing that answers failures may
+    take it for one."""
 
 
 LoadingTold = Callable[[str, int, int], None]
@@ -123,8 +123,8 @@ class Watchdog:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What is done in this block has to get on; that it began is no beat, since it may be next
-        to nothing."""
+        """Watch that this block gets on; that it began is no beat, since it may
+        be next to nothing."""
         self._working = True
         try:
             yield

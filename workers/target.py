@@ -50,7 +50,7 @@ from dovetail.workers.verifier import Verifier
 
 @dataclass(frozen=True)
 class Identity:
-    """What a target worker says of itself."""
+    """The description that a target worker gives of itself."""
 
     name: str
     model: str
@@ -276,8 +276,8 @@ class TargetWorker:
 
 
 def _drawn(command: Verify) -> dict[int, Drawn]:
-    """Of what the trees of a command were drawn, by session; none of them was where there is
-    nothing to be read."""
+    """Return what the trees of a command were drawn from, by session; none of them was where there
+    is nothing to be read."""
     if command.candidates is None or command.probabilities is None:
         return {}
     candidates, probabilities = to_tensor(command.candidates), to_tensor(command.probabilities)

@@ -45,7 +45,7 @@ BEAT_S = 0.2
 
 
 class Turns:
-    """Of two workers that do one command at a time."""
+    """The turns of two workers that do one command at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class Turns:
 
     @contextmanager
     def free(self) -> Iterator[bool]:
-        """Whether nobody wants it; then it is this thread's turn within the block."""
+        """Tell whether nobody wants it; then it is this thread's turn within the block."""
         mine = not self._waiting and self._lock.acquire(blocking=False)
         try:
             yield mine

@@ -85,11 +85,11 @@ class Verifier:
         """Slots that a session's cache has besides, for a draft that shares it."""
 
     def __len__(self) -> int:
-        """How many sessions are open."""
+        """Return how many sessions are open."""
         return len(self._sessions)
 
     def __contains__(self, session: int) -> bool:
-        """Whether a session is open, or kept: its number is taken."""
+        """Return whether a session is open, or kept: its number is taken."""
         return session in self._sessions or session in self._kept
 
     @property

@@ -1,4 +1,4 @@
-"""What a layer and the head of a target take on a device, resident or streamed, and on the CPU
+"""The costs of a layer and the head of a target on a device, resident or streamed, and on the CPU
 beside it: measured for the profile file, from which a planner puts placements together.
 
 A few layers of random weights and the target's own shapes are enough. What a layer takes is the
@@ -74,16 +74,16 @@ def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Known:
-    """What the profile file has of a target: its passes on the CPU, and its parts on a device;
-    None: not measured."""
+    """The entries of a target in the profile file: its passes on the CPU, and its parts on a
+    device; None: not measured."""
 
     calibration: Calibration | None
     parts: DeviceCosts | None
 
 
 def known_costs(settings: TargetSettings, profile: Path, *, device: str) -> Known:
-    """What was measured of the settings' target, with the threads in use. `ProfileError` if the
-    file is damaged."""
+    """Return what was measured of the settings' target, with the threads in use. `ProfileError` if
+    the file is damaged."""
     known = load_profile(profile)
     for key in keys_of(settings):
         entry = known.find(key)
@@ -219,7 +219,7 @@ def _each(curve: RowsSeconds, change: Callable[[int, float], float]) -> RowsSeco
 
 @dataclass(frozen=True)
 class Probed:
-    """What a device can do, roughly: for estimates where no target was measured on it."""
+    """The rough limits of a device: for estimates where no target was measured on it."""
 
     read_gb_s: float
     gflop_s: float

@@ -1,5 +1,5 @@
-"""What a level of a draft's tree costs on this machine, t_D: measured with passes as a draft worker
-makes them.
+"""The cost of a level of a draft's tree on this machine, t_D: measured with passes as a draft
+worker makes them.
 
 t_D(rows) is one pass over so many nodes with the logits of all of them, behind a cache of some
 length: of a smaller model by its own forward pass, of a head as `drafters/head_levels.py` computes

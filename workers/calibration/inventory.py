@@ -1,5 +1,5 @@
-"""What torch and the C++ kernels bring on this machine, and whether the kernels compute what they
-should.
+"""An inventory of torch and the C++ kernels on this machine, and a test whether the kernels compute
+what they should.
 
 `python -m dovetail.workers.calibration.inventory` prints it as one JSON object, so that the
 caller neither imports torch nor ends with it if it is broken. Knows what there is, not what it is
@@ -48,9 +48,8 @@ def take_inventory() -> dict[str, Any]:
 
 
 def kernel_failures() -> Iterator[str]:
-    """What the kernels compute wrong, a line each: products that differ from those in double
-    precision, and bytes that differ between instruction sets or with the rows beside them.
-    """
+    """Yield what the kernels compute wrong, a line each: products that differ from those in double
+    precision, and bytes that differ between instruction sets or with the rows beside them."""
     best = kernels.isa()
     try:
         for kind in Kind:

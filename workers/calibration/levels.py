@@ -1,4 +1,4 @@
-"""What the profile file says a level of a draft's tree costs, t_D, and where that holds."""
+"""The cost of a level of a draft's tree, t_D, as the profile file has it, and where that holds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ def expected_levels(
     vocabulary_size: int,
     library: str,
 ) -> ContextCurve | None:
-    """The same of a draft that is not loaded: by the digest of its files, or, of a substitute, of
+    """Return t_D of a draft that is not loaded: by the digest of its files, or, of a substitute, of
     its target's; None where it was not measured."""
     known = [entry for entry in load_profile(profile).entries if entry.levels is not None]
     if not known:
@@ -75,8 +75,8 @@ def expected_levels(
 
 
 def levels_key(model: LanguageModel | Head, library: str) -> ProfileKey:
-    """Where t_D of a draft holds. A digest of its files tells its shapes, and the types that its
-    matrices are stored in."""
+    """Return where t_D of a draft holds. A digest of its files tells its shapes, and the types that
+    its matrices are stored in."""
     how = model.arithmetic if isinstance(model, Head) else model.kernels
     shapes = shapes_key((), model.checkpoint_digest, model.vocabulary_size)
     return ProfileKey(

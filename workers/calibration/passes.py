@@ -26,7 +26,7 @@ CHUNK = 128
 
 
 class Computes(Protocol):
-    """What passes are made of: `LanguageModel`, or what passes for one."""
+    """The model of the passes: `LanguageModel`, or what passes for one."""
 
     @property
     def vocabulary_size(self) -> int: ...

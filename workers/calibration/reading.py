@@ -1,6 +1,5 @@
-"""What reading a prompt takes: on the CPU, and with the weights of a model on the CPU streaming
-through a device. For the profile file, whose numbers alone decide later who reads a prompt.
-"""
+"""The cost of reading a prompt: on the CPU, and with the weights of a model on the CPU streaming
+through a device. For the profile file, whose numbers alone decide later who reads a prompt."""
 
 import time
 from collections.abc import Callable, Mapping

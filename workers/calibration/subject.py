@@ -22,7 +22,7 @@ Shapes = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Design:
-    """What a config.json says of a model, and what the settings make of it."""
+    """The design of a model: its config.json, and the layers that the settings add."""
 
     folder: Path
     shapes: Shapes
@@ -32,7 +32,7 @@ class Design:
 
     @property
     def weights(self) -> int:
-        """How many weights the linears have."""
+        """Return how many weights the linears have."""
         return sum(n * k for n, k in self.shapes)
 
 

@@ -1,4 +1,4 @@
-"""What a target's pass over M rows costs on this machine, and what it could cost: the target is
+"""The cost of a target's pass over M rows on this machine, and what it could be: the target is
 measured with passes as it makes them when it verifies.
 
 T_V(M) is one forward pass over the root and M - 1 nodes of a tree of four children a node, with the
@@ -159,7 +159,7 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
 def _measure_reading(
     settings: TargetSettings, subject: Subject, threads: int, seconds: float, say: Say
 ) -> Reading | None:
-    """What prompts take where their reader is named (target.prefill)."""
+    """Return what prompts take where their reader is named (target.prefill)."""
     if settings.prefill in ("auto", "local"):
         return None
     if subject.random or subject.scale != 1.0:
@@ -212,8 +212,8 @@ def open_subject(
 
 
 def calibration_key(subject: Subject) -> ProfileKey:
-    """Where a calibration holds: that of the library's measurements, or, with the kernels, their
-    version and instruction set in place of torch's."""
+    """Return where a calibration holds: that of the library's measurements, or, with the kernels,
+    their version and instruction set in place of torch's."""
     model = subject.model
     if model.backend == "library":
         return profile_key(subject.whole.shapes, weights=model.weights)
@@ -229,7 +229,8 @@ def calibration_key(subject: Subject) -> ProfileKey:
 
 
 def back_ends(subject: Subject, profile: Path | None) -> dict[str, Any]:
-    """What computes the model, why, and for the library what each candidate took for each shape."""
+    """Return what computes the model, why, and for the library what each candidate took for each
+    shape."""
     model = subject.model
     found: dict[str, Any] = {
         "backend": model.backend,

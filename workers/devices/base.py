@@ -90,7 +90,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it computes in the host's memory, with the C++ kernels."""
+        """Return whether it computes in the host's memory, with the C++ kernels."""
         return self.torch_device.type == "cpu"
 
     def free_bytes(self) -> int:

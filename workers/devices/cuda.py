@@ -20,7 +20,7 @@ which a capture must not see."""
 
 
 def is_there() -> bool:
-    """Whether torch finds a GPU that it can use."""
+    """Return whether torch finds a GPU that it can use."""
     return torch.cuda.is_available()
 
 
@@ -46,8 +46,8 @@ def open_gpu(index: int) -> None:
 
 
 def architectures() -> tuple[str, ...]:
-    """What this build of torch has GPU code for, such as sm_80 and compute_90; nothing in a build
-    for CPUs. Asked of the build, so that no GPU is needed."""
+    """Return what this build of torch has GPU code for, such as sm_80 and compute_90; nothing in a
+    build for CPUs. Asked of the build, so that no GPU is needed."""
     flags: str | None = torch._C._cuda_getArchFlags() if torch.version.cuda is not None else None
     return tuple((flags or "").split())
 

@@ -18,7 +18,7 @@ class EngineSession(Protocol):
 
     @property
     def readable(self) -> bool:
-        """Whether the engine can read the whole log; else it proposes nothing."""
+        """Return whether the engine can read the whole log; else it proposes nothing."""
 
 
 SessionT = TypeVar("SessionT", bound=EngineSession)

@@ -167,7 +167,7 @@ class HeadDrafter(Grower[HeadSession]):
         )
 
     def keep(self, session: HeadSession) -> HeadLeft:
-        """What is left of a session that has ended, whose tree is free."""
+        """Return what is left of a session that has ended, whose tree is free."""
         session.cache.resize(session.cache.length)
         waiting = torch.cat(session.waiting) if session.waiting else torch.empty(0, self.reads.row)
         return HeadLeft(session.log, session.cache, session.dropped, session.window, waiting)
@@ -229,8 +229,8 @@ class HeadDrafter(Grower[HeadSession]):
     def _move_root(
         self, session: HeadSession, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """What has grown ahead stays below the new root, whose children will be ranked anew. Its
-        rows make place for the true ones of the log."""
+        """Keep what has grown ahead below the new root, whose children will be ranked anew.
+        Its rows make place for the true ones of the log."""
         tree, cache = session.tree, session.cache
         session.contrasts.clear()
         if root is None or not session.waiting_time.ahead:

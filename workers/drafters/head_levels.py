@@ -1,5 +1,5 @@
-"""How the rows of a level of a head's tree are computed: launched operation by operation, or in
-fixed shapes, so that a device can replay them at once.
+"""The computation of a level of a head's tree: launched operation by operation, or in fixed shapes,
+so that a device can replay them at once.
 
 On a GPU a head of one layer is over before its operations have been launched one after the other.
 In fixed shapes - the rows padded to a power of two, the whole cache under a mask - all of them are
@@ -166,6 +166,6 @@ def open_levels(
 
 
 def adapts_shapes(tree: TreeSettings) -> bool:
-    """Whether passes of few rows have shapes of their own; not where heterospec is told to do
-    without, and then all of them are as wide as the tree."""
+    """Return whether passes of few rows have shapes of their own: not where heterospec is told to
+    do without, and then all of them are as wide as the tree."""
     return not tree.traits.by_entropy or "compute" in tree.adapt

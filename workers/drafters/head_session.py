@@ -79,7 +79,7 @@ class HeadSession(GrowingSession):
 
 @dataclass(frozen=True)
 class HeadLeft:
-    """What is left of a session."""
+    """The log and the rows of a session that has ended."""
 
     log: list[int]
     cache: Cache

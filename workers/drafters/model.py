@@ -52,7 +52,7 @@ class DraftSession(GrowingSession):
 
     @property
     def readable(self) -> bool:
-        """Whether the draft's context holds the whole log."""
+        """Return whether the draft's context holds the whole log."""
         return len(self.log) <= self.room
 
     def within_reach(self, shape: Shape) -> Shape:
@@ -63,7 +63,7 @@ class DraftSession(GrowingSession):
 
 @dataclass(frozen=True)
 class DraftLeft:
-    """What is left of a session."""
+    """The log and the rows of a session that has ended."""
 
     log: list[int]
     cache: Cache
@@ -133,7 +133,7 @@ class Drafter(Grower[DraftSession]):
         )
 
     def keep(self, session: DraftSession) -> DraftLeft:
-        """What is left of a session that has ended, whose tree is free."""
+        """Return what is left of a session that has ended, whose tree is free."""
         session.cache.resize(session.cache.length)
         return DraftLeft(session.log, session.cache)
 

@@ -53,7 +53,7 @@ NEGLIGIBLE = 1e-4
 
 
 class Index:
-    """Where every n-gram of a log was, the newest first: a chain through the positions for each
+    """An index of all n-grams of a log, the newest first: a chain through the positions for each
     length. Costs the same for every token of the log."""
 
     def __init__(self, log: Sequence[int]) -> None:
@@ -84,7 +84,8 @@ class Index:
                 newest[gram] = end
 
     def _match(self, position: int) -> int:
-        """How many tokens before `position` are the log's last ones, as far as it matters."""
+        """Return how many tokens before `position` are the log's last ones, as far as it
+        matters."""
         log, most = self._log, min(position, len(ODDS) - 1)
         return next(
             (n for n in range(most) if log[position - 1 - n] != log[len(log) - 1 - n]), most
@@ -217,8 +218,8 @@ class Lookup:
         width: int,
         worst: float,
     ) -> Iterator[_Node]:
-        """What may follow `node`, the taken one of that number (0: the root), and is no worse than
-        `worst`: best first, numbered from `first` on."""
+        """Yield what may follow `node`, the taken one of that number (0: the root), and is no
+        worse than `worst`: best first, numbered from `first` on."""
         if node.path and node.path[-1] in session.history.end:
             return
         followers: dict[int, list[tuple[int, int]]] = {}

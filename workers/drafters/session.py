@@ -70,7 +70,7 @@ class GrowingSession:
 
     @property
     def readable(self) -> bool:
-        """Whether the draft can read the whole log."""
+        """Return whether the draft can read the whole log."""
         return True
 
     @property
@@ -85,7 +85,7 @@ class GrowingSession:
 
     @property
     def free_rows(self) -> int:
-        """How many more nodes can have a row."""
+        """Return how many more nodes can have a row."""
         return self.cache.capacity - self.cache.length - self.tree.rows_used
 
     def within_reach(self, shape: Shape) -> Shape:

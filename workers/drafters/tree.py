@@ -1,4 +1,4 @@
-"""What the engines with a model share: a session's log, the growth of its tree, the ranking of
+"""The common part of engines with a model: a session's log, the growth of its tree, the ranking of
 children, and the move of the root.
 
 What is expanded and what is offered is the policy's business (`speculation/policies.py`). How the
@@ -183,7 +183,7 @@ class Grower(ABC, Generic[SessionT]):
     def _move_root(
         self, session: SessionT, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """Of the tree, keep what is below `root`, which lies below the committed `path` (pool
+        """Keep what is in the tree below `root`, which lies below the committed `path` (pool
         nodes), with at most `width` children a node; None: nothing."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class Grower(ABC, Generic[SessionT]):
         """Compute the rows of `nodes`, whose parents have theirs; logits [N, V] after them."""
 
     def _read_ahead(self, session: SessionT, nodes: Nodes, width: int) -> Tensor:
-        """The same where nobody waits: of the root (-1) by itself, or of `nodes`."""
+        """Compute logits where nobody waits: of the root (-1) by itself, or of `nodes`."""
         shape = Shape(0, 0, width)
         return (
             self._read_log(session, shape)
@@ -204,7 +204,7 @@ class Grower(ABC, Generic[SessionT]):
         )
 
     def _rows_of_pass(self, session: SessionT, nodes: Nodes) -> Nodes:
-        """How many rows the first 1, 2, ... of `nodes` take."""
+        """Return how many rows the first 1, 2, ... of `nodes` take."""
         return np.arange(1, len(nodes) + 1)
 
     def _follow(self, session: SessionT, tokens: Sequence[int], width: int) -> tuple[bool, int]:
@@ -295,8 +295,8 @@ class Grower(ABC, Generic[SessionT]):
         return done
 
     def _propose(self, session: SessionT, shape: Shape) -> Proposal:
-        """What the policy selects, without what nobody would verify: a child is no likelier than
-        its parent, so that every prefix is a tree still."""
+        """Return what the policy selects, without what nobody would verify: a child is no likelier
+        than its parent, so that every prefix is a tree still."""
         tree = session.tree
         best = session.policy.select(tree, shape)
         if session.price.floor > 0.0:

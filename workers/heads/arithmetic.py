@@ -1,5 +1,5 @@
-"""What computes a draft head: its matrices, norms and attention by the C++ kernels on a CPU that
-has them, by torch elsewhere.
+"""The arithmetic of a draft head: its matrices, norms and attention by the C++ kernels on a CPU
+that has them, by torch elsewhere.
 
 Both give the same functions of tensors, from which `heads` puts a head together. Rows are T,
 positions are those of the rotary embedding, slots those of a session's cache. Knows decoder layers

@@ -111,8 +111,8 @@ def _find(source: str, allow_bin: bool) -> Path:
 
 
 def _is_pickled(folder: Path) -> bool:
-    """Whether there are only pickled weights; one file of them is known, others are refused by
-    `weight_files`."""
+    """Return whether there are only pickled weights; one file of them is known, others are refused
+    by `weight_files`."""
     return (folder / PICKLED).is_file() and not any(folder.glob("*.safetensors"))
 
 
@@ -174,7 +174,7 @@ def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> H
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether all of a tensor's numbers are there, side by side, and are what they seem."""
+    """Return whether all of a tensor's numbers are there, side by side, and are what they seem."""
     return (
         tensor.layout == torch.strided
         and tensor.device.type == "cpu"
@@ -311,8 +311,8 @@ def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
 def _feature_type(
     weights: str, files: HeadFiles, target: _Target
 ) -> Literal["float16", "bfloat16"]:
-    """What is asked for, else what the head's matrices are, else what the target's are: streams of
-    a bf16 model can lie beyond fp16."""
+    """Return what is asked for, else what the head's matrices are, else what the target's are:
+    streams of a bf16 model can lie beyond fp16."""
     if weights in ("fp16", "bf16"):
         return "float16" if weights == "fp16" else "bfloat16"
     types = {files.types[name] for name, shape in files.shapes.items() if len(shape) == 2}

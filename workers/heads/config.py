@@ -25,8 +25,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class MisfitError(Exception):
-    """What is wrong with a head: a sentence whose subject, the checkpoint, its reader puts in
-    front."""
+    """A head is wrong: a sentence whose subject, the checkpoint, its reader puts in front."""
 
 
 class Read(BaseModel):
@@ -65,7 +64,7 @@ class RotaryConfig(Read):
 
 
 class OwnConfig(Read):
-    """What this project says of the heads that it trains."""
+    """The keys that this project adds for the heads that it trains."""
 
     trained_for: Label = ""
     """Digest of the target."""

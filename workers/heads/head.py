@@ -40,7 +40,7 @@ HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a pass says of its R rows."""
+    """The predictions of a pass for its R rows."""
 
     logits: Tensor
     """float32 [R, V], over the target's vocabulary; -inf where the draft vocabulary has no such

@@ -32,7 +32,7 @@ Turn = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What there is to know of a head before it is built; all widths are numbers of one row."""
+    """The shape of a head before it is built; all widths are numbers of one row."""
 
     kind: str
     hidden: int
@@ -66,8 +66,8 @@ class HeadShape:
 
 @dataclass
 class Seen:
-    """What the rows of one batch may look at, and the keys and values of the steps made so far:
-    `kept[layer][step]`, each [B, heads, n, head_dim]."""
+    """The mask of one batch, and the keys and values of the steps made so far: `kept[layer][step]`,
+    each [B, heads, n, head_dim]."""
 
     mask: Tensor
     """bool [B, 1, n, n]: which rows of step 0 a row sees."""
@@ -82,8 +82,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Said:
-    """What a pass gives: the recurrent state [B, n, H], and with Jakiro's contrast the state that
-    predicts one token further."""
+    """The result of a pass: the recurrent state [B, n, H], and with Jakiro's contrast the state
+    that predicts one token further."""
 
     state: Tensor
     contrast: Tensor | None = None
@@ -251,8 +251,8 @@ class TrainableHead(nn.Module, ABC):
         n]."""
 
     def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
-        """What is multiplied for the logits of states [..., H]: rows [..., H] and a matrix [Vd, H];
-        target_head is the target's own [V, H]."""
+        """Return what is multiplied for the logits of states [..., H]: rows [..., H] and a matrix
+        [Vd, H]; target_head is the target's own [V, H]."""
         return state, target_head
 
     def logits(self, state: Tensor, target_head: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ ALIGNMENT = 64
 
 
 class Kind(IntEnum):
-    """What the weights of a packed matrix are."""
+    """The type of the weights of a packed matrix."""
 
     FP32 = 0
     FP16 = 1
@@ -130,7 +130,7 @@ def why_not() -> str | None:
 
 
 def available() -> bool:
-    """Whether the kernels can be used; `why_not` has the reason."""
+    """Return whether the kernels can be used; `why_not` has the reason."""
     return why_not() is None
 
 
@@ -163,12 +163,12 @@ def use_isa(wanted: Isa) -> None:
 
 
 def set_threads(count: int) -> None:
-    """How many threads, the caller's included, share each call."""
+    """Have so many threads, the caller's included, share each call."""
     library().dt_set_threads(count)
 
 
 def threads() -> int:
-    """How many threads share each call; 1 until `set_threads`."""
+    """Return how many threads share each call; 1 until `set_threads`."""
     return int(library().dt_threads())
 
 
@@ -204,8 +204,8 @@ class PackedMatrix:
         )
 
     def at(self, memory: Any, address: int) -> "PackedMatrix":
-        """The same matrix with its `nbytes` at another address, which `memory` keeps; whoever calls
-        this has copied them there, or will before it is used."""
+        """Return the matrix with its `nbytes` at another address, which `memory` keeps; whoever
+        calls this has copied them there, or will before it is used."""
         moved = copy(self)
         moved.memory, moved.struct = memory, MatrixStruct.from_buffer_copy(self.struct)
         for name in ("packed", "scales", "bias"):
@@ -234,8 +234,8 @@ def _start(array: Array) -> int:
 
 
 def address_of(array: Array, shape: tuple[int, ...], elements: Sequence[str]) -> int:
-    """Where a contiguous array of this shape and one of these element types starts; ValueError for
-    any other."""
+    """Return where a contiguous array of this shape and one of these element types starts;
+    ValueError for any other."""
     contiguous = (
         array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
     )

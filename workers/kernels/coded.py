@@ -16,7 +16,7 @@ GROUP = 64
 
 
 class Coded(IntEnum):
-    """What the codes of a matrix are; the numbers go on from `Kind`'s."""
+    """The type of the codes of a matrix; the numbers go on from `Kind`'s."""
 
     CODES8 = 4
     CODES4 = 5
@@ -29,7 +29,7 @@ KINDS = {8: Coded.CODES8, 4: Coded.CODES4, 3: Coded.CODES3, 2: Coded.CODES2}
 
 
 def groups_of(inputs: int) -> int:
-    """Of a matrix with so many inputs."""
+    """Return the layout of a matrix with so many inputs."""
     return -(-inputs // GROUP)
 
 

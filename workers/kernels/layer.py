@@ -203,7 +203,7 @@ class DecoderLayer:
         self._functions.dt_layer(self._reference, rows.reference)
 
     def run_next(self, rows: LayerPass) -> None:
-        """The same hidden states as the layer that ran before on these rows."""
+        """Run on the hidden states of the layer that ran before on these rows."""
         self._functions.dt_layer(self._reference, rows.reference)
 
     def place(self, rows: LayerPass, qkv: Tensor) -> None:
@@ -323,7 +323,7 @@ def _norm_struct(norm: Norm | None, width: int) -> NormStruct:
 
 
 def _address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """Where a contiguous tensor on the CPU of this shape and type starts; ValueError for any
+    """Return where a contiguous tensor on the CPU of this shape and type starts; ValueError for any
     other."""
     if (
         tensor.shape != shape

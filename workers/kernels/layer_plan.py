@@ -23,7 +23,7 @@ class NormKind(IntEnum):
 
 
 class Activation(IntEnum):
-    """What stands between the two halves of the MLP; the gated ones multiply with the second half
+    """The function between the two halves of the MLP; the gated ones multiply with the second half
     of `gate_up`."""
 
     SILU_GATED = 0
@@ -117,8 +117,8 @@ class CacheRows:
 
 @dataclass(frozen=True)
 class Paths:
-    """What each row sees: slots 0 .. prefix - 1 and behind them its own path, root first and itself
-    last, by any slots from prefix on."""
+    """The slots that each row sees: slots 0 .. prefix - 1 and behind them its own path, root first
+    and itself last, by any slots from prefix on."""
 
     prefix: int
     offsets: Tensor

@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured by loops of the kernels' own instructions on the
+"""The best that the machine can do, measured by loops of the kernels' own instructions on the
 threads in use.
 
 Bandwidth is that of reading memory in order; arithmetic that of independent sums in registers.
@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 class Arithmetic(IntEnum):
-    """What is counted: a multiply and an add are two operations."""
+    """The unit of a count: a multiply and an add are two operations."""
 
     FP32 = 0
     INT8 = 1

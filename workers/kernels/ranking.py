@@ -34,8 +34,8 @@ def likeliest(
     noise: Sequence[Tensor] | None = None,
     sharpening: float = 1.0,
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the `width`
-    highest ids [N, K], and log_softmax(z) at them, best first.
+    """Return, of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the
+    `width` highest ids [N, K], and log_softmax(z) at them, best first.
 
     All of it is float32 on the CPU. Of equals the lower id comes first; a temperature of 0 leaves
     the logits as they are.
@@ -77,7 +77,7 @@ def likeliest(
 
 
 def _start(row: Tensor, size: int) -> int:
-    """Where a row of noise starts; ValueError for one of another size or type."""
+    """Return where a row of noise starts; ValueError for one of another size or type."""
     if (
         row.shape != (size,)
         or row.dtype != float32

@@ -144,7 +144,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Noted:
-    """What a layer asked of its attention."""
+    """The arguments with which a layer called its attention."""
 
     heads: int
     kv_heads: int
@@ -241,8 +241,8 @@ def attend_blocks(
     window: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """The same for one layer without transformers: query [heads, T, head_dim], key and value
-    [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
+    """Compute attention for one layer without transformers: query [heads, T, head_dim], key and
+    value [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
     outputs = [
         _attend_block(layer, query, key, value, block, scale, window, cap) for block in blocks
     ]

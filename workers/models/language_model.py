@@ -33,8 +33,8 @@ ignored moves them by as much as they are."""
 
 
 class BackEnd(Protocol):
-    """What computes a model's layers: takes them over one by one, each as soon as it has its
-    numbers, and then the rest of the model."""
+    """The back end that computes a model's layers: it takes them over one by one, each as soon as
+    it has its numbers, and then the rest of the model."""
 
     backend: str
     """kernels or library."""
@@ -46,10 +46,11 @@ class BackEnd(Protocol):
 
     @property
     def kernels(self) -> str:
-        """What computes, as it stands in a fingerprint."""
+        """Return what computes, as it stands in a fingerprint."""
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        """What is to stand in the layer's place; the layer itself is not needed afterwards."""
+        """Return what is to stand in the layer's place; the layer itself is not needed
+        afterwards."""
 
     def finish(self, model: Any) -> None:
         """All layers are taken, and what is not a layer has its numbers."""
@@ -104,7 +105,7 @@ class LanguageModel:
 
     @property
     def back_end(self) -> BackEnd:
-        """What computes it."""
+        """Return what computes it."""
         return self._back_end
 
     def new_cache(self, capacity: int) -> Cache:
@@ -134,8 +135,8 @@ class LanguageModel:
         wanted: Collection[int],
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """The same logits, and hidden states [T, hidden_size] of all rows in the type that the
-        model computes in.
+        """Return the logits of `forward`, and hidden states [T, hidden_size] of all rows in the
+        type that the model computes in.
 
         `wanted`: decoder layers of the checkpoint, of which it is the residual stream that enters
         them, and LAST, the states behind the final norm.

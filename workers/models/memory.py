@@ -19,8 +19,8 @@ def release_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that the memory of a device is exhausted; torch says so of the
-    CPU's in words only."""
+    """Return whether an exception means that the memory of a device is exhausted; torch says so of
+    the CPU's in words only."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

@@ -44,8 +44,8 @@ class StumbledError(CheckpointError):
 
 @contextlib.contextmanager
 def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
-    """What no back end can be proved to compute is refused, and what stumbles too, by what its
-    configuration and class tell."""
+    """Refuse what no back end can be proved to compute, and what stumbles, by what
+    its configuration and class tell."""
     what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
     try:
         yield

@@ -21,8 +21,8 @@ SLACK = 2
 
 
 class Cache(Protocol):
-    """What the engines know of a session's keys and values; each back end has a class of its own,
-    whose rows it lays out as it likes."""
+    """The keys and values of a session as the engines know them; each back end has a class of its
+    own, whose rows it lays out as it likes."""
 
     length: int
     """Committed rows: slots 0..length-1, the tokens in order."""
@@ -45,8 +45,8 @@ class Cache(Protocol):
 
 
 def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
-    """How many of the first of `slots` lie where `Cache.keep` would move them; ValueError where
-    they cannot be kept."""
+    """Return how many of the first of `slots` lie where `Cache.keep` would move them; ValueError
+    where they cannot be kept."""
     if any(
         not cache.length <= slot < cache.capacity for slot in slots
     ) or not 0 <= committed <= len(slots):
@@ -58,8 +58,8 @@ def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
 
 
 def has_to_move(cache: Cache, slots: int, capacity: int) -> bool:
-    """Whether a cache with memory for `slots` rows needs other memory for `capacity`; ValueError
-    where that is less than it has committed."""
+    """Return whether a cache with memory for `slots` rows needs other memory for `capacity`;
+    ValueError where that is less than it has committed."""
     if capacity < cache.length:
         raise ValueError(f"a capacity of {capacity} rows, where {cache.length} are committed")
     return not capacity <= slots <= SLACK * capacity
@@ -73,8 +73,8 @@ def check_truncation(cache: Cache, length: int) -> None:
 
 @dataclass(frozen=True)
 class Paths:
-    """What the rows of a segment see: slots 0..prefix-1, and row i also slots[offsets[i] :
-    offsets[i + 1]], its ancestors by depth and itself last."""
+    """The slots that the rows of a segment see: slots 0..prefix-1, and row i also slots[offsets[i]
+    : offsets[i + 1]], its ancestors by depth and itself last."""
 
     prefix: int
     offsets: NDArray[np.int32]

@@ -1,4 +1,5 @@
-"""What of a pass goes into its matrices, its attention and its head, where somebody asks for it.
+"""The shares of a pass that go into its matrices, its attention and its head, where somebody asks
+for it.
 
 Models compute as ever; those who time a pass listen, in the thread in which it is computed, and
 where nobody listens nothing is measured. The kernels add up the parts of a layer within the call
@@ -21,15 +22,15 @@ PARTS: tuple[Part, ...] = ("linears", "attention", "head")
 
 
 class Parts:
-    """How long each part of a pass took, in all layers together."""
+    """The times of the parts of a pass, in all layers together."""
 
     def __init__(self) -> None:
         self._ns = (c_int64 * len(PARTS))()
 
     @property
     def layers(self) -> int:
-        """Where the kernels add up: the address of int64 nanoseconds of matrices and attention, in
-        this order."""
+        """Return where the kernels add up: the address of int64 nanoseconds of matrices and
+        attention, in this order."""
         return addressof(self._ns)
 
     def add(self, part: Part, duration_ns: int) -> None:
@@ -47,7 +48,7 @@ _thread = _Thread()
 
 
 def asked() -> Parts | None:
-    """Where the parts of this thread's pass are added up; None where nobody asks."""
+    """Return where the parts of this thread's pass are added up; None where nobody asks."""
     return _thread.parts
 
 

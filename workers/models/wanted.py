@@ -14,7 +14,7 @@ is to be spread over devices."""
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for."""
+    """The model that is asked for."""
 
     asked: str
     """The type of weights in the words of the settings."""

@@ -58,8 +58,8 @@ def type_of(weights: str, checkpoint: Checkpoint) -> str:
 
 
 def _configured_type(weights: str, folder: Path) -> str:
-    """The same for a config.json alone, by the type that it names for the checkpoint's matrices; 16
-    bits where it names none."""
+    """Return the type for a config.json alone, by the type that it names for the checkpoint's
+    matrices; 16 bits where it names none."""
     if weights not in ("half", "stored"):
         return weights
     file = folder if folder.is_file() else folder / "config.json"

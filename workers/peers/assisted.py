@@ -85,8 +85,8 @@ class AssistedModel:
 def generation_config(
     sampling: Sampling, max_tokens: int, vocabulary: VocabularyFacts
 ) -> GenerationConfig:
-    """What transformers is to do for `sampling`, of which it takes temperature, top-k, top-p and
-    min-p; nothing is left to defaults of the checkpoint."""
+    """Return what transformers is to do for `sampling`, of which it takes temperature, top-k, top-p
+    and min-p; nothing is left to defaults of the checkpoint."""
     ends: dict[str, Any] = (
         {"eos_token_id": list(vocabulary.end), "pad_token_id": vocabulary.end[0]}
         if vocabulary.end

@@ -1,1 +1,1 @@
-"""How a worker is opened from settings, and how it answers failures and reports its loading."""
+"""Workers opened from settings, their answers to failures, and reports of their loading."""

@@ -1,4 +1,4 @@
-"""What a failure inside a worker is answered with.
+"""The answers to failures inside a worker.
 
 A worker outlives the failure of a command: memory that one session asks for too much, a line of
 ours that stumbles. Knows exceptions, not commands.

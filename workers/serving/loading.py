@@ -1,5 +1,5 @@
-"""What a worker tells its coordinator while it loads its model, before it introduces itself. Knows
-links and messages, nothing of models."""
+"""The reports of a worker to its coordinator while it loads its model, before it introduces itself.
+Knows links and messages, nothing of models."""
 
 import os
 import socket

@@ -31,7 +31,7 @@ half a minute or longer (coordinator.recovery_s)."""
 
 
 class Worker(Protocol):
-    """What the loop drives: sessions of one or both roles."""
+    """The worker that the loop drives: sessions of one or both roles."""
 
     stale: int
     """Late, duplicate and stale commands that this worker has dropped."""
@@ -42,7 +42,7 @@ class Worker(Protocol):
 
     @property
     def sessions(self) -> int:
-        """How many are open."""
+        """Return how many are open."""
 
     def hello(self, epoch: int) -> Hello:
         """The introduction; `epoch` is this worker's own and goes into every event."""
@@ -60,7 +60,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class Reconnecting:
-    """How a coordinator that has gone is looked for."""
+    """The search for a coordinator that has gone."""
 
     connect: Callable[[], Link]
     """A new link, or `LinkClosed` if nobody answers."""
@@ -71,7 +71,7 @@ class Reconnecting:
 
 @dataclass
 class Standing:
-    """What is said of a worker that it does not know itself."""
+    """The facts about a worker that it does not know itself."""
 
     binding: str
     standby: bool

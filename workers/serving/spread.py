@@ -1,4 +1,4 @@
-"""What the settings of a target say of where it runs: nothing beyond its device, or layers that are
+"""The spread of a target as its settings have it: nothing beyond its device, or layers that are
 split, resident or streamed, and who reads its prompts.
 
 Opens the devices that are named beside the target's own. Knows settings and devices; what is placed
@@ -107,8 +107,8 @@ class Spread:
 
     @property
     def same_bytes(self) -> bool:
-        """Whether every row is the same bytes as one that the CPU computes: where nothing but the
-        CPU computes, whatever it stands for."""
+        """Return whether every row is the same bytes as one that the CPU computes: where nothing
+        but the CPU computes, whatever it stands for."""
         return not any(_is_gpu(device) for device in (self.device, self.reader))
 
     @property
@@ -146,7 +146,7 @@ def spread_of(
     *,
     beside: int = 0,
 ) -> Spread | None:
-    """How a target on this device is to be spread; None: it is not, and computed as a whole.
+    """Return how a target on this device is to be spread; None: it is not, and computed as a whole.
     `readings`: what the profile file has of prompts.
 
     `beside`: bits of the codes of a substitute that shares the device's layers, which then are
@@ -189,8 +189,8 @@ def spread_of(
 
 
 def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]:
-    """What `dovetail calibrate` has found of reading prompts with this model on the CPU; nothing if
-    it was not asked."""
+    """Return what `dovetail calibrate` has found of reading prompts with this model on the CPU;
+    nothing if it was not asked."""
     known = load_profile(profile)
     if not any(entry.readings for entry in known.entries) or not kernels.available():
         return ()
@@ -212,8 +212,8 @@ def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]
 
 
 def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device) -> bool:
-    """Whether the target's own device has its layers pass through it, or may not keep all of them.
-    The CPU does so only where it is told, for tests."""
+    """Return whether the target's own device has its layers pass through it, or may not keep all of
+    them. The CPU does so only where it is told, for tests."""
     if settings.resident != "auto" or (_is_gpu(device) and memory.vram != "auto"):
         return True
     if not _is_gpu(device) or settings.inflate:

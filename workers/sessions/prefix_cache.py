@@ -17,7 +17,7 @@ half empty they take two at most."""
 
 
 class Left(Protocol):
-    """What is left of a session."""
+    """The log and the rows of a session that has ended."""
 
     @property
     def log(self) -> Sequence[int]:
@@ -32,7 +32,7 @@ LeftT = TypeVar("LeftT", bound=Left)
 
 
 class KeptSessions(Generic[LeftT]):
-    """What is left of sessions, by their numbers, the oldest first."""
+    """The logs and rows of sessions that have ended, by their numbers, the oldest first."""
 
     def __init__(self, most_tokens: int) -> None:
         """`most_tokens`: of all logs together."""
@@ -46,7 +46,7 @@ class KeptSessions(Generic[LeftT]):
         return number in self._left
 
     def takes(self, tokens: int) -> bool:
-        """Whether a session of so many tokens can be kept."""
+        """Return whether a session of so many tokens can be kept."""
         return tokens <= self._most_tokens
 
     def add(self, number: int, left: LeftT) -> None:
@@ -64,8 +64,8 @@ class KeptSessions(Generic[LeftT]):
         self._left.clear()
 
     def take(self, number: int | None, prompt: Sequence[int], kept: int) -> LeftT | None:
-        """What is left of a session, no longer held, so that one with this prompt goes on from the
-        first `kept` tokens of it; None where none is named.
+        """Return what is left of a session, no longer held, so that one with this prompt goes on
+        from the first `kept` tokens of it; None where none is named.
 
         `RequestError` of code "prefix" where that cannot be: then nothing has changed.
         """

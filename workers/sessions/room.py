@@ -1,5 +1,5 @@
-"""Whether keys and values of one session more fit into the host's memory: the kernel promises what
-it does not have, and kills later whoever asks for it."""
+"""A check whether keys and values of one session more fit into the host's memory: the kernel
+promises what it does not have, and kills later whoever asks for it."""
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.memory import read_room

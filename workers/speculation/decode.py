@@ -25,7 +25,7 @@ Model = Callable[[Sequence[int], Sequence[Sequence[int]]], Tensor]
 
 
 class Chooser:
-    """What is made of logits: processors, then the noise of the position, so that an argmax is an
+    """The chooser of tokens: processors, then the noise of the position, so that an argmax is an
     exact sample (Gumbel-max), the same one whoever asks."""
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, key: bytes, size: int) -> None:

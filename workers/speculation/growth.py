@@ -47,7 +47,7 @@ root down."""
 
 
 class Branches(NamedTuple):
-    """What leads to the nodes of a tree."""
+    """The paths to the nodes of a tree."""
 
     tokens: Ints
     parents: Ints
@@ -110,7 +110,7 @@ class GrowingTree:
 
     @property
     def unused(self) -> int:
-        """How many nodes are neither."""
+        """Return how many nodes are neither."""
         return len(self) - int(self.used.sum())
 
     @property
@@ -134,11 +134,11 @@ class GrowingTree:
         return probabilities
 
     def at_level(self, level: int) -> Nodes:
-        """What a policy sees of a level."""
+        """Return what a policy sees of a level."""
         return np.flatnonzero((self.levels == level) & (self.hidden == 0))
 
     def within(self, depth: int) -> Nodes:
-        """What a policy sees of the first `depth` levels."""
+        """Return what a policy sees of the first `depth` levels."""
         return np.flatnonzero((self.levels <= depth) & (self.hidden == 0))
 
     def levels_of(self, nodes: Nodes) -> Ints:
@@ -175,7 +175,7 @@ class GrowingTree:
         return int(found[0]) if len(found) else None
 
     def is_expanded(self, node: int) -> bool:
-        """Whether what follows `node` (-1: the root) is known."""
+        """Return whether what follows `node` (-1: the root) is known."""
         return self.root_expanded if node == ROOT else bool(self.rows[node] != NO_ROW)
 
     def expandable(self, depth: int, least: float) -> Nodes:
@@ -304,7 +304,7 @@ class GrowingTree:
         self._keep_below(ROOT, width)
 
     def children_of(self, nodes: Nodes) -> NDArray[np.intp]:
-        """How many children each of `nodes` (-1: the root) has."""
+        """Return how many children each of `nodes` (-1: the root) has."""
         counts = np.bincount(self.parents + 1, minlength=len(self) + 1)
         return counts[nodes + 1]
 
@@ -359,8 +359,8 @@ def likeliest(
     noise: Sequence[Tensor] | None = None,
     sharpening: float = 1.0,
 ) -> tuple[Ints, Floats]:
-    """Of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the `width`
-    highest ids [N, K], and log_softmax(z) at them, best first.
+    """Return, of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the
+    `width` highest ids [N, K], and log_softmax(z) at them, best first.
 
     A temperature of 0 leaves the logits as they are. One transfer from the device.
     """
@@ -373,7 +373,7 @@ def likeliest(
 
 
 def best_first(nodes: Nodes, scores: Floats, most: int | None = None) -> Nodes:
-    """Of `nodes`, given in ascending order, the best `most`, or all, by (score descending, index
+    """Return, of `nodes` in ascending order, the best `most`, or all, by (score descending, index
     ascending)."""
     order: Floats = -scores[nodes]
     if (

@@ -109,9 +109,9 @@ def surest_path(tree: GrowingTree, depth: int) -> Nodes:
 
 
 def path_entropy(tree: GrowingTree, path: Nodes, width: int) -> float:
-    """Of `path`, from below the root down: the sum of the entropies (nats) of the distributions
-    that generated its tokens, each over its `width` likeliest tokens and renormalised (HeteroSpec,
-    equation 1)."""
+    """Return, for a `path` from below the root down, the sum of the entropies (nats) of the
+    distributions that generated its tokens, each over its `width` likeliest tokens and renormalised
+    (HeteroSpec, equation 1)."""
     steps = np.full(len(tree) + 1, -1, np.intp)  # the last element stands for the root, index -1
     steps[np.concatenate(([ROOT], path[:-1]))] = np.arange(len(path))
     step = steps[tree.parents]

@@ -1,4 +1,4 @@
-"""What was said before, as the processors see it that look back: logit bias, repetition, presence
+"""The history of a reply, as the processors see it that look back: logit bias, repetition, presence
 and frequency penalty, least number of tokens.
 
 This is their definition in plain numbers, one logit at a time, in this order: the bias is added; a
@@ -46,7 +46,7 @@ class History:
             self.counts[token] = self.counts.get(token, 0) + 1
 
     def penalty(self, token: int, path: Sequence[int] = ()) -> float:
-        """What presence and frequency take off the logit of a token behind `path`."""
+        """Return what presence and frequency take off the logit of a token behind `path`."""
         count = self.counts.get(token, 0) + path.count(token)
         return (
             self.sampling.presence_penalty + count * self.sampling.frequency_penalty
@@ -55,7 +55,7 @@ class History:
         )
 
     def too_early(self, path: Sequence[int] = ()) -> bool:
-        """Whether the reply must not end behind `path`."""
+        """Return whether the reply must not end behind `path`."""
         return self.said + len(path) < self.sampling.min_tokens
 
     def process(self, token: int, logit: float, path: Sequence[int] = ()) -> float:

@@ -1,5 +1,5 @@
-"""What a target's own distribution says of tokens: log softmax of its logits as the model gives
-them, before any processor and without noise.
+"""Log-probabilities of tokens by a target's own distribution: log softmax of its logits as the
+model gives them, before any processor and without noise.
 
 Every row is computed by itself, in float64, and rounded to float32 in the end: the numbers of a
 token depend neither on the rows of its pass nor on the threads. N rows, V vocabulary.
@@ -14,7 +14,7 @@ from dovetail.protocol.messages import TokenLogprobs
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
-    """What each row of logits [N, V] says of its token, and of the `top` likeliest ones."""
+    """Return what each row of logits [N, V] says of its token, and of the `top` likeliest ones."""
     return tuple(_of_row(row, token, top) for row, token in zip(logits.cpu(), tokens, strict=True))
 
 

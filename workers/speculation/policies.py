@@ -1,4 +1,4 @@
-"""How a tree is grown and what of it is offered: the draft's half of a tree policy.
+"""The growth of a tree, and the nodes that are offered: the draft's half of a tree policy.
 
 A policy says which nodes the next pass of the model expands, and of the nodes that are there which
 are offered, best first. Expanding a node means computing its row and adding its likeliest children;
@@ -130,7 +130,7 @@ class Static:
 
 
 def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:
-    """What `beam` keeps of the first `depth` levels, in ascending order."""
+    """Return what `beam` keeps of the first `depth` levels, in ascending order."""
     kept = np.zeros(len(tree) + 1, np.bool_)  # the last element stands for the root, index -1
     kept[ROOT] = True
     for level in range(1, depth + 1):

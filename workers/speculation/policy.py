@@ -16,11 +16,12 @@ class Policy(Protocol):
 
     @property
     def entropy(self) -> float | None:
-        """Of the last tree, where the policy goes by it (`heterospec.py`); else None."""
+        """The entropy of the last tree, where the policy goes by it (`heterospec.py`); else
+        None."""
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """What each pass of the model expands, none empty: the root, -1, by itself and first, then
-        nodes whose parents have rows.
+        """Yield what each pass of the model expands, none empty: the root, -1, by itself and
+        first, then nodes whose parents have rows.
 
         The caller gives them rows and adds their children before it asks for the next pass. It may
         stop at any time, and has to where it cannot expand what it is given. Of what `BestFirst`
@@ -28,8 +29,8 @@ class Policy(Protocol):
         """
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """What to offer, at most `shape.nodes` nodes of at most `shape.depth` levels, best first:
-        every prefix is a tree."""
+        """Return what to offer, at most `shape.nodes` nodes of at most `shape.depth` levels, best
+        first: every prefix is a tree."""
 
 
 class Dynamic:

@@ -1,5 +1,5 @@
-"""What another pass of the draft costs, and what it may bring: kept up by the engines, asked before
-each pass that somebody waits for.
+"""The cost of another pass of the draft, and what it may bring: kept up by the engines, asked
+before each pass that somebody waits for.
 
 A pass expands nodes. Each lies on the target's path with its path probability, and if it does, one
 of its children is what the target chooses there with a chance that is averaged over what happened.
@@ -49,7 +49,7 @@ class Recent:
 
 
 class PassTimes:
-    """How long passes take by the number of their rows, from the last ones of each class."""
+    """The times of passes by the number of their rows, from the last ones of each class."""
 
     def __init__(self) -> None:
         self._classes: dict[int, Recent] = {}
@@ -59,8 +59,8 @@ class PassTimes:
         self._classes.setdefault(rows_class(rows), Recent()).add(duration_ns)
 
     def estimate_ns(self, rows: int) -> float:
-        """What a pass of so many rows will take: as its class, else as the next smaller one that is
-        known, else the next larger; 0 if nothing is known.
+        """Return what a pass of so many rows will take: as its class, else as the next smaller one
+        that is known, else the next larger; 0 if nothing is known.
 
         Too low where nothing is known, so that it becomes known. No rows take no time.
         """
@@ -94,8 +94,8 @@ def worth_expanding(
     times: PassTimes,
     chance: Chance,
 ) -> int:
-    """How many of some nodes, best first, the next pass should expand: where its gain is furthest
-    above its price; 0 if it is nowhere above.
+    """Return how many of some nodes, best first, the next pass should expand: where its gain is
+    furthest above its price; 0 if it is nowhere above.
 
     `probabilities` [N]: of the nodes' paths. `rows` [N]: how many rows the first 1, 2, ... of them
     take. Nodes below the floor never count; without a rate all the others do.
@@ -114,8 +114,8 @@ def worth_expanding(
 
 
 def most_used(probabilities: NDArray[np.float32], width: int, times: PassTimes) -> int:
-    """How many of some nodes, best first and at least one, a pass that nobody waits for should
-    expand: where they are used most for the time it takes.
+    """Return how many of some nodes, best first and at least one, a pass that nobody waits for
+    should expand: where they are used most for the time it takes.
 
     `probabilities` [N]: that each is used. Of passes much longer than one of `width` rows none is
     taken; as long as nothing is known, one of that width.

@@ -1,5 +1,5 @@
-"""What a draft is asked for and what it offers. Knows no tensors: a draft without a model speaks of
-the same."""
+"""The order for a draft, and its proposal. Knows no tensors: a draft without a model speaks of the
+same."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from dovetail.protocol.tree import TokenTree
 
 @dataclass(frozen=True)
 class Shape:
-    """What a proposal may be: at most `nodes` nodes and `depth` levels, `width` nodes expanded a
+    """The bounds of a proposal: at most `nodes` nodes and `depth` levels, `width` nodes expanded a
     level and children considered a node."""
 
     nodes: int
@@ -19,7 +19,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Price:
-    """What growth that somebody waits for has to be worth."""
+    """The price of growth that somebody waits for."""
 
     rate: float | None = None
     """Tokens that a second is worth; None: whatever the policy asks for is grown."""
@@ -33,8 +33,8 @@ FREE = Price()
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is offered for verification, best first; `grown` nodes joined the pool for it, `hit`:
-    its root lay in the pool already."""
+    """The tree that is offered for verification, best first; `grown` nodes joined the pool for it,
+    `hit`: its root lay in the pool already."""
 
     tree: TokenTree
     scores: tuple[float, ...]

@@ -151,7 +151,7 @@ class Draws:
 
 
 class Remaining:
-    """What is still open at a node after some refusals: r, the law that the token has now, and s,
+    """The distributions at a node after some refusals: r, the law that the token has now, and s,
     the law of the next child.
 
     Only the candidates' part of r is kept up; the rest of it keeps its proportions.

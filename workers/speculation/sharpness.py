@@ -1,5 +1,5 @@
-"""How sure a draft may be: the numbers that turn its logits into probabilities, fitted to what the
-target chooses while it is speculated for.
+"""The calibration of a draft's scores: the numbers that turn its logits into probabilities, fitted
+to what the target chooses while it is speculated for.
 
 The score of a child is log_softmax(z / s) with z = log q'(v) + h g(v): s is the sharpening, h the
 share of the target's noise g that the draft adds (greedy: z are the logits, and h plays no part).
@@ -65,7 +65,7 @@ long."""
 
 @dataclass(frozen=True)
 class Scale:
-    """What logits are divided by, and how much of the noise is added before."""
+    """The divisor of logits, and the share of the noise that is added before."""
 
     sharpening: float
     noise_share: float = 1.0
@@ -76,7 +76,7 @@ Scales = tuple[Scale, ...]
 
 
 def fixed(scale: Scale) -> Scales:
-    """The same on every level."""
+    """Return a scale that holds on every level."""
     return (scale,) * CLASSES
 
 
@@ -87,7 +87,7 @@ def class_of(levels: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Observation:
-    """What was known of a node's children when they were ranked, and the target's choice there."""
+    """The ranking of a node's children, and the target's choice among them."""
 
     depth_class: int
     logits: Tensor
@@ -146,7 +146,7 @@ class _Fit:
         self.nodes += 1
 
     def best(self) -> Scale:
-        """Where the likelihood is greatest."""
+        """Return where the likelihood is greatest."""
         share, point = np.unravel_index(int(self.sums.argmax()), self.sums.shape)
         step = np.log(GRID[1] / GRID[0])
         return Scale(
@@ -156,8 +156,8 @@ class _Fit:
 
 
 def peak(values: Likelihoods, highest: int) -> float:
-    """How far from the point `highest`, in points, a parabola through it and its neighbours is
-    highest; 0 at an end of the grid or on a plateau."""
+    """Return how far from the point `highest`, in points, a parabola through it and its neighbours
+    is highest; 0 at an end of the grid or on a plateau."""
     if not 0 < highest < len(values) - 1:
         return 0.0
     before, there, after = values[highest - 1 : highest + 2].tolist()
@@ -189,7 +189,7 @@ class Sharpness:
         return self._scales[sampled]
 
     def nodes(self, *, sampled: bool) -> tuple[int, ...]:
-        """How many have been learned from, by depth class."""
+        """Return how many have been learned from, by depth class."""
         return tuple(fit.nodes for fit in self._fits[sampled])
 
     def add(self, observations: Sequence[Observation]) -> None:
@@ -242,7 +242,7 @@ class _Pass:
 
 
 class Expectations:
-    """What stands below the nodes of one session's tree, until the target's choices there are
+    """The rankings below the nodes of one session's tree, until the target's choices there are
     known."""
 
     def __init__(self, temperature: float) -> None:

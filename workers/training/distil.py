@@ -31,8 +31,8 @@ from dovetail.workers.training.workplace import Workplace
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well a draft follows its target: share of equal most likely tokens, mean sum of min(p,
-    q), tokens measured."""
+    """The agreement of a draft with its target: share of equal most likely tokens, mean sum of
+    min(p, q), tokens measured."""
 
     greedy: float
     overlap: float
@@ -119,7 +119,7 @@ def measure(
     context: int = 256,
     seed: int = 1,
 ) -> Agreement:
-    """How well the draft follows the target, over the learned ids only."""
+    """Return how well the draft follows the target, over the learned ids only."""
     text, rng = Text(rows, context), np.random.default_rng(seed)
     equal = overlap = 0.0
     tokens = 0

@@ -24,8 +24,8 @@ FILES = frozenset(("config.json", "model.safetensors"))
 
 
 def workplace(out: Path, kind: str, texts: Iterable[str]) -> Workplace:
-    """Where a head of that kind is trained; `texts` are the names of the further files that it will
-    have."""
+    """Return where a head of that kind is trained; `texts` are the names of the further files that
+    it will have."""
     return Workplace(
         out.resolve(),
         f"{kind} head",

@@ -1,4 +1,4 @@
-"""What a draft head is to learn from a target, as numbers: the losses of EAGLE, Jakiro and EAGLE-3
+"""The losses of draft heads, which learn from a target: the losses of EAGLE, Jakiro and EAGLE-3
 over packed rows, and simulated acceptance.
 
 Row j of step i predicts token t = j + 2 + i and the feature of position t - 1. It counts where
@@ -106,8 +106,8 @@ def feature_loss(state: Tensor, wanted: Tensor) -> Tensor:
 
 
 def wanted_distributions(head: TrainableHead, frozen: Frozen, g: Tensor) -> tuple[Tensor, Tensor]:
-    """What the target says after g [N, H]: its distribution over the head's vocabulary [N, Vd]
-    (renormalised), and whether its most likely token is in it."""
+    """Return what the target says after g [N, H]: its distribution over the head's vocabulary [N,
+    Vd] (renormalised), and whether its most likely token is in it."""
     with torch.no_grad():
         known, vocabulary = head.known, len(frozen.head)
         known = torch.arange(vocabulary, device=g.device) if known is None else known
@@ -211,7 +211,8 @@ def head_loss(
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a chain of the head's most likely tokens would have come to on text of the target."""
+    """The length that chains of the head's most likely tokens would have had on text of the
+    target."""
 
     length: float
     """Mean tokens a round with the target's own one, tau."""

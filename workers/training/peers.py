@@ -26,7 +26,7 @@ class Peers:
         """Replace every gradient by its mean over the processes."""
 
     def agree(self, spent_s: float) -> float:
-        """The same number in every process, that of the first: they all stop at the same step."""
+        """Return one number in every process, that of the first: they all stop at the same step."""
         return spent_s
 
 

@@ -1,4 +1,5 @@
-"""How a head is trained: the weights of its losses, and what a step looks at. Numbers only."""
+"""The plan of a head's training: the weights of its losses, and what a step looks at. Numbers
+only."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +9,7 @@ from dovetail.workers.training.run import Pace
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the losses are weighed; `paper` of a kind of head has its paper's own."""
+    """The weights of the losses; `paper` of a kind of head has its paper's own."""
 
     feature: float = 1.0
     """SmoothL1 between state and feature (EAGLE 1.0, EAGLE-3 none)."""
@@ -30,7 +31,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a head is trained: the pace of the run, the losses, and what a step looks at."""
+    """The plan of a training: the pace of the run, the losses, and what a step looks at."""
 
     pace: Pace
     recipe: Recipe

@@ -1,5 +1,5 @@
-"""How each kind of head is trained unless somebody says otherwise: as its paper did, or in minutes
-for a very small target. Numbers only."""
+"""The presets of training for each kind of head: as its paper did, or in minutes for a very small
+target. Numbers only."""
 
 from dataclasses import replace
 from typing import Literal

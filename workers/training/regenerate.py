@@ -39,7 +39,7 @@ NO_ROOM = "whose question has no room in the context, or is refused by the chat 
 
 @dataclass(frozen=True)
 class Writing:
-    """How a target writes: every chat once at each temperature."""
+    """The way in which a target writes: every chat once at each temperature."""
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
     new_tokens: int = 1024
@@ -51,7 +51,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished file holds."""
+    """The content of a finished file."""
 
     chats: int
     left_out: Mapping[str, int]
@@ -73,7 +73,7 @@ class _Session:
 
     @property
     def due(self) -> Sequence[int]:
-        """What has no row in the cache yet."""
+        """Return what has no row in the cache yet."""
         return self.log[self.cache.length :]
 
 
@@ -95,7 +95,7 @@ class Scribe:
         return self._model.context
 
     def ended(self, answer: Sequence[int]) -> bool:
-        """Whether an answer ended by itself."""
+        """Return whether an answer ended by itself."""
         return answer[-1] in self._model.end
 
     def ask(

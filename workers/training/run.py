@@ -30,7 +30,7 @@ SETTINGS = ("seed", "rate", "warm_up", "decay", "weight_decay", "clip")
 
 @dataclass(frozen=True)
 class Pace:
-    """How a run goes: the rate rises over `warm_up` steps and falls to zero over the minutes, or
+    """The pace of a run: the rate rises over `warm_up` steps and falls to zero over the minutes, or
     over `steps`."""
 
     minutes: float = 10.0
@@ -48,7 +48,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: `done` goes from 0 to 1, `loss` is in nats a token (nan while
+    """The progress of a run: `done` goes from 0 to 1, `loss` is in nats a token (nan while
     writing)."""
 
     stage: str
@@ -64,8 +64,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run used up, its running loss at the end, and how many parameters it
-    trained."""
+    """The resources that a finished run used, its running loss at the end, and how many parameters
+    it trained."""
 
     steps: int
     tokens: int
@@ -149,7 +149,7 @@ class Run:
         self.spent_s = self.peers.agree(self.spent_s + time.monotonic() - begin)
 
     def progress(self, stage: str, note: str = "") -> Progress:
-        """Where the run stands now."""
+        """Return where the run stands now."""
         return Progress(
             stage, self.done, self.steps, self.tokens, self.loss, self.rate, self.spent_s, note
         )
@@ -178,7 +178,7 @@ class Run:
         )
 
     def outcome(self) -> Outcome:
-        """What the run has used up."""
+        """Return what the run has used up."""
         return Outcome(
             self.steps, self.tokens, self.spent_s / 60, self.loss, count_parameters(self.model)
         )
@@ -222,8 +222,8 @@ class Run:
 
 
 def read_checkpoint(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """What tells its run from others, its counters, and its tensors; `UserError` if the file is
-    damaged."""
+    """Return what tells its run from others, its counters, and its tensors; `UserError` if the file
+    is damaged."""
     try:
         with safe_open(file, framework="pt") as content:
             names = content.keys()  # it is no mapping

@@ -45,7 +45,8 @@ class Shape:
     mlp: int = 352
 
     def parameters(self, vocabulary: int) -> int:
-        """How many parameters a model of this shape has, input and output embedding being one."""
+        """Return how many parameters a model of this shape has, input and output embedding being
+        one."""
         head = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * head * self.kv_heads
         return (
@@ -57,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings(Pace):
-    """How a model is trained."""
+    """The settings of a training."""
 
     compiled: bool = False
     """Compile the step: half a minute at the start, then up to half as fast again. On a CPU it
@@ -154,7 +155,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def workplace(out: Path) -> Workplace:
-    """Where a model is trained whose folder `out` will be."""
+    """Return where a model is trained whose folder `out` will be."""
     return Workplace(out.resolve(), "small model", FILES)
 
 
@@ -295,7 +296,8 @@ def train_folder(
 
 
 def begun_from(init: Path | None, model: nn.Module, shape: Shape) -> dict[str, Any]:
-    """What a run is known by: the weights that it begins with, or the shape of a new model."""
+    """Return what a run is known by: the weights that it begins with, or the shape of a new
+    model."""
     return {"init": digest_of_weights(model)} if init is not None else asdict(shape)
 
 

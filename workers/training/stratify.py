@@ -35,7 +35,7 @@ LEAST_ROUNDS = 100
 
 
 class Round(NamedTuple):
-    """What was seen of one."""
+    """The observation of one round."""
 
     entropy: float
     """In nats."""
@@ -97,7 +97,7 @@ def stratify(rounds: Sequence[Round], nodes: int) -> Strata:
 
 
 def fitted_rank(seen: Round, nodes: int) -> int:
-    """What the regression tree is fitted to."""
+    """Return what the regression tree is fitted to."""
     return seen.rank if seen.full else nodes
 
 

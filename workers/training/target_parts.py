@@ -15,7 +15,7 @@ from dovetail.workers.models.checkpoints.hub import find_folder
 
 @dataclass(frozen=True)
 class Frozen:
-    """What a head takes from its target as it is."""
+    """The tensors that a head takes from its target as they are."""
 
     embedding: Tensor
     """[V, H]"""
@@ -25,7 +25,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a head takes from its target."""
+    """The parts of a target that a head takes over."""
 
     source: str
     digest: str
@@ -39,7 +39,7 @@ class TargetParts:
         return _one(self.tensors, ending, self.source)
 
     def parts(self, beginning: str) -> list[str]:
-        """How the names go on that have `beginning` behind a prefix such as `model.`."""
+        """Return how the names go on that have `beginning` behind a prefix such as `model.`."""
         return [
             name.split(beginning, 1)[1]
             for name in self.tensors

@@ -104,8 +104,8 @@ def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
 
 
 def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
-    """What a run shares with those that may resume it, beside its pace. Not `number`: which is
-    faster may be found otherwise tomorrow."""
+    """Return what a run shares with those that may resume it, beside its pace. Not `number`: which
+    is faster may be found otherwise tomorrow."""
     recipe = {f"recipe.{name}": value for name, value in asdict(plan.recipe).items()}
     return {
         **asdict(shape),
@@ -148,8 +148,8 @@ def steps_at(done: float, plan: Plan) -> int:
 
 
 def faster_number(device: str) -> Literal["fp32", "bf16"]:
-    """What a step of this device is faster in, found by multiplying matrices such as a small head
-    has: not every CPU has instructions for bf16."""
+    """Return what a step of this device is faster in, found by multiplying matrices such as a small
+    head has: not every CPU has instructions for bf16."""
     if torch.device(device).type != "cpu":
         return "bf16"
     spent = {dtype: _time_of_product(dtype) for dtype in (torch.float32, torch.bfloat16)}

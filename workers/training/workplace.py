@@ -1,5 +1,5 @@
-"""Where a training works: the folder OUT.unfinished beside the folder OUT that it will write.
-Nothing that somebody else put into either is ever deleted.
+"""The working folder of a training: the folder OUT.unfinished beside the folder OUT that it will
+write. Nothing that somebody else put into either is ever deleted.
 
 It is held by one process at a time, and set free when that one dies. The checkpoint is one file and
 is replaced by renaming; a finished OUT is filled in here and moved there whole, and what it
@@ -34,7 +34,7 @@ TORN = ".tmp"
 
 @dataclass(frozen=True)
 class Workplace:
-    """What the training that writes the folder `out` works with."""
+    """The working folder of the training that writes the folder `out`."""
 
     out: Path
     what: str = "model"

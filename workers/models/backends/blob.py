@@ -27,7 +27,7 @@ ELEMENTS = {
 
 @dataclass(frozen=True)
 class Lying:
-    """Where a matrix lies in a blob."""
+    """The place of a matrix in a blob."""
 
     kind: Kind
     n: int
@@ -63,8 +63,8 @@ def gather(plan: LayerPlan) -> Blob:
 
 
 def hollow(plan: LayerPlan) -> LayerPlan:
-    """The same layer without the memory of its matrices, whose addresses mean nothing any more: for
-    `plan_at`, and for whoever reads its shape."""
+    """Return the layer without the memory of its matrices, whose addresses mean nothing any more:
+    for `plan_at`, and for whoever reads its shape."""
     return replace(
         plan,
         **{
@@ -75,7 +75,7 @@ def hollow(plan: LayerPlan) -> LayerPlan:
 
 
 def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
-    """The same layer with its matrices where `memory`, a copy of the blob's on the CPU, has
+    """Return the layer with its matrices where `memory`, a copy of the blob's on the CPU, has
     them."""
     moved = {
         name: getattr(plan, name).at(memory, memory.data_ptr() + lying.offset)

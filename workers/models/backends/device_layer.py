@@ -54,7 +54,7 @@ class Seen(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Of several sessions, in the shapes that their caches have."""
+    """The rows of several sessions, in the shapes that their caches have."""
 
     turn: "Turn | None"
     blocks: Sequence[Block]
@@ -74,8 +74,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Of one session, in shapes that depend on nothing but how many rows and slots there are: what
-    is written and seen is told by tensors, for CUDA graphs."""
+    """The rows of one session, in shapes that depend on nothing but how many rows and slots there
+    are: what is written and seen is told by tensors, for CUDA graphs."""
 
     turn: "Turn | None"
     cached: Tensor
@@ -107,7 +107,7 @@ class FixedRows:
 
 
 def scale_of(plan: LayerPlan) -> float:
-    """What the scores of a layer are multiplied by."""
+    """Return what the scores of a layer are multiplied by."""
     scale: float = plan.head_dim**-0.5 if plan.scale is None else plan.scale
     return scale
 
@@ -140,8 +140,8 @@ def product(matrix: Matrix, x: Tensor) -> Tensor:
 
 
 def rounded_product(matrix: Matrix, x: Tensor) -> Tensor:
-    """The same for a draft, which may round: inputs meet 16-bit weights in their own type, and
-    nothing is widened."""
+    """Return the layer for a draft, which may round: inputs meet 16-bit weights in their own type,
+    and nothing is widened."""
     if matrix.kind not in (Kind.FP16, Kind.BF16):
         return product(matrix, x)
     limit = torch.finfo(matrix.weight.dtype).max
@@ -215,7 +215,7 @@ class Turn:
 
 
 class DeviceLayer:
-    """What of a layer stays on a device, however its matrices come there."""
+    """The parts of a layer that stay on a device, however its matrices come there."""
 
     def __init__(self, plan: LayerPlan, device: torch.device) -> None:
         self._plan = plan

@@ -104,7 +104,7 @@ class FusedLayers(nn.Module):
         return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
 
     def run(self, states: Tensor, rows: LayerPass, kept: Kept) -> Tensor:
-        """The same of states [T, hidden], in place."""
+        """Run the layers on states [T, hidden], in place."""
         if (parts := asked()) is not None:
             rows.time_parts(parts.layers)
         kept.keep(0, states)
@@ -143,8 +143,8 @@ class Kernels:
         self._taken = 0
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        """What stands in the layer's place until all are there; the layer has its numbers and is
-        not needed afterwards."""
+        """Return what stands in the layer's place until all are there; the layer has its numbers
+        and is not needed afterwards."""
         parts = LayerParts(layer)
         proof = LayerProof(self._oracle, layer, index, parts.linears)
         proving = (
@@ -163,8 +163,8 @@ class Kernels:
         return nn.Identity()
 
     def finish(self, model: Any) -> None:
-        """What is not a layer has its numbers too: the norm and the head are replaced, and the
-        layers stand as one."""
+        """Take the rest over, which has its numbers too: the norm and the head are replaced, and
+        the layers stand as one."""
         base = model.base_model
         self._fused = self._together()
         for name, module in list(base.named_children()):
@@ -273,8 +273,8 @@ class Kernels:
 
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
-        """Whether the direct way gives the bytes of transformers' own forward: it does not where
-        logits are capped or positions have embeddings."""
+        """Return whether the direct way gives the bytes of transformers' own forward: it does not
+        where logits are capped or positions have embeddings."""
         tokens, positions = self._oracle.tokens, self._oracle.positions
         cache = self.new_cache(len(tokens))
         seen = self._see(positions, [Segment(cache, 0, len(tokens))])

@@ -112,7 +112,8 @@ def exact_kind(parts: "LayerParts") -> Kind:
 
 
 def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """The same; the linears lose their weights, so that at no time a whole layer is there twice."""
+    """Pack as `pack`; the linears lose their weights, so that at no time a whole layer is there
+    twice."""
     matrix = pack(kind, linears)
     for part in linears:
         part.weight = nn.Parameter(torch.empty(0), requires_grad=False)

@@ -101,7 +101,7 @@ class Library:
             )
 
     def finish(self, model: Any) -> None:
-        """What is not a layer has its numbers too."""
+        """Take the rest over, which has its numbers too."""
         self._pack(model)
         if self._device.type == "cpu":
             widen_embeddings(model)
@@ -168,8 +168,8 @@ def _configured_heads(config: Any) -> tuple[int, int, int]:
 
 @torch.inference_mode()
 def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> Noted:
-    """What a layer asks of its attention; `UnprovableError` where the layer with ours differs from
-    the same with transformers' own.
+    """Return what a layer asks of its attention; `UnprovableError` where the layer with ours
+    differs from the same with transformers' own.
 
     Both are run in fp32, at every position of the oracle.
     """

@@ -1,4 +1,4 @@
-"""Where each decoder layer of a model is computed, and from where: on the CPU, on a device that
+"""The placement of each decoder layer of a model, and of its weights: on the CPU, on a device that
 keeps its weights, or on one that they pass through.
 
 Functions of a model's configuration and of sizes alone; nothing is measured, and nothing of torch
@@ -34,7 +34,7 @@ where it stays."""
 
 
 class Place(Enum):
-    """Of a layer."""
+    """The place where a layer is computed."""
 
     CPU = "cpu"
     RESIDENT = "resident"
@@ -45,7 +45,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Demand:
-    """What the settings ask for; None: as many as there is room for."""
+    """The placement that the settings ask for; None: as many as there is room for."""
 
     device: str = "cpu"
     """Where the device's layers are computed; the CPU may stand for a GPU."""
@@ -63,7 +63,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Placement:
-    """What is decided."""
+    """The placement that was decided."""
 
     device: str
     places: tuple[Place, ...]
@@ -151,7 +151,7 @@ def _on_host(sizes: Sizes, computed: int, resident: int, limit: int | None) -> i
 
 
 def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda:0") -> int:
-    """What a device needs that computes so many layers and keeps so many of them."""
+    """Return what a device needs that computes so many layers and keeps so many of them."""
     buffers = min(BUFFERS, computed - resident)
     return (
         (resident + buffers) * sizes.layer
@@ -168,7 +168,7 @@ def cache_bytes(sizes: Sizes) -> int:
 
 
 def host_bytes(sizes: Sizes, computed: int, resident: int) -> int:
-    """What the host needs beside a device that computes so many layers and keeps so many of
+    """Return what the host needs beside a device that computes so many layers and keeps so many of
     them."""
     own = sizes.layers - computed
     at_work = LOGITS * TREE_ROWS * sizes.logits + (0 if computed else sizes.head)
@@ -182,8 +182,8 @@ def host_bytes(sizes: Sizes, computed: int, resident: int) -> int:
 
 
 def pass_bytes(sizes: Sizes, device: str, *, head: bool = True) -> int:
-    """What is held while rows are computed: the states of a whole prompt, what its rows take within
-    a layer, so many at a time, and logits."""
+    """Return what is held while rows are computed: the states of a whole prompt, what its rows take
+    within a layer, so many at a time, and logits."""
     on_gpu = device != "cpu"
     chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], _rows(sizes))
     seen = chunk * sizes.groups * _rows(sizes) * NUMBER_BYTES + WIDENED_BYTES if on_gpu else 0
@@ -200,9 +200,9 @@ def _rows(sizes: Sizes) -> int:
 
 
 def coded_bytes(sizes: Sizes, weights: str, bits: int) -> int:
-    """What a substitute takes that shares the target's layers, cache and head: the codes of all
-    layers, 4 bits a weight or twice that, and for each 4 bits of 64 weights two numbers of 16; and
-    the rows of its trees, which grow ahead."""
+    """Return what a substitute takes that shares the target's layers, cache and head: the codes of
+    all layers, 4 bits a weight or twice that, and for each 4 bits of 64 weights two numbers of 16;
+    and the rows of its trees, which grow ahead."""
     number = sizes.layers * sizes.layer // WEIGHT_BYTES[weights]
     return (
         number // 64 * (32 + 4) * (1 if bits <= 4 else 2)
@@ -211,8 +211,8 @@ def coded_bytes(sizes: Sizes, weights: str, bits: int) -> int:
 
 
 def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
-    """What a draft of these sizes needs of a device: all of its weights, the keys and values of a
-    long conversation and of trees, and a pass."""
+    """Return what a draft of these sizes needs of a device: all of its weights, the keys and values
+    of a long conversation and of trees, and a pass."""
     return (
         sizes.layers * (sizes.layer + cache_bytes(sizes))
         + sizes.embedding
@@ -222,16 +222,16 @@ def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
 
 
 def substitute_bytes(sizes: Sizes, bits: int, device: str = "cuda:0") -> int:
-    """The same of a target's substitute in a process of its own; `sizes`: the target's with weights
-    of 16 bits."""
+    """Return what a target's substitute needs in a process of its own; `sizes`: the target's with
+    weights of 16 bits."""
     return (
         draft_bytes(sizes, device) - sizes.layers * sizes.layer + coded_bytes(sizes, "half", bits)
     )
 
 
 def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
-    """What a device needs that reads prompts for layers on the CPU: buffers, one layer's keys and
-    values of a long prompt, and a pass without logits."""
+    """Return what a device needs that reads prompts for layers on the CPU: buffers, one layer's
+    keys and values of a long prompt, and a pass without logits."""
     return (
         min(BUFFERS, sizes.layers) * sizes.layer
         + sizes.matrix

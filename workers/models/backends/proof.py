@@ -147,8 +147,8 @@ class LayerProof:
         self._rotated: list[Tensor] = []
 
     def note(self, matrices: Mapping[str, PackedMatrix]) -> Noted:
-        """What the layer's attention is asked for, computed with these matrices; `UnprovableError`
-        where it is more than any back end knows."""
+        """Return what the layer's attention is asked for, computed with these matrices;
+        `UnprovableError` where it is more than any back end knows."""
         for name, matrix in matrices.items():
             self._products[name].use(matrix)
         notes: list[Noted] = []

@@ -54,7 +54,7 @@ little is gained, and memory is what counts."""
 
 @dataclass(frozen=True)
 class Selection:
-    """What was chosen for every shape of a model."""
+    """The choices for every shape of a model."""
 
     choices: tuple[LinearChoice, ...]
     candidates: Mapping[str, Candidate]
@@ -81,8 +81,8 @@ class Selection:
 
 
 def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Selection:
-    """What to compute linears of these shapes (as often as they occur) with; `weights`: a key of
-    CANDIDATES. Remembered in `profile`, if there is one."""
+    """Return what to compute linears of these shapes (as often as they occur) with; `weights`: a
+    key of CANDIDATES. Remembered in `profile`, if there is one."""
     refused = {
         candidate.name: reason
         for candidate in CANDIDATES[weights]
@@ -143,7 +143,7 @@ def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Se
 
 
 def profile_key(shapes: Sequence[Shape], *, weights: str) -> ProfileKey:
-    """Where a measurement of these linears holds."""
+    """Return where a measurement of these linears holds."""
     software = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
     return ProfileKey(
         machine=machine_key(),
@@ -159,7 +159,7 @@ def _is_usable(choice: LinearChoice | None, usable: Mapping[str, Candidate]) -> 
 
 
 def _fits_twice(shapes: Sequence[Shape]) -> bool:
-    """Whether the free memory holds all weights in fp32 twice over."""
+    """Return whether the free memory holds all weights in fp32 twice over."""
     free: int = psutil.virtual_memory().available
     return free > 2.2 * sum(4 * n * k for n, k in shapes)
 

@@ -13,8 +13,8 @@ MOST = 1 << 24
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model's parts, in bytes. A bias is counted whether there is one or not: 4 bytes an
-    output."""
+    """The sizes of a model's parts, in bytes. A bias is counted whether there is one or not: 4
+    bytes an output."""
 
     layers: int
     layer: int
@@ -39,7 +39,7 @@ class Sizes:
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
+    """Return whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
     gpt2 = config.get("model_type") == "gpt2"
     needed = [
         config.get(name)

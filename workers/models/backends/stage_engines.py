@@ -51,7 +51,7 @@ class Ready(Protocol):
 
 
 class Engine(Protocol):
-    """What computes layers on a device."""
+    """The engine that computes layers on a device."""
 
     device: torch.device
     chunk: int
@@ -157,7 +157,8 @@ class TorchEngine:
         return _TorchReady(plan, blob, self.device)
 
     def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> KVCache:
-        """Of zeros: who reads it in fixed shapes multiplies slots that nobody has written by 0."""
+        """Return a cache of zeros: who reads it in fixed shapes multiplies slots that nobody has
+        written by 0."""
         cache = KVCache(
             layers=layers,
             kv_heads=plan.kv_heads,
@@ -191,7 +192,7 @@ class TorchEngine:
 
 
 def engine_of(transfer: Transfer) -> Engine:
-    """What computes on the device at the end of a way."""
+    """Return what computes on the device at the end of a way."""
     return KernelEngine() if transfer.device.type == "cpu" else TorchEngine(transfer.device)
 
 

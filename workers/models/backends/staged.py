@@ -62,7 +62,7 @@ states of width 4096."""
 
 @dataclass(frozen=True)
 class Staging:
-    """How a model is spread."""
+    """The spread of a model over stages."""
 
     places: Sequence[Place]
     """Of every layer; those on the CPU come first."""
@@ -111,7 +111,7 @@ class Stage:
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
-        """The same where the C++ kernels compute them."""
+        """Return the layers that the C++ kernels compute."""
         runs = {index: layer for index, layer in enumerate(self._layers) if callable(layer)}
         owners = {index: getattr(run, "__self__", None) for index, run in runs.items()}
         return {index: owner for index, owner in owners.items() if isinstance(owner, DecoderLayer)}
@@ -220,7 +220,7 @@ class StagedLayers(nn.Module):
         return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
-        """The same of states [T, hidden]; they end on the device of the last stage."""
+        """Run the layers on states [T, hidden]; they end on the device of the last stage."""
         for stage in self._stages:
             apart = seen.apart and stage is self._stages[0] and self._reader is not None
             states = (
@@ -261,7 +261,7 @@ class DeviceHead(nn.Module):
         return product(self._matrix, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1).cpu()
 
     def roughly(self, x: Tensor) -> Tensor:
-        """The same for a draft: x [T, hidden] -> [T, vocabulary], which stay on the device."""
+        """Return logits for a draft: x [T, hidden] -> [T, vocabulary], which stay on the device."""
         return rounded_product(self._matrix, x)
 
 
@@ -326,12 +326,12 @@ class Staged(Kernels):
 
     @property
     def in_one_stage(self) -> bool:
-        """Whether one device computes all layers."""
+        """Return whether one device computes all layers."""
         return len(self._stages) == 1
 
     @property
     def engine(self) -> Engine:
-        """What computes the last layers."""
+        """Return what computes the last layers."""
         return self._stages[-1].engine
 
     @property

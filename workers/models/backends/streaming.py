@@ -49,7 +49,7 @@ class Ring:
             self._move_on()
 
     def _move_on(self) -> None:
-        """What is due is done: fetch into its buffer what comes there next."""
+        """Go on to the next blob: fetch into its buffer what comes there next."""
         slot = self._turn % len(self._buffers)
         if len(self._buffers) < len(self._blobs):
             self._filled[slot] = self._fetch(

@@ -62,7 +62,8 @@ LONGEST_SHOWN = 60
 
 
 def why_no_folder(source: str) -> str:
-    """What is wrong with a file where the folder of a model is wanted, and what to name instead."""
+    """Return what is wrong with a file where the folder of a model is wanted, and what to name
+    instead."""
     if source.lower().endswith(".gguf"):
         return "is a GGUF file, which llama.cpp reads; take the model's folder of safetensors"
     if source.lower().endswith(".safetensors"):
@@ -227,8 +228,8 @@ def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
 
 
 def closed(model_class: Any) -> bool:
-    """Whether transformers' class computes attention itself rather than by a function that can be
-    replaced."""
+    """Return whether transformers' class computes attention itself rather than by a function that
+    can be replaced."""
     return not getattr(model_class, "_supports_attention_backend", False)
 
 

@@ -50,7 +50,7 @@ COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the numbers of one tensor stand in a safetensors file."""
+    """The place of one tensor's numbers in a safetensors file."""
 
     file: Path
     kind: str
@@ -88,7 +88,7 @@ class Stored:
         )
 
     def read_checked(self, name: str) -> Tensor:
-        """The same, of a file that has not been read as a whole: NaN and infinite values are
+        """Read a tensor of a file that has not been read as a whole: NaN and infinite values are
         refused here."""
         tensor = self.read(name)
         if tensor.numel() and not all_finite(tensor.view(-1).view(torch.uint8).numpy(), self.kind):
@@ -165,8 +165,8 @@ def open_weights(folder: Path) -> Weights:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Where every tensor of a folder stands, by the headers of its weight files alone; what is read
-    of them is to be checked then."""
+    """Return where every tensor of a folder stands, by the headers of its weight files alone; what
+    is read of them is to be checked then."""
     refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
     return {
         name: stored

@@ -145,8 +145,8 @@ def _why_not_built(config: Any, error: Exception) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """What an error says that was raised for people to read, empty for one that a line of code
-    stumbled into."""
+    """Return what an error says that was raised for people to read, empty for one that a line of
+    code stumbled into."""
     for raised in (error, error.__cause__):
         if isinstance(raised, ValueError | ImportError | OSError):
             lines = traceback.extract_tb(raised.__traceback__)

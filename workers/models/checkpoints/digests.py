@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells a file from another one, and from itself before it was changed."""
+    """The facts that tell a file from another one, and from itself before it was changed."""
 
     device: int
     inode: int

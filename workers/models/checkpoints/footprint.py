@@ -1,4 +1,4 @@
-"""How much memory a model takes while it is loaded, by what its files say of themselves: names and
+"""The memory that a model takes while it is loaded, by what its files say of themselves: names and
 shapes of tensors, and types of numbers.
 
 Counted is what cannot be given back: the process itself, weights as they will lie, and the most
@@ -36,7 +36,7 @@ EXPERTS = re.compile(r"\.experts?\.|\.block_sparse_moe\.|_experts\.")
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a header says of a tensor."""
+    """The entry of a tensor in a header."""
 
     name: str
     kind: str

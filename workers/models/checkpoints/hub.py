@@ -1,4 +1,4 @@
-"""Where a model lies: the folder that is named, a snapshot in the Hugging Face cache, or one that
+"""The place of a model: the folder that is named, a snapshot in the Hugging Face cache, or one that
 is fetched from the hub.
 
 A complete snapshot in the cache is taken without asking the hub. The hub is asked with a short

@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def real(self) -> tuple[int, ...]:
-        """Where the real layers stand."""
+        """Return where the real layers stand."""
         return tuple(self.sources.index(source) for source in sorted(set(self.sources)))
 
 

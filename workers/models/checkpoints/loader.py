@@ -47,7 +47,7 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Types:
-    """What types a model's numbers get as they are read; None: as they are stored."""
+    """The types that a model's numbers get as they are read; None: as they are stored."""
 
     linear: torch.dtype | None
     table: torch.dtype | None
@@ -187,8 +187,8 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def _refusing(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
-    """What transformers raises at tensors is whatever its lines happen to stumble over: any of it
-    is a `CheckpointError` of one line."""
+    """Turn what transformers raises at tensors, whatever its lines happen to stumble over, into a
+    `CheckpointError` of one line."""
     try:
         yield
     except Exception as error:
@@ -213,8 +213,8 @@ def _report_superfluous(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 
 def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
-    """Whether every tensor of the model stands in the checkpoint under its own name, or is tied to
-    one that does, and nothing else needs computing."""
+    """Return whether every tensor of the model stands in the checkpoint under its own name, or is
+    tied to one that does, and nothing else needs computing."""
     tied = _tied(model)
     if any(
         get_checkpoint_conversion_mapping(kind)

@@ -33,13 +33,13 @@ class UnprovableError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """How a model called one of its layers."""
+    """A call of a layer by its model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def of(self, states: Tensor, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with other hidden states."""
+        """Return the call with other hidden states."""
         kwargs = {**self.kwargs, **changes}
         if self.args:
             return (states, *self.args[1:]), kwargs
@@ -138,7 +138,7 @@ class Recorder:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer has been called."""
+        """Return whether every layer has been called."""
         return len(self.calls) == len(self._layers)
 
     def __enter__(self) -> "Recorder":

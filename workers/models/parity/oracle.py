@@ -286,7 +286,7 @@ class Oracle:
         return torch.randn(self.count, width, generator=torch.Generator().manual_seed(1000 + index))
 
     def run_eager(self, layer: nn.Module, index: int, states: Tensor) -> Tensor:
-        """What transformers' layer makes of states [count, hidden]: [count, hidden]."""
+        """Return what transformers' layer makes of states [count, hidden]: [count, hidden]."""
         results: list[Tensor] = []
         for length in (0, int(self.positions[-1]) + 1):
             cache = ClaimedCache(length)
@@ -326,7 +326,7 @@ class Oracle:
         )
 
     def run_ours(self, layer: nn.Module, index: int, states: Tensor, notes: Notes) -> Tensor:
-        """What a layer makes of the rows of our own pass [dense + count, hidden] with our
+        """Return what a layer makes of the rows of our own pass [dense + count, hidden] with our
         attention, which says what it is asked for."""
         masks = Masks(groups=1, device=torch.device("cpu"), dtype=torch.float32)
 
@@ -371,8 +371,8 @@ class Oracle:
 
 
 def _visible(mask: Tensor, index: int) -> Tensor:
-    """What is seen by a mask of eager attention, bool of the same shape; `UnprovableError` where it
-    does more than to hide."""
+    """Return what is seen by a mask of eager attention, bool of the same shape; `UnprovableError`
+    where it does more than to hide."""
     if mask.dtype == torch.bool:
         return mask
     if not bool(((mask == 0.0) | (mask <= HIDDEN)).all()):

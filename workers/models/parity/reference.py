@@ -138,7 +138,7 @@ def reference_logits(
 def _calls(
     model: Any, layers: Sequence[nn.Module], text: Tensor, part: slice, *, tuples: bool
 ) -> dict[int, Call]:
-    """How the layers are called for a part of a text."""
+    """Return how the layers are called for a part of a text."""
     width = model.config.get_text_config().hidden_size
     nothing = torch.zeros(1).expand(1, part.stop - part.start, width)
     recorder = Recorder(layers, [nothing] * len(layers), tuples=tuples)
@@ -147,7 +147,7 @@ def _calls(
 
 
 def _run(layer: nn.Module, call: Call, states: Tensor, cache: ClaimedCache) -> Tensor:
-    """What a layer makes of states [1, T, hidden] behind what a cache holds."""
+    """Return what a layer makes of states [1, T, hidden] behind what a cache holds."""
     args, kwargs = call.of(states)
 
     def change(value: Any) -> Any:

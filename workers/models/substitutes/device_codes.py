@@ -140,7 +140,7 @@ class DeviceSubstitute(Kernels):
 
     @property
     def shared(self) -> int:
-        """How many layers are the target's own."""
+        """Return how many layers are the target's own."""
         return sum(isinstance(layer, SharedLayer) for layer in self._coded)
 
     @property

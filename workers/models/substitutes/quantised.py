@@ -56,7 +56,7 @@ def int4(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
 def int4_of_codes(
     codes: Tensor, scales: Tensor, offsets: Tensor, group: int, device: torch.device
 ) -> Product:
-    """The same product of a matrix that has been quantised already: codes 0..15 [rows, inputs],
+    """Return the product of a matrix that has been quantised already: codes 0..15 [rows, inputs],
     weight = (code - 8) scale + offset; it lies on `device`."""
     pairs = torch.stack([scales, offsets], dim=2).transpose(0, 1).contiguous().to(torch.bfloat16)
     multiply = _packed(codes.to(device).to(torch.int32), pairs.to(device), group)

@@ -119,7 +119,7 @@ def to_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def from_bytes(content: Tensor, bits: int) -> Tensor:
-    """What `to_bytes` made of codes [rows, inputs]."""
+    """Return what `to_bytes` made of codes [rows, inputs]."""
     if bits == 3:
         lower = content.shape[1] * 2 // 3
         return _unplane(content[:, :lower], 2) | _unplane(content[:, lower:], 1) << 2

@@ -102,8 +102,8 @@ class Substitutes:
         return None if self.folder is None else self.folder / f"layer-{index:03}.safetensors"
 
     def _kept(self, linears: Mapping[str, nn.Linear], index: int) -> dict[str, Codes] | None:
-        """What is on disk of a layer; None where there is nothing that fits, and a line in the log
-        where what is there cannot be used."""
+        """Return what is on disk of a layer; None where there is nothing that fits, and a line in
+        the log where what is there cannot be used."""
         file = self._file(index)
         if file is None or not file.exists():
             return None
@@ -153,7 +153,7 @@ class Substitutes:
             self.folder = None
 
     def report(self, name: str) -> str:
-        """What was done, in one line; empty where all of it was there."""
+        """Return what was done, in one line; empty where all of it was there."""
         if not self.made:
             return ""
         where = "not kept" if self.folder is None else f"kept in {self.folder}"

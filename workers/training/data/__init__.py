@@ -1,1 +1,2 @@
-"""What drafts are trained on: chats, sequences of tokens, and the target's hidden states."""
+"""The data that drafts are trained on: chats, sequences of tokens, and the target's hidden
+states."""

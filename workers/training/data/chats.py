@@ -33,7 +33,7 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Message:
-    """What one side says."""
+    """A message of one side."""
 
     role: Role
     content: str
@@ -240,8 +240,8 @@ class Renderer:
         ]
 
     def _place(self, ids: Sequence[int], text: str, edge: int, *, after: bool) -> int:
-        """How many of the ids of a text are those of its first `edge` characters; where an id lies
-        across the edge, with that one if `after`."""
+        """Return how many of the ids of a text are those of its first `edge` characters; where an
+        id lies across the edge, with that one if `after`."""
         alone = self._ids(text[:edge])
         same = next(
             (i for i, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b),

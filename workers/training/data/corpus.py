@@ -21,7 +21,7 @@ from dovetail.workers.training.data.examples import Example, Examples, arrange, 
 
 @dataclass(frozen=True)
 class Reader:
-    """What is to be known of a target in order to read for it."""
+    """The facts about a target that are needed to read for it."""
 
     renderer: Renderer
     context: int
@@ -46,7 +46,7 @@ def open_reader(target: str) -> Reader:
 
 
 def renderer_of(tokenizer: Any, name: str) -> Renderer:
-    """What renders for a tokenizer without a model: answers end with its own end id."""
+    """Return what renders for a tokenizer without a model: answers end with its own end id."""
     end = tokenizer.eos_token_id
     return Renderer(tokenizer, tokenizer.bos_token_id, () if end is None else (end,), name)
 

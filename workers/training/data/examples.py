@@ -1,5 +1,5 @@
-"""What a draft learns from: sequences of tokens, and which of them the target would have written
-itself.
+"""The examples that a draft learns from: sequences of tokens, and which of them the target would
+have written itself.
 
 They come from files of chats (`chats.py` renders those) or from token files: a row of little-endian
 uint16 ids in which every sequence begins with the begin id, and beside it, where not everything is

@@ -1,5 +1,5 @@
-"""What a draft head is trained on: sequences with the target's hidden states, stored in a folder or
-computed as they are asked for.
+"""The features that a draft head is trained on: sequences with the target's hidden states, stored
+in a folder or computed as they are asked for.
 
 Both are the same to a trainer: all sequences one behind the other, and a row of a batch a slice of
 that. Knows where states come from and how they are packed, not what is learned from them.
@@ -42,7 +42,7 @@ class Batch:
     has none."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same on a device."""
+        """Return the batch on a device."""
         taps = None if self.taps is None else self.taps.to(device)
         return Batch(
             self.tokens.to(device),
@@ -102,13 +102,13 @@ class Source(Protocol):
 
 
 def open_features(folder: Path) -> Features:
-    """What `dovetail features` wrote into a folder."""
+    """Return what `dovetail features` wrote into a folder."""
     store = Store(folder)
     return Packed(store.index.origin, store, 0, store.index.count)
 
 
 def online_features(examples: Examples, reader: StatesReader) -> Features:
-    """The same numbers with nothing stored: the target computes them whenever a row is drawn."""
+    """Return features with nothing stored: the target computes them whenever a row is drawn."""
     return Packed(reader.origin, Online(examples, reader), 0, len(examples.rows))
 
 
@@ -225,8 +225,8 @@ class Packed:
 
 @cache
 def _begins(view: Packed, length: int) -> NDArray[np.int64]:
-    """Where a row may begin: at every sequence, and in one that is longer than a row at every half
-    row from which more than half a row is left."""
+    """Return where a row may begin: at every sequence, and in one that is longer than a row at
+    every half row from which more than half a row is left."""
     offsets = view.source.offsets[view.first : view.last + 1]
     half = max(1, length // 2)
     pieces = np.maximum(1, -(-(np.diff(offsets) - half) // half))

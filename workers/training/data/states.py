@@ -28,7 +28,7 @@ PASS_ROWS = 512
 
 @dataclass(frozen=True)
 class Origin:
-    """Of whom states are, and which."""
+    """The origin of states: their target, and the layers that they are of."""
 
     target: str
     """A folder or a hub id."""

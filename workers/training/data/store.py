@@ -38,7 +38,7 @@ SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder holds."""
+    """The content of a folder."""
 
     origin: Origin
     examples: str
