@@ -57,9 +57,9 @@ class Identity:
     vocabulary: VocabularyFacts | None = None
     tokenizer: bytes | None = None
     curves: Sequence[ContextCurve] = ()
-    """What a level of its tree costs, as the machine's profile file has it."""
+    """The cost of a level of its tree, as the machine's profile file has it."""
     kept_tokens: int = 0
-    """Of sessions that have ended, so many as it keeps the rows of."""
+    """Tokens of ended sessions whose rows it keeps."""
 
 
 @dataclass

@@ -164,7 +164,7 @@ class _Loop:
         self._began_s: float | None = None
         """When the command began that it is in the midst of."""
         self._waiting: deque[list[bytes]] = deque()
-        """What arrived while something was computed."""
+        """Messages that arrived while something was computed."""
         self._process = psutil.Process(os.getpid())
 
     def run(self) -> None:

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 TICKS = 4
 """The watchdog looks so many times within the time that it allows."""
 DEAF = 6
-"""What holds the interpreter's lock holds the watchdog too: then the process is ended after so many
-times the time."""
+"""A holder of the interpreter's lock holds the watchdog too: then the process is ended after so
+many times the time."""
 
 STDERR = 2
 

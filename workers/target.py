@@ -58,10 +58,10 @@ class Identity:
     threads: int
     fingerprint: Fingerprint
     curves: Sequence[ContextCurve] = ()
-    """What its passes cost, as the machine's profile file has it."""
+    """The cost of its passes, as the machine's profile file has it."""
     inflation: str = ""
     kept_tokens: int = 0
-    """Of sessions that have ended, so many as it keeps the rows of."""
+    """Tokens of ended sessions whose rows it keeps."""
     placement: str = ""
     """In words, where it is spread over devices."""
     reader: str = ""

@@ -22,8 +22,8 @@ LADDER = (16, 64, 256, 1024, 4096)
 """Rows of the prompts that are measured, as far as the model has positions and there is time."""
 TIMES = 3
 SHARE_OF_TIME = 0.2
-"""Of the seconds for everything, one prompt is expected to take less than so much, or it and longer
-ones are not measured."""
+"""The share of all seconds that one prompt may take: it is expected to take less than so much, or
+it and longer ones are not measured."""
 
 
 def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -> Reading:

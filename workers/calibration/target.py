@@ -55,7 +55,7 @@ from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.loading import load_language_model, random_language_model
 
 SHARE_OF_MEMORY = 0.8
-"""Of the memory that is free, for a model that is measured without being needed."""
+"""The share of the free memory that is for a model that is measured without being needed."""
 
 Say = Callable[[str, float], None]
 """Hears what is being done, and what share of all of it has been done."""

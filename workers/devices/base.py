@@ -47,7 +47,7 @@ class DeviceKind(ABC):
     """One kind of device; the devices of a kind are told apart by their index."""
 
     type: ClassVar[str]
-    """What torch calls it."""
+    """Its name in torch."""
     names: ClassVar[str] = ""
     """The names that a user may write, as an error message has them; empty: for tests alone."""
 
@@ -81,8 +81,8 @@ class Device:
     name: str
     torch_device: torch.device
     library: str
-    """What computes here, as it stands in a fingerprint: library, instruction set or chip,
-    threads."""
+    """The library that computes here, as it stands in a fingerprint: library, instruction set or
+    chip, threads."""
     draft_weights: str
     """The type of weights that suits a draft here: a draft's rounding changes no token."""
     capture: Capture | None = None

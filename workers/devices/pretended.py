@@ -57,7 +57,7 @@ WAITING = (
 )
 """Have the host wait for numbers of the device."""
 POSSIBLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard")
-"""Whether this torch can be told of a device from Python."""
+"""True if this torch can be told of a device from Python."""
 
 _make_tensor = torch.tensor
 

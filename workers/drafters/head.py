@@ -59,21 +59,19 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.sharpness import Scale
 
 SHARPENING = 1.0
-"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with a
-Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 /
-0.5 / 0.8 / 1.0 / 1.25 / 1.6 they are 3.13 / 3.32 / 3.46 / 3.42 / 3.28 / 2.96 at temperature 0 and
-1.99 / 2.15 / 2.34 / 2.42 / 2.41 / 2.31 at temperature 1,
-in 7.6 / 7.1 / 5.9 / 5.2 / 4.4 / 3.6 and about as many passes of the head."""
+"""The sharpening that "auto" begins with. Committed tokens a round on 16 of the demonstration
+prompts with a Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 / 0.5 / 0.8 / 1.0 /
+1.25 / 1.6 they are 3.13 / 3.32 / 3.46 / 3.42 / 3.28 / 2.96 at temperature 0 and 1.99 / 2.15 / 2.34
+/ 2.42 / 2.41 / 2.31 at temperature 1, in 7.6 / 7.1 / 5.9 / 5.2 / 4.4 / 3.6 and about as many passes
+of the head."""
 NOISE_SHARE = 0.75
-"""How much of the target's noise a head adds, at first or, where the sharpening is given, for good.
-If it knew the target's distribution that would be all
-of it; what it has is a mixture of the distributions that are possible, flatter than each of them,
-and then the best guess of the target's argmax(z + noise)
-adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and the embedded target,
-24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 /
-4.77 / 4.88 / 4.83 / 4.45; share of nodes with ten children that hold the choice, on text that the
-target does not know (GSM8K, MT-bench), with 0.5 / 0.75 / 1:
-0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
+"""The share of the target's noise that a head adds, at first or, where the sharpening is given, for
+good. If it knew the target's distribution that would be all of it; what it has is a mixture of the
+distributions that are possible, flatter than each of them, and then the best guess of the target's
+argmax(z + noise) adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and
+the embedded target, 24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 / 4.77 / 4.88 / 4.83 /
+4.45; share of nodes with ten children that hold the choice, on text that the target does not know
+(GSM8K, MT-bench), with 0.5 / 0.75 / 1: 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
 FORETOLD = -2
 """In the place of a node's row: it has children, and needs a row only when something below them is
 to be computed, ahead of the orders."""

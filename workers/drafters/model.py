@@ -35,13 +35,12 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.sharpness import Scale
 
 SHARPENING = 1.0
-"""What "auto" begins with. Committed tokens a round on 16 of the demonstration prompts with the
-embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 /
-0.8 / 1.0 / 1.25 they are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 /
-5.15 / 4.87 at temperature 1; the sharper, the more nodes
-are grown for it (388 a round at 0.3, 329 at 1.0)."""
+"""The sharpening that "auto" begins with. Committed tokens a round on 16 of the demonstration
+prompts with the embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 / 0.8 / 1.0 / 1.25 they
+are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 / 5.15 / 4.87 at
+temperature 1; the sharper, the more nodes are grown for it (388 a round at 0.3, 329 at 1.0)."""
 SUBSTITUTE_SHARPENING = 0.2
-"""The same for a target's own substitute: SubSpec's, section 4.2."""
+"""The sharpening of a target's own substitute: SubSpec's, section 4.2."""
 
 
 @dataclass(kw_only=True)

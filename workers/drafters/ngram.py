@@ -46,10 +46,10 @@ temperature 0 and 1: where the last token had been said before, 5,200 times, it 
 token."""
 SHARPENING = 1.0
 LEAST = 0.07
-"""What is less likely is not offered where no price is told: about the share of a pass over one row
-that another row costs the target, where sixteen rows cost two."""
+"""The least probability that is offered where no price is told: about the share of a pass over one
+row that another row costs the target, where sixteen rows cost two."""
 NEGLIGIBLE = 1e-4
-"""What is less likely is never offered."""
+"""The least probability that is ever offered."""
 
 
 class Index:

@@ -41,7 +41,7 @@ class Ranking:
     rank: Callable[..., tuple[Ints, Floats]]
     """`growth.likeliest`, or the kernels' of the same arguments."""
     processed: bool
-    """Whether more is done to the logits than the ranking does on its way."""
+    """True if more is done to the logits than the ranking does on its way."""
     noise: NoiseCache | None
     """None: greedy."""
     looking_back: LookingBack | None

@@ -33,7 +33,7 @@ class Wanted:
     target: str
     """Folder or hub id of the model that it drafts for."""
     inflate: str = ""
-    """How far that model is inflated."""
+    """The size that this model is inflated to."""
     profile: Path | None = None
     """The file that remembers what was measured on this machine."""
     cache: Path | None = None

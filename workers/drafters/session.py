@@ -30,7 +30,7 @@ class WaitingTime:
     """The time between a proposal and the next order, in which a tree may grow ahead."""
 
     ahead: bool = False
-    """Whether it grows."""
+    """True if it grows."""
     width: int = 0
     """Nodes expanded a pass, and children that the policies see of a node."""
     children: int = 0
@@ -38,7 +38,7 @@ class WaitingTime:
     since_ns: int | None = None
     """When it began; None: there was no proposal yet."""
     done: bool = False
-    """Whether there is nothing left that is worth a pass."""
+    """True if there is nothing left that is worth a pass."""
     joined: int = 0
     """Nodes that have joined the pool."""
     passes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_PASSES))

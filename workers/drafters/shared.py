@@ -42,7 +42,7 @@ class Lent:
 
 
 Borrow = Callable[[int], Lent]
-"""What the target has of a session's number; `RequestError` if it has none."""
+"""The target's session of a number; `RequestError` if it has none."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class SharedSession(DraftSession):
     own: int
     """Slots from there on."""
     rooted: bool = False
-    """Whether the root has a row."""
+    """True if the root has a row."""
 
     @property
     def rows(self) -> int:

@@ -62,7 +62,7 @@ class Grower(ABC, Generic[SessionT]):
     (temperature 0) and 23 % (1) of the rounds the target's choice behind the accepted nodes was
     among 32 and not among 10."""
     given_up: float = 0.03
-    """Where the tree grows ahead, an order waits for no more passes once all that is left would add
+    """While the tree grows ahead, an order waits for no more passes once all that is left would add
     less than this share of the expected tokens. Simulated with the embedded small model, tree
     15/8/10, T_D = T_V, 14 shipped prompts: at 0.02 / 0.03 / 0.04 tau is 0.986 / 0.980 / 0.974 of
     what it is without growth ahead at temperature 0, 0.988 / 0.988 / 0.976 at temperature 1."""

@@ -42,7 +42,7 @@ class Geometry:
     frequencies: Tensor
     """float32 [rotary_dim / 2]."""
     rope_scaling: float
-    """What cosines and sines are multiplied by."""
+    """The factor of cosines and sines."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Arithmetic(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    """Of states between the matrices."""
+    """The type of states between the matrices."""
     name: str
-    """What computes, as it stands in a log line."""
+    """The library that computes, as it stands in a log line."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """x W^T + b for weight [out, in], laid out in the type of weights of this head."""

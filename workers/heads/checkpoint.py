@@ -49,10 +49,10 @@ EMBEDDINGS = (
     "model.decoder.embed_tokens.weight",
 )
 OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
-"""What the families call their embedding and their output head; one without an output head has tied
+"""The families' names of their embedding and their output head; one without an output head has tied
 it to the embedding."""
 TABLES = ("d2t", "t2d")
-"""Of token ids; all other tensors are weights."""
+"""Tables of token ids; all other tensors are weights."""
 PICKLED = "pytorch_model.bin"
 PICKLED_REMEDY = "set draft.pickled = true if you trust it, or convert it to safetensors"
 

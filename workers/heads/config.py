@@ -19,7 +19,7 @@ Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Positions = Annotated[int, Field(ge=1, lt=1 << 31)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
-"""Of frequencies and angles, which stay numbers by it."""
+"""Factors of frequencies and angles, which stay numbers by it."""
 Base = Annotated[float, Field(ge=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 

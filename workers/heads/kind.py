@@ -34,9 +34,9 @@ class HeadKind(ABC):
     config: ClassVar[type[HeadConfig]] = HeadConfig
     """The keys of its config.json."""
     silu: ClassVar[bool] = True
-    """Whether it computes with silu, and a config.json that says otherwise is wrong."""
+    """True if it computes with silu, and a config.json that says otherwise is wrong."""
     own_embedding: ClassVar[bool] = False
-    """Whether a head of this kind may have trained the embedding, so that it differs from the
+    """True if a head of this kind may have trained the embedding, so that it differs from the
     target's without being a mistake."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class TrainedKind(HeadKind):
     architecture: ClassVar[str]
     """`architectures` in its config.json."""
     paper: ClassVar[Plan]
-    """How its paper trains it."""
+    """The recipe of its paper."""
     trainable: ClassVar[type[TrainableHead]]
 
     def choices(

@@ -21,7 +21,7 @@ class Figures:
     """The accepted lengths that a paper reports of a kind, at T = 0 on MT-bench."""
 
     tokens: tuple[float, ...]
-    """Of a head with 1, 2, ... blocks."""
+    """The lengths of heads with 1, 2, ... blocks."""
     tree: tuple[str, int, int, int]
     """Policy, gamma, depth and width."""
     source: str
@@ -39,7 +39,7 @@ class Option:
     most: int | None = None
     default: int | bool | None = None
     rare: bool = False
-    """Whether `--help` leaves it to `--help-all`."""
+    """True if `--help` leaves it to `--help-all`."""
     recipe: str = ""
     """The field of the losses' `Recipe` that it sets; empty: it goes into the head's shape."""
 
@@ -59,9 +59,9 @@ class Entry:
     title: str = ""
     """The name that its paper gives it; empty: a variant of another kind."""
     setting: str = ""
-    """What `draft.kind` calls it, if not by its name."""
+    """Its name in `draft.kind`, if it is another."""
     what: str = ""
-    """What `dovetail train` says of it."""
+    """The words of `dovetail train` for it."""
     figures: Figures | None = None
     options: tuple[Option, ...] = ()
 

@@ -8,7 +8,7 @@ from dovetail.workers.heads.config import HeadConfig, MisfitError, RotaryConfig
 from dovetail.workers.models.lean import ROPE_INIT_FUNCTIONS, LlamaConfig
 
 THETA = 10000.0
-"""Where a configuration names no base: that of the EAGLE family's code."""
+"""The base of a configuration that names none: that of the EAGLE family's code."""
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 

@@ -66,7 +66,7 @@ class HeadSpec:
     epsilon: float
     """Epsilon of its norms."""
     contrast: bool = False
-    """Whether it can predict the token after the next."""
+    """True if it can predict the token after the next."""
 
     @property
     def feature_width(self) -> int:

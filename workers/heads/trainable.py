@@ -41,7 +41,7 @@ class HeadShape:
     head_dim: int
     intermediate: int
     vocabulary: int
-    """Of the target, V."""
+    """Tokens of the target, V."""
     draft_vocabulary: int = 0
     """EAGLE-3: how many tokens its own output head knows; 0 stands for all."""
     taps: int = 3
@@ -233,9 +233,9 @@ class TrainableHead(nn.Module, ABC):
     """A head of any kind: `begin` takes the target's features, every `forward` is one step."""
 
     reads_taps: ClassVar[bool] = False
-    """Whether its features are residual streams instead of the last hidden state."""
+    """True if its features are residual streams instead of the last hidden state."""
     own_output: ClassVar[bool] = False
-    """Whether it has an output head of its own."""
+    """True if it has an output head of its own."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()

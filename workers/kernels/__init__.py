@@ -36,7 +36,7 @@ Array = Any
 """A torch tensor on the CPU or a numpy array."""
 
 LIBRARY = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
-"""Where pip puts the extension for this interpreter, and `build` too."""
+"""The file in which pip puts the extension for this interpreter, and `build` too."""
 BUILD = f"{sys.executable} -m dovetail.workers.kernels.build"
 """The command that builds them for this interpreter."""
 ALIGNMENT = 64
@@ -68,7 +68,7 @@ ELEMENTS = {
     Kind.FP16: ("float16", "uint16"),
     Kind.BF16: ("bfloat16", "uint16"),
 }
-"""What `PackedMatrix.pack` takes for a kind; uint16 are raw bits."""
+"""The types that `PackedMatrix.pack` takes for a kind; uint16 are raw bits."""
 
 
 class MatrixStruct(Structure):

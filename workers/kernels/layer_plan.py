@@ -54,7 +54,7 @@ class LayerPlan:
     with a norm on what is added where there is a post norm."""
 
     index: int
-    """Of the layer in the caches."""
+    """The index of the layer in the caches."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -78,7 +78,7 @@ class LayerPlan:
     activation: Activation = Activation.SILU_GATED
     epsilon: float = 1e-6
     scale: float | None = None
-    """What scores are multiplied by; None: 1 / sqrt(head_dim)."""
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
     softcap: float = 0.0
     """Scores become softcap tanh(score / softcap); 0: they do not."""
     window: int = 0

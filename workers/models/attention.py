@@ -37,7 +37,7 @@ HARMLESS = frozenset(
 """Keywords that change nothing of what attention computes. Any other that is given refuses the
 model rather than have it computed wrongly."""
 KNOWN = {"s_aux": "sinks (s_aux)", "position_bias": "biases of positions (position_bias)"}
-"""What some of the others are called."""
+"""Other names of some of these."""
 
 
 class Masks:

@@ -23,13 +23,13 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.states import LAST, Kept
 
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
-"""How far logits with attention of our own may lie from transformers' own on a CPU, relative to
-their norm, in weights of a type: all else is the same."""
+"""The distance at which logits with attention of our own may lie from transformers' own on a CPU,
+relative to their norm, in weights of a type: all else is the same."""
 ROUNDED_TOLERANCE = 0.1
-"""The same where states are rounded to 16 bits between the layers."""
+"""The distance where states are rounded to 16 bits between the layers."""
 PER_TENSOR_SLACK = 0.5
-"""How far a token's logits may move with its neighbours under torch's own int8; a mask that is
-ignored moves them by as much as they are."""
+"""The distance by which a token's logits may move with its neighbours under torch's own int8; a
+mask that is ignored moves them by as much as they are."""
 
 
 class BackEnd(Protocol):
@@ -39,7 +39,7 @@ class BackEnd(Protocol):
     backend: str
     """kernels or library."""
     prompt_rows: int
-    """Of a prompt, so many rows are best computed in a pass."""
+    """Rows of a prompt that are best computed in a pass."""
     reads_apart: int
     """So many of the first rows of a prompt another device can read, by `read`; 0: there is
     none."""

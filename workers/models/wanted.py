@@ -8,8 +8,8 @@ from typing import Any
 from dovetail.workers.models.backends.staged import Staging
 
 Stager = Callable[[Mapping[str, Any], str], Staging]
-"""How a model of a configuration (config.json's) with weights of a type (fp32, fp16, bf16 or int8)
-is to be spread over devices."""
+"""A function that says how a model of a configuration (config.json's) with weights of a type (fp32,
+fp16, bf16 or int8) is to be spread over devices."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Wanted:
     asked: str
     """The type of weights in the words of the settings."""
     weights: str
-    """The same, `half` being one of the two 16-bit types."""
+    """The type of weights, `half` being one of the two 16-bit types."""
     backend: str
     inflate_bytes: int = 0
     profile: Path | None = None

@@ -11,7 +11,7 @@ class Round:
     ended_ns: int
     committed: int
     rows: int
-    """Of the pass: in the first round the prompt's too."""
+    """Rows of the pass: in the first round the prompt's too."""
     pass_ns: int
 
 

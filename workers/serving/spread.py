@@ -35,7 +35,8 @@ from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 
 FREE_SHARE = 0.9
-"""Of a GPU's free memory; the rest is left to libraries, and to what is between two matrices."""
+"""The share of a GPU's free memory that is used; the rest is left to libraries, and to what is
+between two matrices."""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Spread:
     demand: Demand | None
     """None: every layer is on the CPU."""
     device: Device | None
-    """Of the layers that are not on the CPU."""
+    """The device of the layers that are not on the CPU."""
     reader: Device | None
     reads_from: int
     """Rows of a prompt from which on the reader reads it."""

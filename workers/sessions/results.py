@@ -34,7 +34,7 @@ class First:
     logprobs: TokenLogprobs | None
     """None: they were not asked for."""
     apart: bool = False
-    """Whether the model's reader read the prompt."""
+    """True if the model's reader read the prompt."""
 
 
 @dataclass(frozen=True)

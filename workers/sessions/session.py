@@ -34,7 +34,8 @@ class TargetSession:
     reads: Reads | None
     """The features of this target that the session's draft reads."""
     logprobs: int | None
-    """How many alternatives the log-probabilities of each token come with; None: without any."""
+    """The number of alternatives that the log-probabilities of each token come with; None: without
+    any."""
     round: int = 0
     own: int = 0
     """Slots of the cache that verification writes to; those behind them are somebody else's."""

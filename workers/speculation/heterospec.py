@@ -50,7 +50,7 @@ class Heterospec:
         self._bounds = tuple(map(float, settings.thresholds))
         self._path = NO_PATH
         self.entropy: float | None = None
-        """Of the tree of this round, in nats; None where there is none."""
+        """The entropy of the tree of this round, in nats; None where there is none."""
         self.stratum = len(self._bounds)
         """The bin of this round."""
 

@@ -30,9 +30,9 @@ class History:
         self.sampling = sampling
         self.end = frozenset(end)
         self.seen = set(log[:prompt])
-        """Of prompt and reply."""
+        """The tokens of prompt and reply."""
         self.counts: dict[int, int] = {}
-        """Of the reply."""
+        """The number of times that the reply has each token."""
         self.said = 0
         """Tokens of the reply."""
         self._bias = dict(sampling.logit_bias)

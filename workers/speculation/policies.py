@@ -44,7 +44,7 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.shapes import Path, fixed_shape
 
 DECAY = np.float32(np.log(0.95))
-"""What a level costs in the score of `budget`: SpecExec's, which keeps long paths of near-certain
+"""The cost of a level in the score of `budget`: SpecExec's, which keeps long paths of near-certain
 tokens from taking the whole budget."""
 NO_DECAY = np.float32(0.0)
 

@@ -47,7 +47,7 @@ class Proposal:
     passes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """(rows, ns) of the passes for it, then of those between the last proposal and the order."""
     entropy: float | None = None
-    """Of the tree, in nats, where the policy goes by it."""
+    """The entropy of the tree, in nats, where the policy goes by it."""
     candidates: Array | None = None
     """int32 [1 + nodes, K]: of what the children of the root and of each node were drawn, where
     they were drawn at random."""

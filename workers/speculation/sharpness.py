@@ -40,11 +40,11 @@ GRID: Likelihoods = np.geomspace(0.05, 3.0, 20)
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the noise."""
 LEAST = 1e-6
-"""What is left for a choice that is no child, at least."""
+"""The probability that is left for a choice that is no child, at least."""
 MEMORY = 500
 """Nodes that count: each takes 1 / MEMORY off the weight of those before it."""
 PRIOR = 32.0
-"""What is known at the start weighs as much as so many nodes that each say log s and h with the
+"""The knowledge at the start weighs as much as so many nodes that each say log s and h with the
 precision of one unit of Fisher information."""
 CLASSES = 4
 """Depth classes: children on level 1, on 2, on 3 and 4, and below."""

@@ -219,7 +219,7 @@ class Acceptance:
     at: tuple[float, ...]
     """Share of drafted tokens accepted at depth 1, 2, ... among those whose parents were."""
     contrast: float | None = None
-    """The same for Jakiro's contrast at depth 2."""
+    """The share accepted at depth 2 from Jakiro's contrast."""
 
 
 class _Chains:

@@ -20,7 +20,7 @@ class Peers:
     rank = 0
     count = 1
     device: str | None = None
-    """Where this process is to compute; None: where it likes."""
+    """The device on which this process is to compute; None: any."""
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the processes."""

@@ -23,7 +23,7 @@ class Recipe:
     steps: int = 1
     """Steps of the training-time test."""
     decay: float = 0.8
-    """What a step counts against the one before it (EAGLE-3)."""
+    """The weight of a step against the one before it (EAGLE-3)."""
     noise: float = 0.2
     """Uniform noise on the features, this wide for rows of 512 tokens and narrower for longer ones
     (EAGLE)."""
@@ -43,11 +43,11 @@ class Plan:
     """Share of the run in which the first step is trained alone: a head that is new learns more
     from twice the text than from its own mistakes."""
     number: Literal["fp32", "bf16"] = "fp32"
-    """What the matrix products of a step are computed in."""
+    """The type in which the matrix products of a step are computed."""
     held: float = 0.03
     """Share of the sequences that is held out."""
     checks: int = 20
-    """How often the run is measured on them."""
+    """The number of measurements on them in a run."""
     check_rows: int = 24
     depth: int = 6
-    """Of the simulated chains."""
+    """The depth of the simulated chains."""

@@ -43,7 +43,7 @@ class Writing:
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
     new_tokens: int = 1024
-    """Of the longest answer."""
+    """Tokens of the longest answer."""
     sessions: int = 64
     """Answers that are written at a time."""
     seed: int = 0
@@ -185,7 +185,7 @@ class _Job:
     number: int
     temperature: float
     asks: deque[Sequence[Message]]
-    """What comes before each answer and behind the last one."""
+    """The tokens before each answer and behind the last one."""
     said: list[Message] = field(default_factory=list)
     cut: bool = False
     """The last answer grew too long."""

@@ -25,7 +25,7 @@ from dovetail.workers.training.peers import ALONE, Peers
 from dovetail.workers.training.workplace import replace_tensors
 
 SETTINGS = ("seed", "rate", "warm_up", "decay", "weight_decay", "clip")
-"""Of the pace: what a resumed run may not change. How long it goes it may."""
+"""The fields of the pace that a resumed run may not change. How long it goes it may."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Progress:
     rate: float = 0.0
     spent_s: float = 0.0
     note: str = ""
-    """What else there is to say of this run, such as its last acceptance."""
+    """A note on this run, such as its last acceptance."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Run:
         self.optimizer = optimizer_of(model, pace)
         self.steps, self.tokens, self.spent_s, self.loss = 0, 0, 0.0, math.nan
         self.notes: list[dict[str, Any]] = []
-        """What is to be kept with the checkpoint besides, as JSON."""
+        """The notes that are kept with the checkpoint besides, as JSON."""
         if checkpoint is not None and checkpoint.is_file():
             self._resume(checkpoint)
         self._kept = time.monotonic()

@@ -28,9 +28,9 @@ from dovetail.protocol.errors import UserError
 
 LEVELS = 3
 LEAF_SHARE = 0.01
-"""Of all rounds, how many a bin has at least: the mean rank of fewer says little."""
+"""The least share of all rounds that a bin has: the mean rank of fewer says little."""
 DECIMALS = 4
-"""Of a threshold, in nats."""
+"""The decimals of a threshold, in nats."""
 LEAST_ROUNDS = 100
 
 
@@ -42,7 +42,7 @@ class Round(NamedTuple):
     rank: int
     """Terminal confidence rank."""
     full: bool
-    """Whether the accepted path reached the tree's depth."""
+    """True if the accepted path reached the tree's depth."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Bin:
     bin."""
     mean_rank: float
     full_share: float
-    """Of the rounds, those that were fully accepted."""
+    """The share of the rounds that were fully accepted."""
 
 
 @dataclass(frozen=True)

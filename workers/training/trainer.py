@@ -27,8 +27,8 @@ from dovetail.workers.training.run import Callback, Outcome, Run, Step, carry_ou
 from dovetail.workers.training.target_parts import Frozen
 
 WORTH_BF16 = 1.5
-"""How many times as fast products in bf16 must be on a CPU: what stands between them is slower for
-the conversions."""
+"""The factor by which products in bf16 must be on a CPU: what stands between them is slower for the
+conversions."""
 HELD_SEED = 1
 """The held-out rows are the same in every run."""
 

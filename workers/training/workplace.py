@@ -38,11 +38,11 @@ class Workplace:
 
     out: Path
     what: str = "model"
-    """What it writes, such as `eagle head`."""
+    """The thing that it writes, such as `eagle head`."""
     files: frozenset[str] = frozenset()
     """Every name that there may be in a finished `out`; one of them is config.json."""
     marks: Mapping[str, Any] = field(default_factory=dict)
-    """What that config.json says of it."""
+    """The keys of its config.json by which it is known."""
 
     @property
     def folder(self) -> Path:

@@ -15,8 +15,8 @@ from dovetail.workers.kernels.layer_plan import LayerPlan
 
 MATRICES = ("qkv", "output", "gate_up", "down")
 PANEL, VECTOR, STEP = 48, 16, 4
-"""Of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side by
-side."""
+"""Numbers of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side
+by side."""
 ELEMENTS = {
     Kind.FP32: torch.float32,
     Kind.FP16: torch.float16,

@@ -48,7 +48,8 @@ from dovetail.workers.models.timing import asked, timing
 from dovetail.workers.progress import beat
 
 VERSION = "dovetail-1"
-"""Of the functions that the kernels compute, down to the last bit; part of the fingerprint."""
+"""The version of the functions that the kernels compute, down to the last bit; part of the
+fingerprint."""
 TABLE_ROWS = 512
 """Positions, spread over the context, at which the table of angles is compared with the model's
 own."""
@@ -127,7 +128,7 @@ class Kernels:
     reads_apart: int = 0
 
     _computes_here = True
-    """Whether the matrices that layers are packed into are on the CPU, and can prove them."""
+    """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
     def __init__(self, model: Any, kind: Kind, *, context: int) -> None:
         """`model`: the skeleton, where all that is not a layer has its numbers."""

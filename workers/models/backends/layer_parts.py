@@ -20,7 +20,7 @@ DTYPES = {
     Kind.BF16: torch.bfloat16,
     Kind.INT8: torch.float32,
 }
-"""What a matrix of each kind is packed from."""
+"""The types that a matrix of each kind is packed from."""
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 """The kind that holds weights of a type as they are."""
 PIECE_WEIGHTS = 1 << 22
@@ -41,7 +41,7 @@ class LayerParts:
             "gate_up": linears_of(mlp, ("gate_proj", "up_proj"), ("gate_up_proj",), ("c_fc",)),
             "down": linears_of(mlp, ("down_proj",), ("c_proj",)),
         }
-        """Of each matrix of the kernels, those that it is packed of."""
+        """The linears that each matrix of the kernels is packed of."""
         self.activation = read_activation(
             part_named(mlp, "act_fn", "activation_fn", "act"), gated=not hasattr(mlp, "c_fc")
         )

@@ -32,7 +32,7 @@ from dovetail.workers.models.states import Kept, keeping
 from dovetail.workers.models.timing import Part, timing_modules
 
 LAYER_TOLERANCE = 2e-4
-"""Of what a layer adds, in fp32; rounding gives 1e-6."""
+"""The tolerance of what a layer adds, in fp32; rounding gives 1e-6."""
 
 
 def transformers_pass(
@@ -70,7 +70,7 @@ class Library:
         proof of them."""
         self._oracle = oracle
         self._noted: list[Noted] = []
-        """What the attention of each layer that was proved is asked for."""
+        """The attention that each proved layer asks for."""
         self.kernels = "plain" if selection is None else selection.name
         self._selection, self._device, self._dtype = selection, device, dtype
 

@@ -37,7 +37,7 @@ class Candidate:
     """The type of the weight that `pack` takes."""
     tolerance: float
     copies: int
-    """How many times the packed layout takes the memory of the weight: MKL needs the original
+    """The factor by which the packed layout takes the memory of the weight: MKL needs the original
     beside it."""
     pack: Callable[[Tensor, Tensor | None], Product]
 

@@ -18,16 +18,16 @@ CACHED_ROWS = 4096
 """Rows of keys and values that a limit leaves room for: a long conversation, and a prompt of it
 that is read at once."""
 PASS_ROWS = {"cpu": 256, "gpu": 1024}
-"""Of a prompt, so many go through a layer at a time."""
+"""Rows of a prompt that go through a layer at a time."""
 TREE_ROWS = 289
-"""Of a pass, so many may have logits: the largest of the papers' trees, 288 nodes and the root."""
+"""Rows of a pass that may have logits: the largest of the papers' trees, 288 nodes and the root."""
 TREES_AHEAD = 8
 """A draft that shares its target's cache has rows for so many trees there (`drafters/tree.py`)."""
 LOGITS = 2
 """So often the host has them beside who computes them: with the noise of the target, and with a
 session's processors done to them."""
 WIDENED_BYTES = 64 << 20
-"""Of a 16-bit matrix on a GPU, so much is in fp32 at a time (`device_layer.py`)."""
+"""Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device_layer.py`)."""
 PACKED_LAYERS = 2
 """While a model is loaded one layer is there as it was stored and as it is packed, before it lies
 where it stays."""
@@ -48,13 +48,13 @@ class Demand:
     """The placement that the settings ask for; None: as many as there is room for."""
 
     device: str = "cpu"
-    """Where the device's layers are computed; the CPU may stand for a GPU."""
+    """The device that computes the layers; the CPU may stand for a GPU."""
     computed: int | None = None
     """So many of the last layers the device computes."""
     resident: int | None = None
-    """Of those, so many stay on the device."""
+    """Layers of these that stay on the device."""
     streams: bool = True
-    """Whether what has no room is streamed, where nothing is said of `computed`; else the CPU
+    """True if what has no room is streamed, where nothing is said of `computed`; else the CPU
     computes it."""
     device_bytes: int | None = None
     """The most that the target may take of the device's memory; None: nothing is too much."""
@@ -67,13 +67,13 @@ class Placement:
 
     device: str
     places: tuple[Place, ...]
-    """Of every layer; those on the CPU come first. The head is where the last one is."""
+    """The places of all layers; those on the CPU come first. The head is where the last one is."""
     device_bytes: int
-    """What the device needs for weights, buffers, the keys and values of one long conversation, and
-    a pass."""
+    """Bytes that the device needs for weights, buffers, the keys and values of one long
+    conversation, and a pass."""
     host_bytes: int
-    """What the host needs for weights, those keys and values of the layers that it computes, and a
-    pass; while the model is loaded too."""
+    """Bytes that the host needs for weights, those keys and values of the layers that it computes,
+    and a pass; while the model is loaded too."""
 
     @property
     def first(self) -> int:

@@ -30,14 +30,14 @@ from dovetail.workers.models.parity.oracle import Oracle
 SAMPLED = 4
 """Rows of each linear that are compared with the checkpoint's."""
 PRODUCT_TOLERANCE = {Kind.FP32: 1e-4, Kind.FP16: 1e-4, Kind.BF16: 1e-4, Kind.INT8: 0.1}
-"""Of a product by packed weights to one by the checkpoint's; codes of fewer bits are the
-quantiser's business."""
+"""The tolerance of a product by packed weights to one by the checkpoint's; codes of fewer bits are
+the quantiser's business."""
 ATTENTION_TOLERANCE = 1e-4
 LAYER_TOLERANCE = 2e-4
-"""Of what a layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
+"""The tolerance of what a layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
 ROUNDED_TOLERANCE = 2e-2
-"""The same where a matrix rounds its inputs to integers, so that a rounding of 1e-7 before it may
-become one of 1e-3."""
+"""The tolerance where a matrix rounds its inputs to integers, so that a rounding of 1e-7 before it
+may become one of 1e-3."""
 EXACT = (Kind.FP32, Kind.FP16, Kind.BF16)
 
 

@@ -41,7 +41,7 @@ TIMED_ROWS = (1, 16, 128)
 BUDGET_S = 1.5
 """For the measurements of all shapes of a model together."""
 TIMED_WEIGHTS = 1 << 24
-"""Of a larger matrix so many weights are timed, 64 MiB of fp32, beyond the caches of nearly all
+"""Weights of a larger matrix that are timed, 64 MiB of fp32, beyond the caches of nearly all
 CPUs."""
 WORTH_A_COPY = 0.9
 """A second layout of the same weights must take at most this share of the first one's time for a

@@ -6,9 +6,9 @@ from typing import Any
 
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
 NUMBER_BYTES = 4
-"""Of states, norms, biases, keys and values: fp32."""
+"""Bytes of states, norms, biases, keys and values: fp32."""
 MOST = 1 << 24
-"""Of any number of a config.json: none of a model that there is comes near."""
+"""The bound of any number of a config.json: none of a model that there is comes near."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Sizes:
     state: int
     """The state of one row between two layers."""
     inner: int
-    """What one row takes within a layer: normed states, queries, keys and values, what was attended
-    to, units of the MLP before and after they are gated."""
+    """Bytes that one row takes within a layer: normed states, queries, keys and values, what was
+    attended to, units of the MLP before and after they are gated."""
     groups: int
     """Query heads of a key head: a GPU has what a row sees once for each."""
     logits: int
-    """Of one row."""
+    """Bytes of one row."""
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
@@ -121,5 +121,5 @@ GPT2 = {
 }
 
 ALIGNMENT, VECTOR, STEP = 64, 16, 4
-"""Of the packed matrices (`kernels/native/packing.h`): bytes between two of them, outputs side by
-side, and int8 inputs side by side."""
+"""Numbers of the packed matrices (`kernels/native/packing.h`): bytes between two of them, outputs
+side by side, and int8 inputs side by side."""

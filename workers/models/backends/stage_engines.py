@@ -32,6 +32,8 @@ from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.timing import asked
 
 GPU_ROWS = 1024
+"""Rows at a time of a long prompt on a GPU, where each time the streamed matrices are laid out
+anew: 90 MB between the matrices of a 7B model's MLP."""
 
 
 Run = Callable[[Any, Tensor], None]
@@ -194,7 +196,3 @@ class TorchEngine:
 def engine_of(transfer: Transfer) -> Engine:
     """Return what computes on the device at the end of a way."""
     return KernelEngine() if transfer.device.type == "cpu" else TorchEngine(transfer.device)
-
-
-"""Of these, so many at a time on a GPU, where each time the streamed matrices are laid out anew: 90
-MB between the matrices of a 7B model's MLP."""

@@ -65,7 +65,7 @@ class Staging:
     """The spread of a model over stages."""
 
     places: Sequence[Place]
-    """Of every layer; those on the CPU come first."""
+    """The places of all layers; those on the CPU come first."""
     transfer: Transfer | None = None
     """The way to the device that computes what is not on the CPU, and the head."""
     reader: Transfer | None = None
@@ -82,7 +82,7 @@ class Stage:
         self._plans: list[LayerPlan] = []
         self._layers: list[Run | Ready] = []
         self._blobs: list[Tensor] = []
-        """Of the layers that are streamed."""
+        """The numbers of the layers that are streamed."""
         self._ring: Ring | None = None
         self._made: dict[tuple[int, int], Run] = {}
 

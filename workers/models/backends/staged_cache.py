@@ -15,7 +15,7 @@ class StagedPass:
     positions: Tensor
     segments: Sequence[Segment]
     apart: bool = False
-    """Whether the reader computes the layers on the CPU."""
+    """True if the reader computes the layers on the CPU."""
 
     def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Tensor, Sequence[Segment]]]:
         """For a stage, a part of the rows at a time: which they are, their positions, and their

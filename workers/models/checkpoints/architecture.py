@@ -55,7 +55,7 @@ LAYER_TYPES = {
     "attention)",
     "recurrent": RECURRENT,
 }
-"""What layers of a type do that cannot be decoded with token trees; a type is known by its
+"""The reasons why layers of a type cannot be decoded with token trees; a type is known by its
 beginning."""
 LONGEST_SHOWN = 60
 """Characters of a value that an error shows."""

@@ -45,7 +45,7 @@ FLOAT_TYPES = {
     "BF16": torch.bfloat16,
 }
 COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
-"""Of tables of token ids, which some draft heads have."""
+"""Types of tables of token ids, which some draft heads have."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Stored:
     """In bytes, from the beginning of the file."""
     size_bytes: int
     identity: Identity
-    """Of the file when its header was read: from one that has been changed since nothing is
-    taken."""
+    """The identity of the file when its header was read: from one that has been changed since
+    nothing is taken."""
 
     def read(self, name: str) -> Tensor:
         """The tensor, called `name` in errors, in the type it is stored in, read from its file

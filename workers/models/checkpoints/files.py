@@ -14,7 +14,7 @@ from dovetail.workers.models.checkpoints.architecture import (
 )
 
 MAX_FILE_BYTES = MAX_ARRAY_BYTES
-"""Of configurations, indices and tokenizers: what may travel to the coordinator, and twice the
+"""The largest configuration, index or tokenizer: what may travel to the coordinator, and twice the
 largest tokenizer that there is."""
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
 
 PROCESS_BYTES = 300_000_000
-"""Of a process that has imported torch and transformers and holds no model (torch 2.13, measured:
-295 MB)."""
+"""Memory of a process that has imported torch and transformers and holds no model (torch 2.13,
+measured: 295 MB)."""
 PROCESS_SPACE = 1_300_000_000
-"""Of its address space."""
+"""Bytes of its address space."""
 PROOF_BYTES = 48 << 20
 """A piece of a matrix in fp32 while it is packed, and the rows on which a layer is proved
 (`backends/fused.py`)."""

@@ -33,10 +33,10 @@ UNIT_MULTIPLES = (256, 32)
 """A width divides by the first of these with which the size is near enough, else by the last:
 GGUF's quantisers cut a row into blocks of 256 (K-quants) or of 32 (Q8_0, Q4_0 and the like)."""
 NEAR = 0.03
-"""What a size may be off by, relative to what is asked for, so that a width divides by more."""
+"""The tolerance of a size, relative to what is asked for, so that a width divides by more."""
 DEAD_SCALE = 0.5
-"""What a dead unit yields, of what the real one does that it is a copy of: int8 rounds a row of
-units by its largest, which has to be a real one."""
+"""The share that a dead unit yields of what the real one does that it is a copy of: int8 rounds a
+row of units by its largest, which has to be a real one."""
 SEED = 20_260_101
 FOLDER_FILES = (
     "tokenizer.json",

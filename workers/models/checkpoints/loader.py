@@ -51,7 +51,7 @@ class Types:
 
     linear: torch.dtype | None
     table: torch.dtype | None
-    """Of embeddings."""
+    """The type of embeddings."""
     rest: torch.dtype | None = torch.float32
 
 

@@ -20,7 +20,7 @@ FACTS = {
     "begin": "bos_token_id, the id that begins a text,",
     "template": "the chat template",
 }
-"""What a folder calls the facts of its vocabulary."""
+"""The files of a folder that hold the facts of its vocabulary."""
 
 
 def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:

@@ -15,8 +15,8 @@ CHANGING = ("dynamic", "longrope")
 """Types of rotary embeddings whose angles may depend on the longest sequence; named where those of
 a model do."""
 SAME = 1e-5
-"""How far what transformers hands to a layer may differ with the other rows of a pass: nothing but
-rounding."""
+"""The tolerance by which what transformers hands to a layer may differ with the other rows of a
+pass: nothing but rounding."""
 
 
 class Comparison:

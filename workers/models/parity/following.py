@@ -78,7 +78,7 @@ class ClaimedCache(DynamicCache):  # type: ignore[misc]
         super().__init__()
         self._length = length
         self.asked = False
-        """Whether anybody wanted to know how many rows there are."""
+        """True if anybody wanted to know how many rows there are."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         self.asked = True
@@ -129,10 +129,10 @@ class Recorder:
         self.calls: dict[int, Call] = {}
         self.results: list[Tensor] = []
         self.final: Tensor | None = None
-        """What the model makes of what the last layer gave; None where that has other numbers than
-        fp32."""
+        """The model's final states from what the last layer gave; None where that has other numbers
+        than fp32."""
         self.isolated = True
-        """Whether each layer is given what the one before it gave, as it was, and all are called in
+        """True if each layer is given what the one before it gave, as it was, and all are called in
         order."""
         self._layers, self._given, self._tuples = layers, results, tuples
 

@@ -35,7 +35,7 @@ from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.segment import Paths, Segment
 
 HIDDEN = -1e4
-"""What eager attention adds to the score of what a row does not see is no more than this."""
+"""The most that eager attention adds to the score of what a row does not see."""
 LEAST_ADDED = 1e-3
 """A layer that adds less than this share of the states is measured by them: they are rounded as
 they are added to."""
@@ -110,7 +110,7 @@ class Oracle:
             slice(first, first + run.count) for first, run in zip(offsets, self.runs, strict=False)
         ]
         self.tuples = False
-        """Whether its layers give tuples."""
+        """True if its layers give tuples."""
         with self._eagerly():
             try:
                 self._of_runs = [

@@ -24,7 +24,7 @@ from dovetail.workers.kernels.coded import GROUP, groups_of
 BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 """By the type of a substitute's weights."""
 SCHEME = f"hqq-axis1-group{GROUP}-2"
-"""Of what `quantise` computes; part of what caches are named by."""
+"""The version of what `quantise` computes; part of what caches are named by."""
 CPU = torch.device("cpu")
 REMEDY = "install it with `pip install 'dovetail[subspec]'`"
 

@@ -77,7 +77,7 @@ class Substitutes:
         self.made = 0
         """Layers that had to be quantised."""
         self.seconds = 0.0
-        """What that took."""
+        """The seconds that it took."""
         self.weights = 0
 
     def of_layer(self, layer: nn.Module, index: int, layers: int) -> Mapping[nn.Linear, Codes]:

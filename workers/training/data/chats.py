@@ -47,9 +47,9 @@ class Chat:
     """File and line."""
     messages: tuple[Message, ...] = ()
     text: str = ""
-    """What the line holds in place of messages."""
+    """The content of the line in place of messages."""
     whole: bool = True
-    """Whether the last answer ended by itself; else it was cut off."""
+    """True if the last answer ended by itself; else it was cut off."""
 
 
 class RefusedError(Exception):

@@ -50,7 +50,7 @@ class Examples:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """The tokens of all sequences."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property

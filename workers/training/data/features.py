@@ -71,7 +71,7 @@ class Features(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """The tokens of all sequences."""
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
         """Drawn rows [size, length], the same for the same state of `rng`."""
@@ -163,7 +163,7 @@ class Packed:
 
     @property
     def tokens(self) -> int:
-        """Of the sequences in view."""
+        """The tokens of the sequences in view."""
         return self._end - int(self.source.offsets[self.first])
 
     @property

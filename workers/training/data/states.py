@@ -33,7 +33,7 @@ class Origin:
     target: str
     """A folder or a hub id."""
     digest: str
-    """Of its checkpoint."""
+    """The digest of its checkpoint."""
     width: int
     layers: int
     vocabulary_size: int

@@ -31,7 +31,7 @@ from dovetail.workers.training.run import Callback, Progress, silent
 FORMAT = 1
 SHARD_BYTES = 256 << 20
 SEQUENCE_BYTES = 4 + 1
-"""Of a token in tokens.bin and learn.bin."""
+"""Bytes of a token in tokens.bin and learn.bin."""
 SPARE_BYTES = 64 << 20
 """Left free on the disk."""
 
@@ -53,7 +53,7 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        """Of the whole folder when it is finished."""
+        """Bytes of the whole folder when it is finished."""
         return self.tokens * (self.origin.row * 2 + SEQUENCE_BYTES) + 4 * self.count
 
 
