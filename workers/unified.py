@@ -9,8 +9,9 @@ of links.
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.protocol.errors import RequestError, SettingsError
@@ -22,14 +23,16 @@ from dovetail.protocol.settings import (
     TargetSettings,
 )
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices import Device, open_device
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
+from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
 from dovetail.workers.models.substitutes.quantize import BITS
 from dovetail.workers.models.substitutes.substitute import (
+    Substitutes,
     Tell,
     load_substitute,
     share,
@@ -128,6 +131,52 @@ class _Draft(DraftWorker[SharedSession]):
         return opened
 
 
+@dataclass(frozen=True)
+class _Making:
+    """The making of a substitute that shares what it can with its target."""
+
+    source: str
+    weights: str
+    inflate_bytes: int
+    folder: Path | None
+    tell: Tell
+
+    def on_cpu(self, open_target: Callable[[], TargetWorker]) -> "_Made":
+        """Make it before the target is loaded, and have it take over the target's parts."""
+        substitute, made = load_substitute(
+            self.source,
+            weights=self.weights,
+            device="cpu",
+            inflate_bytes=self.inflate_bytes,
+            folder=self.folder,
+            tell=self.tell,
+        )
+        verifying = open_target()
+        return verifying, substitute, made, share(substitute, verifying.model)
+
+    def on_gpu(self, open_target: Callable[[], TargetWorker], device: Device) -> "_Made":
+        """Make it of the target that is on the device already."""
+        if why_not := device.against_int4():
+            raise SettingsError(
+                f"draft.share = true is not possible on {device.name}: {why_not}; set "
+                "draft.share to false, and choose another draft.kind"
+            )
+        verifying = open_target()
+        substitute, made, shared = load_device_substitute(
+            verifying.model,
+            device.capture,
+            weights=self.weights,
+            inflate_bytes=self.inflate_bytes,
+            folder=self.folder,
+            tell=self.tell,
+        )
+        return verifying, substitute, made, shared
+
+
+_Made = tuple[TargetWorker, LanguageModel, Substitutes, int]
+"""The target, its substitute, what was quantised for it, and how many layers they share."""
+
+
 def open_unified(
     target: TargetSettings,
     draft: DraftSettings,
@@ -147,18 +196,10 @@ def open_unified(
             "draft.model out, and set draft.weights to one of these"
         )
     weights = "int4" if draft.weights == "auto" else draft.weights
-    inflate_bytes = inflation_bytes(target.inflate)
     device = open_device(target.device, threads)
-    if device.is_cpu:
-        substitute, made = load_substitute(
-            target.model,
-            weights=weights,
-            device=device.name,
-            inflate_bytes=inflate_bytes,
-            folder=cache,
-            tell=tell,
-        )
-        verifying = open_target_worker(
+
+    def open_target() -> TargetWorker:
+        return open_target_worker(
             target,
             name=f"{name}-target",
             threads=threads,
@@ -166,29 +207,11 @@ def open_unified(
             memory=memory,
             beside=BITS[weights],
         )
-        shared = share(substitute, verifying.model)
-    else:
-        if why_not := device.against_int4():
-            raise SettingsError(
-                f"draft.share = true is not possible on {device.name}: {why_not}; set "
-                "draft.share to false, and choose another draft.kind"
-            )
-        verifying = open_target_worker(
-            target,
-            name=f"{name}-target",
-            threads=threads,
-            profile=profile,
-            memory=memory,
-            beside=BITS[weights],
-        )
-        substitute, made, shared = load_device_substitute(
-            verifying.model,
-            device.capture,
-            weights=weights,
-            inflate_bytes=inflate_bytes,
-            folder=cache,
-            tell=tell,
-        )
+
+    making = _Making(target.model, weights, inflation_bytes(target.inflate), cache, tell)
+    verifying, substitute, made, shared = (
+        making.on_cpu(open_target) if device.is_cpu else making.on_gpu(open_target, device)
+    )
     if said := made.report(name):
         print(said, file=sys.stderr)
     spans = Spans()

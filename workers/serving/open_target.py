@@ -50,12 +50,7 @@ def open_target_worker(
         () if profile is None else known_readings(settings, profile),
         beside=beside,
     )
-    if settings.weights == "int8-per-tensor":
-        print(
-            f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
-            "a token depend on what is computed beside it",
-            file=sys.stderr,
-        )
+    _warn(settings, name)
     model = load_language_model(
         settings.model,
         weights=settings.weights,
@@ -94,6 +89,16 @@ def open_target_worker(
             identity, placement=str(spread), reader=reader, reads_from=spread.reads_from
         )
     return TargetWorker(model, identity)
+
+
+def _warn(settings: TargetSettings, name: str) -> None:
+    """Say on stderr what the user loses by these settings."""
+    if settings.weights == "int8-per-tensor":
+        print(
+            f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
+            "a token depend on what is computed beside it",
+            file=sys.stderr,
+        )
 
 
 def _fingerprint(
