@@ -1,5 +1,14 @@
 """Faults of our own: what is contained where it concerns one session, and what never is."""
 
+import logging
+from collections.abc import Callable
+from typing import ParamSpec
+
+from dovetail.protocol.errors import RequestError
+
+log = logging.getLogger("dovetail.coordinator")
+P = ParamSpec("P")
+
 EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -24,3 +33,19 @@ def told(error: BaseException) -> str:
     except Exception:
         words = ""
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def fault(error: BaseException) -> RequestError:
+    """Return what a client is told of a fault of ours; the log has the rest."""
+    return RequestError(
+        "internal", f"the coordinator failed at this request ({told(error)}); its log says where"
+    )
+
+
+def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
+    """Do what is about no session; what goes wrong is told, and the rest goes on."""
+    try:
+        action(*arguments, **named)
+    except BaseException as error:
+        reraise_exits(error)
+        log.exception("%s failed", getattr(action, "__qualname__", "something"))

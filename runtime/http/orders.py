@@ -280,7 +280,15 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
             param="stop_token_ids",
         )
     own = () if body.ignore_eos else target.described.vocabulary.end
-    return tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))[:MAX_ENDS]
+    ends = tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))
+    if len(ends) > MAX_ENDS:
+        raise ApiError(
+            400,
+            f"{len(ends)} tokens would end the reply, {len(own)} of them the target's own, where "
+            f"at most {MAX_ENDS} may: name fewer in stop_token_ids",
+            param="stop_token_ids",
+        )
+    return ends
 
 
 # -- prompts ---------------------------------------------------------------------------------------

@@ -705,7 +705,7 @@ def test_a_worker_that_speaks_again_gets_sessions_again() -> None:
     target.mute = False  # type: ignore[attr-defined]
     house.coordinator.look_around()
     for worker in house.coordinator.registry.workers.values():
-        house.coordinator._probe(worker)
+        house.coordinator._peers.probe(worker)
     house.run()
     assert not house.report().degraded
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)

@@ -32,6 +32,7 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
+from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.fleet.steps import SILENT_NS
 from support.houses import House
 from support.scripted import (
@@ -142,7 +143,11 @@ def passes_of(worker: ScriptedWorker) -> int:
 # -- a draft ---------------------------------------------------------------------------------------
 
 
-def test_a_draft_that_is_not_asked_at_this_load_is_in_place_before_the_sessions_end() -> None:
+def test_a_draft_that_is_not_asked_at_this_load_is_in_place_before_the_sessions_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for judged in ("drafting", "untried"):
+        monkeypatch.setattr(OnOff, judged, property(lambda _: False))
     scene = Scene()
     old, newcomer = scene.house.draft, scene.newcomer(ScriptedDraft)
     scene.begin(steps=30, tree=TreeSettings(policy="goodput"))

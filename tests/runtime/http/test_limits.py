@@ -6,10 +6,17 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 
+from dovetail.protocol.messages import MAX_ENDS, VocabularyFacts
+from dovetail.runtime.http import orders
+from dovetail.runtime.http.bodies import CompletionBody
+from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.gateway import Target
 from dovetail.runtime.http.guard import host_name, is_local, is_loopback
 from support.web import PATIENCE_S, Api, Backend, api
 
@@ -270,3 +277,15 @@ def test_addresses_and_names_are_told_apart() -> None:
     assert is_local({"client": ("127.0.0.1", 5)}, {})
     assert not is_local({"client": ("127.0.0.1", 5)}, {b"forwarded": b"for=1.2.3.4"})
     assert not is_local({"client": None}, {})
+
+
+def test_more_ends_of_a_reply_than_a_request_can_hold_are_refused_and_not_cut() -> None:
+    facts = VocabularyFacts(digest="x", size=1000, end=tuple(range(40)))
+    target = cast("Target", SimpleNamespace(described=SimpleNamespace(vocabulary=facts)))
+    few, many = (
+        CompletionBody(prompt="x", stop_token_ids=list(range(100, 100 + count)))
+        for count in (24, 25)
+    )
+    assert len(orders._end(few, target) or ()) == MAX_ENDS
+    with pytest.raises(ApiError, match="65 tokens would end the reply, 40 of them the target's"):
+        orders._end(many, target)

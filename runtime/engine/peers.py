@@ -1,0 +1,239 @@
+"""The peers that are here: workers are probed, taken for lost and let go, clients that read nothing
+are let go with their requests."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import ParamSpec
+
+from dovetail.protocol.links import Hub
+from dovetail.protocol.messages import Drain, Failed, Probe, Welcome
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.engine.admission import LOST_KEY, Admission
+from dovetail.runtime.engine.client_requests import refusal
+from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
+from dovetail.runtime.engine.effects import Effects
+from dovetail.runtime.engine.faults import aside, fault
+from dovetail.runtime.engine.outgoing import Post
+from dovetail.runtime.engine.running import Census
+from dovetail.runtime.engine.sending import Dispatch
+from dovetail.runtime.engine.service import Service
+from dovetail.runtime.engine.sessions import CarryOut, Sessions
+from dovetail.runtime.engine.status import Status
+from dovetail.runtime.fleet.liveness import DEAF, LEAST_S
+from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.telemetry.metrics import Tally
+
+log = logging.getLogger("dovetail.coordinator")
+P = ParamSpec("P")
+
+
+class Peers:
+    """Looks after workers and clients."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        post: Post,
+        service: Service,
+        registry: Registry,
+        admission: Admission,
+        sessions: Sessions,
+        census: Census,
+        dispatch: Dispatch,
+        placement: Placement,
+        moving: Moving,
+        changes: Changes,
+        failing: FailingDrafts,
+        status: Status,
+        tally: Tally,
+        settings: CoordinatorSettings,
+        *,
+        carry_out: CarryOut,
+        decide: Callable[[str], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """`decide` tells and keeps a sentence for `status`."""
+        self._hub, self._post, self._service, self._registry = hub, post, service, registry
+        self._admission, self._sessions, self._census = admission, sessions, census
+        self._dispatch, self._placement, self._moving = dispatch, placement, moving
+        self._changes, self._failing, self._status = changes, failing, status
+        self._tally, self._settings, self._carry_out = tally, settings, carry_out
+        self._decide, self._now_ns = decide, clock_ns
+        self._gone: deque[tuple[Worker, str]] = deque()
+        """Workers that are no longer registered and whose sessions have not been seen to, each with
+        what became of it."""
+
+    def admitted(self, worker: Worker) -> None:
+        """A worker was let in: it is probed, and may serve sessions unless it is on standby."""
+        for live in [*self._sessions.all]:
+            self._sessions.attempt(live, partial(live.heard_of, worker))
+        worker.turns.cut = partial(self._dispatch.cut, worker)
+        worker.turns.hold = partial(self._dispatch.holds, worker)
+        self.probe(worker)
+        if worker.serves:
+            self.join(worker)
+
+    def join(self, worker: Worker) -> None:
+        """A worker is there for sessions from now on."""
+        if worker.plays("draft"):
+            self._status.draft_there()
+        self._service.drained.difference_update(worker.hello.roles)
+        self._carry_out(self._moving.resettle())
+
+    def worker_lost(self, worker: Worker, why: str = "disconnected") -> None:
+        """It is spoken to no more; its sessions are seen to when what is being handled has been."""
+        if self._registry.workers.pop(worker.peer, None) is None:
+            return
+        level = logging.INFO if self._service.ending else logging.WARNING
+        log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
+        if worker.plays("draft") and worker.serves:
+            self._status.draft_lost(worker, why)
+            for live in self._sessions.all:
+                if live.draft is worker:
+                    note_failure(live, worker, f"it {why}", self._now_ns())
+        self._failing.forget(worker)
+        self._placement.forget(worker)
+        self._gone.append((worker, why))
+
+    def part(self) -> None:
+        """Have the sessions of workers that have gone do without them."""
+        while self._gone:
+            worker, why = self._gone.popleft()
+            self._census.forget()
+            self._handle(self._moving.part_with, worker, why)
+            self._handle(self._changes.lost, worker, why)
+            self._handle(self._moving.resettle)
+
+    def unreachable(self, worker: Worker) -> None:
+        """Give up a worker to which nothing can be sent: it has disconnected, or its key was
+        revoked and it would wait for ever unless it is told."""
+        revoked = self._admission.let_go_if_revoked(worker)
+        self.worker_lost(worker, LOST_KEY if revoked else "disconnected")
+
+    def client_lost(self, client: ClientPeer) -> None:
+        """Nobody reads what this client asked for: free its sessions."""
+        self._registry.clients.pop(client.peer, None)
+        self._handle(self._changes.client_lost, client)
+        for number in list(client.sessions.values()):
+            if (live := self._sessions.get(number)) is not None:
+                self._tally.ended["cancelled"] += 1
+                self._sessions.drop(live)
+
+    def client_deaf(self, client: ClientPeer) -> None:
+        """A client reads nothing: free its sessions, and tell it as soon as it reads."""
+        words = (
+            f"this client has read nothing while {len(client.outbox)} messages waited for "
+            "it, and is let go with its requests: say Hello anew"
+        )
+        log.warning(
+            "client %s (pid %d) reads nothing and is disconnected",
+            client.hello.name,
+            client.hello.pid,
+        )
+        self._decide(
+            f"client {client.hello.name} (pid {client.hello.pid}) reads nothing and is disconnected"
+        )
+        self._tally.let_go += 1
+        requests = sorted(client.outbox.requests | {*client.sessions} | {*client.reading})
+        self.client_lost(client)
+        farewell = [
+            Failed(epoch=self._service.epoch, session=request, code="session", text=words)
+            for request in requests
+        ]
+        self._post.see_off(
+            client.peer, [*farewell, Failed(epoch=self._service.epoch, code="session", text=words)]
+        )
+
+    def look_around(self) -> None:
+        """Somebody disconnected: find out who, by speaking to everybody."""
+        if not self._hub.disconnects():
+            return
+        for worker in list(self._registry.workers.values()):
+            self.probe(worker)
+        for client in list(self._registry.clients.values()):
+            if not self._post.to_peer(client.peer, Welcome(epoch=self._service.epoch)):
+                self.client_lost(client)
+        self.part()
+
+    def probe(self, worker: Worker) -> None:
+        now_ns, worker.awaiting_probe = self._now_ns(), True
+        worker.liveness.probed(worker.turns.owed, now_ns)
+        self._post.to_worker(worker, Probe(epoch=self._service.epoch, sent_ns=now_ns))
+
+    def look_after(self, worker: Worker, since_ns: int) -> None:
+        """Ask a worker how it is; one that has not answered the last time is silent, and in the end
+        lost."""
+        if not worker.awaiting_probe:
+            self.probe(worker)
+            return
+        worker.liveness.missed(since_ns)
+        silent_s, stuck_s = worker.liveness.silent_ns / 1e9, max(LEAST_S, self._settings.stuck_s)
+        if silent_s > DEAF * stuck_s:
+            self.lose(worker, f"has not responded for {silent_s:.0f} s")
+        elif silent_s > stuck_s and not worker.silent:
+            worker.silent = True
+            log.warning(
+                "%s has not responded for %.0f s: it gets no more sessions until it does",
+                worker.whereabouts,
+                silent_s,
+            )
+
+    def lose(self, worker: Worker, why: str) -> None:
+        """Take a worker for lost that is there: it is told to forget what it holds and to come
+        anew."""
+        self._decide(f"{worker.whereabouts} {why}: it is taken for lost")
+        self._post.to_peer(
+            worker.peer,
+            Failed(
+                epoch=self._service.epoch, code="session", text=f"this worker {why}: say Hello anew"
+            ),
+        )
+        self.worker_lost(worker, why)
+
+    def let_go(self, worker: Worker) -> None:
+        """Have a worker end; sessions that it still holds go on without it."""
+        self._post.to_worker(worker, Drain(epoch=self._service.epoch))
+        if self._registry.workers.pop(worker.peer, None) is not None:
+            log.info("%s worker %s is let go", "/".join(worker.hello.roles), worker.whereabouts)
+            self._failing.forget(worker)
+            self._placement.forget(worker)
+            self._gone.append((worker, "was let go"))
+
+    def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
+        """What a client asks for could not be done, for our own fault; None: it was a question."""
+        live = self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
+        if live is not None:
+            self._sessions.broken(live, error)
+            return
+        if request is not None:
+            client.reading.pop(request, None)
+            client.sessions.pop(request, None)
+            self._tally.ended["error"] += 1
+        aside(self._post.to_client, client, refusal(self._service.epoch, fault(error), request))
+
+    def unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
+        """Something could not be put into a message to a client."""
+        log.error(
+            "client %s could not be told something of request %s",
+            client.hello.name,
+            request,
+            exc_info=error,
+        )
+        self.unanswered(client, request, error)
+
+    def turn_away(self, peer: bytes, error: BaseException) -> None:
+        """A newcomer could not be let in."""
+        if (worker := self._registry.workers.get(peer)) is not None:
+            self.worker_lost(worker, "could not be let in")
+        self._registry.clients.pop(peer, None)
+        aside(self._admission.refuse, peer, fault(error))
+
+    def _handle(
+        self, handler: Callable[P, Effects[None]], *arguments: P.args, **named: P.kwargs
+    ) -> None:
+        aside(lambda: self._carry_out(handler(*arguments, **named)))

@@ -1,0 +1,199 @@
+"""The sessions that run: how one begins, what follows from its events, and how it ends.
+
+Whatever goes wrong with one session ends it with one error, and nobody else notices.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Close
+from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.engine.client_requests import observe, refusal
+from dovetail.runtime.engine.effects import Effects
+from dovetail.runtime.engine.faults import as_raised, aside, fault, reraise_exits
+from dovetail.runtime.engine.outgoing import Post
+from dovetail.runtime.engine.replies import Replies
+from dovetail.runtime.engine.running import Census, Live
+from dovetail.runtime.engine.sending import Dispatch
+from dovetail.runtime.engine.session import Action, Ask, Finish, NextRound, State
+from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.metrics import Tally
+
+log = logging.getLogger("dovetail.coordinator")
+T = TypeVar("T")
+
+
+class CarryOut(Protocol):
+    """Carries out effects, and returns their outcome."""
+
+    def __call__(self, effects: Effects[T], /) -> T: ...
+
+
+class Sessions:
+    """Carries out what sessions decide."""
+
+    def __init__(
+        self,
+        epoch: int,
+        live: dict[int, Live],
+        census: Census,
+        registry: Registry,
+        moving: Moving,
+        dispatch: Dispatch,
+        post: Post,
+        replies: Replies,
+        observing: Observing,
+        tally: Tally,
+        *,
+        carry_out: CarryOut,
+        begun: Callable[[Live], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """`live`: the sessions by their numbers; `begun` hears of each before its first event."""
+        self._epoch, self._live, self._census, self._registry = epoch, live, census, registry
+        self._moving, self._dispatch, self._post, self._replies = moving, dispatch, post, replies
+        self._observing, self._tally, self._begun = observing, tally, begun
+        self._carry_out, self._now_ns = carry_out, clock_ns
+
+    @property
+    def all(self) -> Collection[Live]:
+        """Return all sessions, trials too."""
+        return self._live.values()
+
+    def get(self, number: int) -> Live | None:
+        """Return the session of this number, if it runs."""
+        return self._live.get(number)
+
+    def start(self, live: Live) -> None:
+        """A session begins."""
+        self._live[live.session.number] = live
+        self._census.forget()
+        for worker in live.workers:
+            worker.sessions += 1
+        self.attempt(live, lambda: self._start(live))
+
+    def _start(self, live: Live) -> None:
+        self._observing.begin(live.session, trace=live.trace)
+        live.observing = self._observing
+        self._carry_out(observe(self._observing, self._registry, self._epoch))
+        self._begun(live)
+        self.perform(live, live.give(live.session.begin))
+
+    def perform(self, live: Live, actions: Sequence[Action]) -> None:
+        """Carry out what a session decided; nothing is raised."""
+        self.attempt(live, lambda: self._perform(live, actions))
+
+    def _perform(self, live: Live, actions: Sequence[Action]) -> None:
+        """Workers before the client, so that they begin; at the end the client before the
+        workers."""
+        live.tell_round()
+        if actions and isinstance(actions[-1], NextRound):
+            actions = [*actions[:-1], *self._next_round(live)]
+        asks = [a for a in actions if isinstance(a, Ask)]
+        ended = live.session.state is State.DONE
+        if not ended:
+            self._dispatch.ask(live, asks)
+            if not live.sent and not live.queued:
+                live.waits(self._now_ns())
+        for action in actions:
+            if live.session.number not in self._live:
+                break
+            self._replies.tell(live, action)
+            if isinstance(action, Finish):
+                self._forget(live)
+        if ended:
+            self._dispatch.ask(live, asks)
+
+    def _next_round(self, live: Live) -> Sequence[Action]:
+        """Begin a session's next round, with another draft if there is one that it should get."""
+        joining = self._carry_out(self._moving.seek(live))
+        plan = self.plan(live) if joining is None and live.session.may_draft else None
+        return live.give(live.session.next_round, plan, joining)
+
+    def plan(self, live: Live) -> Plan | None:
+        """How to draft for a session's next round."""
+        if live.draft is None:
+            return None
+        session, controller = live.session, live.controller
+        load = self._census.load(live)
+        live.joining &= live.draft.turns.busy_with(session.number)
+        if not self._dispatch.can_draft(live, load):
+            return controller.plan(session.length, load=load, ready=False)
+        self._dispatch.resume(live)
+        ready = not live.draft.turns.busy_with(session.number)
+        live.joining &= not ready
+        worth_waiting = session.round == 1 and controller.awaits_draft(
+            session.length, session.new_tokens
+        )
+        began_ns = self._observing.began_ns
+        free = load.alone or live.draft is live.target or not live.draft.turns.reading
+        plan = controller.plan(
+            session.length,
+            load=load,
+            ready=(ready or worth_waiting) and free,
+            patient=not live.joining,
+        )
+        self._observing.finely("plan", began_ns, session)
+        return plan
+
+    def fail(self, live: Live, error: RequestError) -> None:
+        """End a request with an error; both workers forget it. Nothing happens to one that has
+        ended."""
+        if self._live.get(live.session.number) is not live:
+            return
+        self._tally.ended["error"] += not live.trial
+        aside(self._post.to_client, live.client, refusal(self._epoch, error, live.request))
+        self.drop(live)
+
+    def drop(self, live: Live) -> None:
+        """Nobody waits for a session any more: it is over here and on its workers, whatever state
+        it was in."""
+        aside(self._forget, live)
+        aside(live.give, live.session.abandon)
+        for role in ("target", "draft"):
+            aside(self._dispatch.end, live, role)
+
+    def _forget(self, live: Live) -> None:
+        if self._live.pop(live.session.number, None) is None:
+            return
+        self._census.forget()
+        live.client.sessions.pop(live.request, None)
+        for worker in live.workers:
+            worker.sessions -= 1
+        self._observing.traced(live.session.number)
+
+    def cancel(self, live: Live) -> None:
+        """A session ends as far as it has come."""
+
+        def end() -> None:
+            live.interrupted(self._now_ns())
+            self.perform(live, live.give(live.session.cancel))
+
+        self.attempt(live, end)
+
+    def close_on(self, worker: Worker, live: Live) -> None:
+        """Have a worker forget a session, if the worker is still there."""
+        if worker.peer in self._registry.workers:
+            self._dispatch.forget(worker, Close(epoch=self._epoch, session=live.session.number))
+
+    # -- faults of our own -------------------------------------------------------------------------
+
+    def broken(self, live: Live, error: BaseException) -> None:
+        """Our own fault about one session: it ends with one error, and nobody else notices."""
+        reraise_exits(error)
+        error = as_raised(error)
+        log.error(
+            "session %d ends for a fault of the coordinator's", live.session.number, exc_info=error
+        )
+        aside(self.fail, live, fault(error))
+
+    def attempt(self, live: Live, action: Callable[[], object]) -> None:
+        """Do something about one session; whatever goes wrong ends it, and nothing else."""
+        try:
+            action()
+        except BaseException as error:
+            self.broken(live, error)
