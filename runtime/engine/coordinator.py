@@ -16,7 +16,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST
@@ -32,32 +31,10 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.admission import Admission
+from dovetail.runtime.engine.carrier import Carrier, Elsewhere
 from dovetail.runtime.engine.client_requests import Intake, observe
 from dovetail.runtime.engine.draft_failures import FailingDrafts
-from dovetail.runtime.engine.effects import (
-    Abandon,
-    Admitted,
-    Break,
-    Cancel,
-    ClientGone,
-    Defer,
-    Drained,
-    Effect,
-    Effects,
-    End,
-    Fail,
-    Follow,
-    Forget,
-    Gone,
-    Join,
-    LetGo,
-    Lose,
-    Say,
-    Send,
-    Start,
-    Tell,
-    Unanswered,
-)
+from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Post
 from dovetail.runtime.engine.peers import Peers
@@ -84,11 +61,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULTS = CoordinatorSettings()
-
-Elsewhere = Callable[
-    [Callable[[], Request | RequestError], Callable[[Request | RequestError], None]], None
-]
-"""Does a piece of work that takes long, elsewhere, and hands its outcome back."""
 
 
 def _at_once(
@@ -238,6 +210,15 @@ class Coordinator:
             user=lambda client: self._hub.user(client.peer),
             report=self.report,
         )
+        self._carrier = Carrier(
+            self.service,
+            self._sessions,
+            self._peers,
+            self._post,
+            decide=self.decide,
+            defer=lambda work, done: self._defer(work, done),
+            resume=self._resume,
+        )
 
     # -- what arrives ------------------------------------------------------------------------------
 
@@ -327,76 +308,7 @@ class Coordinator:
             self.decide(f"nothing is recorded any more, since the recorder failed: {told(error)}")
             self._recorder = None
 
-    # -- what follows ------------------------------------------------------------------------------
-
-    def carry_out(self, effects: Effects[T]) -> T:
-        """Carry out effects one after the other and return their outcome. What goes wrong with one
-        is raised where it was yielded."""
-        raised: BaseException | None = None
-        while True:
-            try:
-                effect = next(effects) if raised is None else effects.throw(raised)
-            except StopIteration as end:
-                outcome: T = end.value
-                return outcome
-            try:
-                raised = None
-                self._carry_out(effect)
-            except BaseException as error:
-                raised = error
-
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Follow():
-                self._sessions.perform(effect.live, effect.actions)
-            case Say():
-                self.decide(effect.words)
-            case Send():
-                self._post.to_worker(effect.worker, effect.message)
-            case Tell():
-                self._post.to_client(effect.client, effect.message)
-            case Start():
-                self._sessions.start(effect.live)
-            case Cancel():
-                self._sessions.cancel(effect.live)
-            case Fail():
-                self._sessions.fail(effect.live, effect.error)
-            case Break():
-                self._sessions.broken(effect.live, effect.error)
-            case Abandon():
-                self._sessions.drop(effect.live)
-            case Forget():
-                self._sessions.attempt(
-                    effect.live, partial(self._sessions.close_on, effect.worker, effect.live)
-                )
-            case Lose():
-                self._peers.lose(effect.worker, effect.why)
-            case LetGo():
-                self._peers.let_go(effect.worker)
-            case Admitted():
-                self._peers.admitted(effect.worker)
-            case Join():
-                self._peers.join(effect.worker)
-            case Gone():
-                self._peers.worker_lost(effect.worker, effect.why)
-            case Drained():
-                self.service.drained.update(effect.worker.hello.roles)
-            case ClientGone():
-                self._peers.client_lost(effect.client)
-            case Defer():
-                self._defer(effect.work, partial(self._resume, effect))
-            case Unanswered():
-                self._peers.unanswered(effect.client, effect.request, effect.error)
-            case End():
-                self.service.ending = True
-
-    def _resume(self, deferred: Defer, outcome: Request | RequestError) -> None:
-        """Go on with what was read elsewhere."""
-        self._census.forget()
-        self.carry_out(deferred.then(outcome))
-        self._peers.part()
-
-    # -- peers that go -----------------------------------------------------------------------------
+    # -- what is due and what follows -------------------------------------------------------------
 
     def tick(self) -> None:
         """What is due: probes to workers that have answered the last one, drafts that are too late,
@@ -421,6 +333,16 @@ class Coordinator:
         """Tell and keep a change of how is speculated."""
         log.info("%s", words)
         self._status.decided(words)
+
+    def carry_out(self, effects: Effects[T]) -> T:
+        """Carry out effects one after the other and return their outcome."""
+        return self._carrier.carry_out(effects)
+
+    def _resume(self, effects: Effects[None]) -> None:
+        """Go on behind what was done elsewhere."""
+        self._census.forget()
+        self.carry_out(effects)
+        self._peers.part()
 
     # -- state -------------------------------------------------------------------------------------
 

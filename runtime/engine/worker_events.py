@@ -14,9 +14,7 @@ from typing import Literal, TypeVar
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
 from dovetail.protocol.messages import (
-    Close,
     Closed,
-    Draft,
     Drafted,
     Event,
     Failed,
@@ -32,12 +30,13 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.spans import Span
 from dovetail.runtime.control.rounds import Round
-from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
-from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Lose, Say, Send
+from dovetail.runtime.engine.draft_failures import FailingDrafts
+from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Lose, Say
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import Census, Live
 from dovetail.runtime.engine.scheduler import Owed
 from dovetail.runtime.engine.session import MAX_HELD_BYTES, Action, State
+from dovetail.runtime.engine.worker_failures import WorkerFailures
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.registry import Registry, Worker
 from dovetail.runtime.fleet.replacement import Changes
@@ -64,9 +63,18 @@ class Answers:
         dropped: Dropped,
     ) -> None:
         """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
-        self._epoch, self._live, self._census, self._registry = epoch, live, census, registry
-        self._moving, self._failing = moving, failing
-        self._changes, self._observing, self._dropped = changes, observing, dropped
+        self._live, self._census, self._moving = live, census, moving
+        self._observing, self._dropped = observing, dropped
+        self._failures = WorkerFailures(
+            epoch,
+            live,
+            registry,
+            moving,
+            failing,
+            changes,
+            go_on_alone=self._go_on_alone,
+            clock_ns=observing.now_ns,
+        )
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None]:
         """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other
@@ -124,7 +132,7 @@ class Answers:
             case Probed():
                 return self._probed(worker, event, now_ns)
             case Failed():
-                return self._worker_failed(worker, event)
+                return self._failures.failed(worker, event)
             case Fed():
                 self._fed(worker, event, now_ns, size)
             case Hello():
@@ -338,87 +346,6 @@ class Answers:
                 f"nobody waits for round {answer.round} of session {session} from {worker.name}"
             )
         return live
-
-    def _worker_failed(self, worker: Worker, event: Failed) -> Effects[None]:
-        """A worker could not do what was asked: a draft is done without, a target that does not
-        have the session is to read it anew, and any other word of a target's ends the request."""
-        if event.session is None:
-            self._failed_ahead(worker, event.text)
-            return
-        live = self._live.get(event.session)
-        owed = worker.turns.owed.get(event.session)
-        if owed is None or event.round not in (None, owed.round):
-            raise StaleError(f"{worker.name} failed in something that was not asked of it")
-        if not worker.turns.answered(event.session, owed) or live is None:
-            return
-        log.warning(
-            "%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code
-        )
-        if owed.type is Opened and (yield from self._open_anew(live, worker, event)):
-            return
-        if (yield from self._changes.failed(live, worker, event.text)):
-            if worker is live.target and worker.peer in self._registry.workers:
-                yield from self._moving.lose_target(live, "could not do what was asked of it")
-                yield from self._moving.resettle()
-            return
-        if worker is live.draft and worker is not live.target:
-            yield from self._moving.draft_failed(live, event.text)
-        elif owed.type is Refed:
-            yield from self._moving.draft_failed(
-                live, f"the target worker {worker.name} cannot show what it reads: {event.text}"
-            )
-        elif worker is live.target and event.code == "protocol" and live.session.doubtful:
-            yield from self._verify_without_tree(live, event.text)
-        elif (
-            worker is live.target and event.code in ("session", "prefix") and owed.type is Verified
-        ):
-            yield from self._moving.lose_target(live, "does not have its session any more")
-            yield from self._moving.resettle()
-        elif worker is live.target:
-            yield Fail(live, RequestError(event.code, event.text))
-
-    def _failed_ahead(self, worker: Worker, why: str) -> None:
-        """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on
-        with what it answers."""
-        log.error("%s failed in what it does ahead of its orders: %s", worker.name, why)
-        now_ns = self._observing.now_ns()
-        if worker.plays("draft"):
-            self._failing.failed(worker, None, why, now_ns)
-        for live in self._live.values():
-            if live.draft is worker:
-                note_failure(live, worker, why, now_ns)
-
-    def _open_anew(self, live: Live, worker: Worker, event: Failed) -> Effects[bool]:
-        """Whether a worker reads the whole prompt, since it does not have what its session should
-        have gone on from."""
-        role = "target" if worker is live.target else "draft"
-        if (base := live.session.base(role)) is None:
-            return False
-        yield Send(worker, Close(epoch=self._epoch, session=base.session))
-        if event.code != "prefix" or (
-            role == "draft"
-            and live.session.brief is not None
-            and live.session.brief.reads is not None
-        ):
-            return False
-        if role == "target":
-            live.interrupted(self._observing.now_ns())
-            yield Follow(live, live.give(live.session.base_refused, role))
-            return True
-        orders = worker.turns.withdraw(live.session.number, Draft)
-        yield Follow(live, live.give(live.session.base_refused, role))
-        for order in orders:  # it may have been waiting for the prompt to be read
-            worker.turns.resume(live.session.number)
-            worker.turns.ask(live.session.number, order)
-        return True
-
-    def _verify_without_tree(self, live: Live, why: str) -> Effects[None]:
-        """The target can make nothing of what the draft proposed, such as laws that its nodes
-        cannot have been drawn from; that changed nothing there."""
-        if live.draft is not None:
-            yield from self._go_on_alone(live, live.draft, why)
-        live.interrupted(self._observing.now_ns())
-        yield Follow(live, live.give(live.session.tree_refused))
 
     def _probed(self, worker: Worker, event: Probed, now_ns: int) -> Effects[None]:
         worker.awaiting_probe = False

@@ -401,7 +401,7 @@ def test_trials_are_in_no_round() -> None:
         epoch=1, request=1, tokens=PROMPT, sampling=Sampling(), max_tokens=5, tree=TreeSettings()
     )
     trial = house.coordinator._changes.trial(submit, target, None, heard.append)
-    house.coordinator.start(trial)
+    house.coordinator._sessions.start(trial)
     house.run()
     assert heard
     assert len(everything(house.client)[0]) == before
