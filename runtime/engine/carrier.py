@@ -33,8 +33,8 @@ from dovetail.runtime.engine.effects import (
 from dovetail.runtime.engine.outgoing import Post
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.service import Service
-from dovetail.runtime.engine.session import Request
 from dovetail.runtime.engine.sessions import Sessions
+from dovetail.runtime.session.request import Request
 
 T = TypeVar("T")
 Elsewhere = Callable[

@@ -42,9 +42,6 @@ from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import Census, Live
 from dovetail.runtime.engine.sending import Dispatch
 from dovetail.runtime.engine.service import Service
-from dovetail.runtime.engine.session import (
-    Request,
-)
 from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.engine.worker_events import Answers
@@ -53,6 +50,7 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import Observing
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
 

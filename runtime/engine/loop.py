@@ -15,8 +15,8 @@ from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
-from dovetail.runtime.engine.session import Request
 from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.session.request import Request
 
 PROBE_EVERY_S = 0.25
 STOP_GRACE_S = 5.0

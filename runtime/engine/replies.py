@@ -7,8 +7,8 @@ from dovetail.protocol.messages import Emitted, Finished, PromptScored, Recorded
 from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.outgoing import Post
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.engine.session import Action, Emit, Finish, Note, Score
 from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.session.actions import Action, Emit, Finish, Note, Score
 from dovetail.runtime.telemetry.event_log import Observing
 from dovetail.runtime.telemetry.metrics import Tally
 

@@ -12,8 +12,10 @@ from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verif
 from dovetail.protocol.spans import Span
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
-from dovetail.runtime.engine.session import Action, Session, State
 from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.session.actions import Action
+from dovetail.runtime.session.session import Session
+from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Observing, Waits, offset
 from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
 

@@ -24,8 +24,9 @@ from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.outgoing import Post
 from dovetail.runtime.engine.running import JOIN_WORTH, Census, Live
-from dovetail.runtime.engine.session import MAX_HELD_BYTES, Ask, State
 from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.session.actions import Ask
+from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass is held up for so many times as long as a proposal is expected to take, and so much

@@ -17,9 +17,10 @@ from dovetail.runtime.engine.outgoing import Post
 from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import Census, Live
 from dovetail.runtime.engine.sending import Dispatch
-from dovetail.runtime.engine.session import Action, Ask, Finish, NextRound, State
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.session.actions import Action, Ask, Finish, NextRound
+from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Observing
 from dovetail.runtime.telemetry.metrics import Tally
 

@@ -17,11 +17,11 @@ from dovetail.protocol.messages import (
 from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.engine.service import Service
-from dovetail.runtime.engine.session import State
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry, Worker
 from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
 WORKER_ROLES: tuple[Role, ...] = ("target", "draft")

@@ -35,11 +35,12 @@ from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Lose, 
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import Census, Live
 from dovetail.runtime.engine.scheduler import Owed
-from dovetail.runtime.engine.session import MAX_HELD_BYTES, Action, State
 from dovetail.runtime.engine.worker_failures import WorkerFailures
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.registry import Registry, Worker
 from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.session.actions import Action
+from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 from dovetail.runtime.telemetry.event_log import Observing
 from dovetail.runtime.telemetry.metrics import Dropped, RoundTimes, extent_ns
 

@@ -14,15 +14,15 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Refeed
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.draft_failures import FailingDrafts
-from dovetail.runtime.engine.draft_sync import Joining
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.engine.service import Service
-from dovetail.runtime.engine.session import State
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.recovery import Recovery
 from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.session.draft_sync import Joining
+from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
 

@@ -13,11 +13,12 @@ from dovetail.protocol.messages import PairState, Submit
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.control.pairs import Pair, share_device
-from dovetail.runtime.engine.draft_sync import Briefing
 from dovetail.runtime.engine.running import JOIN_WORTH, Live
-from dovetail.runtime.engine.session import Request, Session
 from dovetail.runtime.fleet.prefix_cache import WORTH, Base, bases
 from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.session.draft_sync import DraftSync
+from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
 
 ROWS = 4.0
@@ -168,7 +169,7 @@ class Placement:
                 request.packed, target.shelf, shelf, owner=request.owner, reads=reads is not None
             )
         brief = (
-            Briefing(len(request.prompt), reads=reads, base=draft_base)
+            DraftSync(len(request.prompt), reads=reads, base=draft_base)
             if draft is not None
             else None
         )
@@ -189,7 +190,7 @@ class Placement:
     ) -> Live:
         """A session on these workers, of which nothing counts."""
         brief = (
-            Briefing(len(request.prompt), reads=draft.hello.reads) if draft is not None else None
+            DraftSync(len(request.prompt), reads=draft.hello.reads) if draft is not None else None
         )
         return self._live(client, submit, target, draft, request, brief, Accounts(now_ns), now_ns)
 
@@ -200,7 +201,7 @@ class Placement:
         target: Worker,
         draft: Worker | None,
         request: Request,
-        brief: Briefing | None,
+        brief: DraftSync | None,
         accounts: Accounts,
         now_ns: int,
     ) -> Live:

@@ -38,7 +38,6 @@ from dovetail.runtime.engine.effects import (
 )
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.engine.session import State
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
@@ -59,6 +58,7 @@ from dovetail.runtime.fleet.steps import (
     TrialName,
     Try,
 )
+from dovetail.runtime.session.state import State
 
 TRIAL_TEXT = "one two three, one two three, one two three, one"
 """Its words come again, so that a draft that looks back has something to find."""

@@ -30,22 +30,14 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.engine.draft_sync import Briefing, Joining
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.engine.session import (
-    Action,
-    Ask,
-    Emit,
-    Finish,
-    NextRound,
-    Note,
-    Score,
-    Session,
-)
 from dovetail.runtime.fleet.prefix_cache import Base
 from dovetail.runtime.fleet.registry import ClientPeer, Worker
 from dovetail.runtime.record import recording
 from dovetail.runtime.record.writer import MAX_WAITING_BYTES, Scribe
+from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
+from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
 
 log = logging.getLogger("dovetail.coordinator")
@@ -388,7 +380,7 @@ def _begun(session: Session, began: datetime) -> dict[str, Any]:
     }
 
 
-def _drafting(brief: Briefing) -> dict[str, Any]:
+def _drafting(brief: DraftSync) -> dict[str, Any]:
     return {
         "tokens": brief.tokens,
         "reads": brief.reads and brief.reads.model_dump(),

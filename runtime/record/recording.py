@@ -59,7 +59,7 @@ class From(Frozen):
 
 class Drafting(Frozen):
     """What a draft is told of the log when a session begins: the beginning of a
-    `briefing.Briefing`."""
+    `briefing.DraftSync`."""
 
     tokens: Count
     reads: Reads | None

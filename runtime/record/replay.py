@@ -30,12 +30,14 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.engine.draft_sync import Briefing, Joining
 from dovetail.runtime.engine.faults import reraise_exits, told
-from dovetail.runtime.engine.session import Action, Ask, Emit, Note, Request, Score, Session
 from dovetail.runtime.fleet.prefix_cache import TOKEN_BYTES, Base
 from dovetail.runtime.record.recorder import MAX_WORDS, STEPS, outline
 from dovetail.runtime.record.recording import Entry, From, Joined, Recording, Said, Step
+from dovetail.runtime.session.actions import Action, Ask, Emit, Note, Score
+from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, RoundTimes
 from dovetail.runtime.text.tokenizer import open_detokenizer
 
@@ -312,7 +314,7 @@ def _session(recording: Recording) -> Session:
         fingerprint=begin.fingerprint,
         brief=None
         if begin.draft is None
-        else Briefing(begin.draft.tokens, reads=begin.draft.reads, base=_base(begin.draft.base)),
+        else DraftSync(begin.draft.tokens, reads=begin.draft.reads, base=_base(begin.draft.base)),
         target_base=_base(begin.target_base),
     )
 

@@ -31,8 +31,8 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.spans import ClockOffset, Span
-from dovetail.runtime.engine.session import Session
 from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.session.session import Session
 from dovetail.runtime.text.tokenizer import Writer
 
 MAX_HELD = 1 << 15
@@ -197,7 +197,7 @@ class Observing:
 
     def begin(self, session: Session, *, trace: bool) -> None:
         """A session begins; `trace`: what is about it is kept until it is taken."""
-        session.detokenizer = Timed(session.detokenizer, self, session)
+        session.reply.detokenizer = Timed(session.reply.detokenizer, self, session)
         if trace:
             self._traces[session.number] = []
 

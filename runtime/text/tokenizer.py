@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.messages import FinishReason, VocabularyFacts
 from dovetail.runtime.text.decoders import flushed, open_stages, through
-from dovetail.runtime.text.stops import advance
+from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import ChatTemplate
 
 MAX_GROWTH = 64
@@ -221,55 +221,49 @@ def open_detokenizer(tokenizer: bytes) -> Detokenizer:
     return Detokenizer(_tokenizer(tokenizer))
 
 
-class StopStrings:
-    """Cuts a text before the first stop string, and holds back what may turn out to be the
-    beginning of one. Takes time in proportion to the text."""
+class ReplyText:
+    """The text of a reply: tokens come, text goes out, and an end token, a stop string or the
+    length ends it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self._matched = self._ahead = [0] * len(self._stops)
-        """How much of each stop string the text ends with; `_ahead`: the text with what is
-        foreseen."""
+    def __init__(self, detokenizer: Writer, end: Sequence[int], stop: Sequence[str]) -> None:
+        """`end`: the tokens that end the reply; `stop`: the strings that do."""
+        self.detokenizer = detokenizer
+        self._end, self._stopping, self._stops = end, bool(stop), StopStrings(stop)
+        self._shown: list[str] = []
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text that is safe to show, whether a stop string is complete)."""
-        if not self._stops or not text:
-            return text, False
-        before, self._held = len(self._held), self._held + text
-        self._matched, starts = self._advance(self._matched, text)
-        keep = max(self._matched)
-        if starts:
-            self._matched, keep = [0] * len(self._stops), 0
-        self._ahead = self._matched
-        cut = before + min(starts) if starts else len(self._held) - keep
-        shown, self._held = self._held[:cut], "" if starts else self._held[cut:]
-        return shown, bool(starts)
+    @property
+    def shown(self) -> str:
+        """Return the text that the client has been told."""
+        return "".join(self._shown)
 
-    def foresees(self, text: str) -> bool:
-        """Whether a stop string will be complete if this text follows what was pushed and foreseen
-        since."""
-        if not self._stops or not text:
-            return False
-        self._ahead, starts = self._advance(self._ahead, text)
-        return bool(starts)
+    def read(self, tokens: Sequence[int], room: int) -> tuple[int, str, FinishReason | None]:
+        """Return how many of these tokens belong to the reply, the text that they complete, and
+        why the reply ends with them, if it does. `room`: tokens that it may still have."""
+        shown, writer = "", self.detokenizer
+        for count, token in enumerate(tokens, 1):
+            if token in self._end:
+                return count, shown, "stop"
+            text, stopped = writer.push(token), False
+            if self._stopping:
+                text, stopped = self._stops.push(text)
+                if not stopped and self._stops.foresees(writer.fresh):
+                    more, stopped = self._stops.peek(writer.peek())
+                    text += more if stopped else ""
+            shown += text
+            if stopped:
+                return count, shown, "stop"
+            if count >= room:
+                return count, shown, "length"
+        return len(tokens), shown, None
 
-    def peek(self, text: str) -> tuple[str, bool]:
-        """What `push` would return."""
-        return copy.copy(self).push(text)
+    def show(self, text: str) -> None:
+        """Note what the client is told."""
+        self._shown.append(text)
 
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-    def _advance(self, matched: Sequence[int], text: str) -> tuple[list[int], list[int]]:
-        """How much of each the text ends with now, and where those that are whole begin, counted
-        from where `text` does."""
-        moved = [
-            advance(stop, before, text) for stop, before in zip(self._stops, matched, strict=True)
-        ]
-        starts = [end - len(stop) for stop, (_, end) in zip(self._stops, moved, strict=True) if end]
-        return [now for now, _ in moved], starts
+    def left(self) -> str:
+        """Return what was held back, when no token will follow."""
+        last, _ = self._stops.push(self.detokenizer.flush())
+        return last + self._stops.flush()
 
 
 def _byte_letters() -> Mapping[str, int]:

@@ -30,11 +30,11 @@ from dovetail.runtime.engine import outgoing as post
 from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.engine.sending import Dispatch
-from dovetail.runtime.engine.session import Session
 from dovetail.runtime.engine.worker_events import Answers
 from dovetail.runtime.fleet.liveness import DEAF
 from dovetail.runtime.fleet.steps import Change
 from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.event_log import Observing
 from dovetail.runtime.text.tokenizer import TextCodec
 from support import scripted
@@ -166,7 +166,7 @@ def check_clean(house: House) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("name", ["verified", "drafted", "_read", "_order"])
+@pytest.mark.parametrize("name", ["verified", "drafted", "_decided", "next_round"])
 def test_whatever_a_step_of_a_session_raises_ends_that_session_alone(
     name: str,
     error: BaseException,
@@ -195,8 +195,8 @@ def test_whatever_a_step_of_a_session_raises_ends_that_session_alone(
         "_commit",
         "next_round",
         "_verify",
-        "_for_target",
-        "_for_draft",
+        "_open_target",
+        "_open_draft",
         "_finish",
         "result",
         "kept",

@@ -43,8 +43,8 @@ from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine import outgoing, worker_events
 from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.engine.session import Session
 from dovetail.runtime.fleet.registry import MAX_CLIENTS, MAX_WORKERS, Registry
+from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
 from support.houses import PROMPT, House, pumped
 from support.scripted import (

@@ -3,9 +3,10 @@
 import pytest
 
 from dovetail.protocol.messages import Open
-from dovetail.runtime.engine.draft_sync import Joining
 from dovetail.runtime.engine.effects import Break, Follow, Forget, Say
-from dovetail.runtime.engine.session import Ask, State
+from dovetail.runtime.session.actions import Ask
+from dovetail.runtime.session.draft_sync import Joining
+from dovetail.runtime.session.state import State
 from support.houses import House
 from support.scripted import ScriptedDraft
 

@@ -12,7 +12,7 @@ import pytest
 from dovetail.protocol.messages import Emitted, Finished, Result, Verify
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.engine.session import Session
+from dovetail.runtime.session.session import Session
 from support.timed import HOST_S, Costs, TimedHouse
 
 TOKENS = 300

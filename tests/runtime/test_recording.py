@@ -19,11 +19,12 @@ from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import Emitted, Finished, Probe, Submit, Welcome
 from dovetail.runtime.client import Client
 from dovetail.runtime.engine.coordinator import Coordinator
-from dovetail.runtime.engine.session import Action, Ask, Session
 from dovetail.runtime.record import recording as tape
 from dovetail.runtime.record import writer as scribe
 from dovetail.runtime.record.recorder import STEPS, Recorder
 from dovetail.runtime.record.recording import Recording, Said, Step, read_recording
+from dovetail.runtime.session.actions import Action, Ask
+from dovetail.runtime.session.session import Session
 from support.houses import House
 from support.recorded import recordings
 from support.scripted import READS, ScriptedTarget, continuation, tokenizer_bytes

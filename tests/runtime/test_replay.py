@@ -14,10 +14,11 @@ from hypothesis import Phase, given, settings
 from dovetail.protocol.codec import COMMAND, EVENT, encode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Finished
-from dovetail.runtime.engine.session import Session
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.record.recording import Recording, Said, Step, read_recording
 from dovetail.runtime.record.replay import Difference, Playback
+from dovetail.runtime.session.draft_sync import DraftSync
+from dovetail.runtime.session.session import Session
 from support import schedules
 from support.houses import DYNAMIC, House
 from support.recorded import correct, recordings
@@ -267,15 +268,15 @@ def test_a_recording_of_a_fault_of_ours_is_kept_as_a_test_of_what_is_right(
 ) -> None:
     """The session logic goes wrong in a round, is recorded, and mended: what is kept passes with
     the mended logic alone."""
-    right = Session._order
+    right = DraftSync.order
 
-    def wrong(self: Session, brief: Any, plan: Any) -> Any:
-        order = right(self, brief, plan)
-        return order.model_copy(update={"max_depth": 1}) if self.round == 3 else order
+    def wrong(self: DraftSync, *arguments: Any, round: int, **named: Any) -> Any:
+        order = right(self, *arguments, round=round, **named)
+        return order.model_copy(update={"max_depth": 1}) if round == 3 else order
 
     recorder = Recorder(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_order", wrong)
+        patch.setattr(DraftSync, "order", wrong)
         House(recorder=recorder).complete()
         recorder.close()
         (path,) = tmp_path.iterdir()
@@ -287,7 +288,7 @@ def test_a_recording_of_a_fault_of_ours_is_kept_as_a_test_of_what_is_right(
     correct(path, tmp_path / "kept.messages")
     assert play(tmp_path / "kept.messages").difference is None
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_order", wrong)
+        patch.setattr(DraftSync, "order", wrong)
         again = play(tmp_path / "kept.messages").difference
     assert again is not None
     assert "max_depth" in again.where

@@ -25,17 +25,11 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.engine.draft_sync import Briefing, Joining
-from dovetail.runtime.engine.session import (
-    Ask,
-    Emit,
-    Finish,
-    NextRound,
-    Request,
-    Score,
-    Session,
-    State,
-)
+from dovetail.runtime.session.actions import Ask, Emit, Finish, NextRound, Score
+from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.session import Session
+from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Accounts
 from dovetail.runtime.text.tokenizer import Detokenizer
 from support.scripted import END, READS, VOCABULARY, features, tokenizer_bytes
@@ -67,7 +61,7 @@ def new_session(
         logprobs=logprobs,
         scored=scored,
     )
-    brief = Briefing(len(request.prompt)) if speculating else None
+    brief = DraftSync(len(request.prompt)) if speculating else None
     detokenizer = Detokenizer(Tokenizer.from_buffer(tokenizer_bytes()))
     return Session(
         number=1,
@@ -628,7 +622,7 @@ def spelt_in_bytes(stop: tuple[str, ...]) -> Session:
         ]
     )
     session = new_session(speculating=False, stop=stop)
-    session.detokenizer = Detokenizer(tokenizer)
+    session.reply.detokenizer = Detokenizer(tokenizer)
     session.begin()
     return session
 

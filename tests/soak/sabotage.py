@@ -18,7 +18,7 @@ _END = """
 sys.exit(cli.run(sys.argv[1:]))
 """
 COORDINATOR = f"""{_BEGIN}
-from dovetail.runtime.engine.session import Session
+from dovetail.runtime.session.session import Session
 
 class {NAME}(Exception):
     pass

@@ -455,7 +455,7 @@ class World:
             "session": live.session,
             "live": live,
             "controller": live.controller,
-            "detokenizer": live.session.detokenizer,
+            "detokenizer": live.session.reply.detokenizer,
         }[owner]
         error = (Sabotage, Panic)[fault.for_ms % 2](f"{owner}.{name}")
 
@@ -648,12 +648,12 @@ SABOTAGED = (
         for name in (
             "next_round",
             "_commit",
-            "_read",
+            "_decided",
             "_verify",
-            "_order",
+            "_join",
             "_finish",
-            "_for_target",
-            "_for_draft",
+            "_open_target",
+            "_open_draft",
         )
     ),
     *(

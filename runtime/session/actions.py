@@ -1,0 +1,65 @@
+"""The actions that follow an event of a session."""
+
+from dataclasses import dataclass
+
+from dovetail.protocol.messages import (
+    Close,
+    Draft,
+    Feed,
+    FinishReason,
+    Open,
+    Refeed,
+    RoundRecord,
+    TokenLogprobs,
+    Verify,
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Something for the draft or the target worker of this session to do."""
+
+    role: str
+    command: Open | Feed | Refeed | Draft | Verify | Close
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Newly committed tokens, the first `drafted` of which were drafted, and the text they
+    complete."""
+
+    tokens: tuple[int, ...]
+    drafted: int
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """The target's log-probabilities of tokens of the prompt, the first of which is at `start`."""
+
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class NextRound:
+    """A round is over and the request is not: the session waits for `next_round`. The last of its
+    actions."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The request is done."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Note:
+    """The record of a round, for a client that asked for it."""
+
+    record: RoundRecord
+
+
+Action = Ask | Emit | Score | Note | NextRound | Finish

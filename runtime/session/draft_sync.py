@@ -1,0 +1,109 @@
+"""Draft sync: what a session's draft has of the token log, and what it is yet to be told.
+
+A draft is opened with a beginning of the log, is fed the features of that part if it reads its
+target, and learns with each order what has been committed since the last one. Rounds may go by
+without a draft: what they commit is kept for the next order. Pure; looks into no features.
+"""
+
+from dataclasses import dataclass, field
+
+from dovetail.protocol.arrays import Array, stack
+from dovetail.protocol.messages import Draft, Reads
+from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.fleet.prefix_cache import Base
+from dovetail.runtime.session.request import Request
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A draft that joins a running session: the features it reads, and what it goes on from."""
+
+    reads: Reads | None = None
+    base: Base | None = None
+
+
+@dataclass
+class DraftSync:
+    """The sync of one draft, from its Open on."""
+
+    tokens: int
+    """Tokens of the log that it was opened with."""
+    round: int = 0
+    """The round of its Open."""
+    reads: Reads | None = None
+    """The features that it reads of its target."""
+    base: Base | None = None
+    """The ended session that it goes on from; if it reads its target, the features of these tokens
+    do not come again."""
+    bonus: int = 0
+    """The token behind the `accepted` nodes of its last proposal, or behind the log that it was
+    opened with."""
+    accepted: tuple[int, ...] = ()
+    more: list[int] = field(default_factory=list)
+    """Tokens that were committed behind that in rounds without an order."""
+    features: list[Array] = field(default_factory=list)
+    """Features of the verdicts since the last order."""
+    held_bytes: int = 0
+    """Size of `features`."""
+    rows: int = 0
+    """Tokens of the log that it had when it made its last proposal; 0: it has made none."""
+    fed: int = field(init=False)
+    """Positions whose features it has been fed, or has from its base."""
+
+    def __post_init__(self) -> None:
+        self.fed = self.base.tokens if self.base is not None and self.reads is not None else 0
+
+    @property
+    def complete(self) -> bool:
+        """Return whether it has been fed all that it was opened with."""
+        return self.reads is None or self.fed == self.tokens
+
+    def fits(self, features: Array | None, rows: int) -> bool:
+        """Return whether these are so many rows of what it reads. If it reads nothing, anything
+        fits: a draft before it has asked for that."""
+        if self.reads is None:
+            return True
+        return features is not None and (features.dtype, features.shape) == (
+            self.reads.dtype,
+            (rows, self.reads.row),
+        )
+
+    def committed(
+        self, accepted: tuple[int, ...], bonus: int, features: Array | None, *, ordered: bool
+    ) -> None:
+        """Note what a round has committed. `ordered`: the draft was asked for a proposal, whether
+        or not that came in time; `features`: of the root and the accepted nodes."""
+        if self.reads is not None and features is not None:
+            self.features.append(features)
+            self.held_bytes += len(features.data)
+        if ordered:
+            self.accepted, self.bonus = accepted, bonus
+        else:
+            self.more.append(bonus)
+
+    def order(
+        self, request: Request, plan: Plan, *, epoch: int, session: int, round: int, prefix: int
+    ) -> Draft:
+        """Return the Draft of a round, with everything that was committed since the last one.
+        `prefix`: tokens of the log."""
+        more, features = tuple(self.more), stack(self.features) if self.features else None
+        self.more, self.features, self.held_bytes = [], [], 0
+        room = len(request.prompt) + request.max_tokens - prefix
+        most_levels = request.most_levels
+        return Draft(
+            epoch=epoch,
+            session=session,
+            round=round,
+            prefix=prefix,
+            accepted=self.accepted,
+            bonus=self.bonus,
+            more=more,
+            max_nodes=request.most_nodes,
+            max_depth=min(most_levels, room - 1, plan.most_depth or most_levels),
+            max_width=request.tree.width,
+            deadline_ms=plan.deadline_ms,
+            rate=plan.rate,
+            floor=plan.floor,
+            ahead=plan.ahead and not request.rejects,
+            features=features,
+        )

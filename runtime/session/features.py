@@ -1,0 +1,54 @@
+"""Features that a target shows of the token log while it reads it, and the draft that reads them.
+Pure; nothing looks into them."""
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import ProtocolError, StaleError
+from dovetail.protocol.messages import Prefilled
+from dovetail.runtime.session.draft_sync import DraftSync
+
+
+class FeatureRows:
+    """Follows the rows of features that a target shows, one for each position of the log."""
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self.next = 0
+        """Position of the next row; rows behind the draft's part of the log belong to the
+        verdict."""
+        self.recomputing = False
+        """True if the target computes features anew, for a draft that has joined."""
+        self._root: list[Array] = []
+
+    @property
+    def of_root(self) -> Array | None:
+        """Return the rows behind the draft's part of the log, if there are any."""
+        return self._root[0] if self._root else None
+
+    def forget_root(self) -> None:
+        """Forget the rows behind the draft's part of the log: they come again."""
+        self._root = []
+
+    def take(self, event: Prefilled, brief: DraftSync, length: int) -> tuple[int, Array] | None:
+        """Return the position and the rows that the draft is to be fed; None if the draft was not
+        opened with any of them. `length`: tokens of the log. Raise `ProtocolError` if the rows are
+        not those that the draft reads, `StaleError` if they came before."""
+        features, start = event.features, event.start
+        if start < self.next:
+            raise StaleError(
+                f"session {self._session} did not wait for features of position {start}"
+            )
+        rows, until = (*features.shape, 0)[0], brief.tokens if self.recomputing else length
+        read = brief.reads is not None and start == self.next and self.next + rows <= until
+        if not read or not brief.fits(features, rows):
+            raise ProtocolError(
+                f"features {features.dtype} {features.shape} from position {start} on are not "
+                "those that the draft reads"
+            )
+        self.next += rows
+        to_feed = min(rows, max(0, brief.tokens - start))
+        if to_feed < rows:
+            self._root.append(features.rows(to_feed, rows))
+        if not to_feed:
+            return None
+        brief.fed += to_feed
+        return start, features if to_feed == rows else features.rows(0, to_feed)

@@ -1,0 +1,76 @@
+"""Log-probabilities that a target sends: whether they are those that were asked for, and which of a
+prompt's the client has been told. Pure."""
+
+from collections.abc import Sequence
+
+from dovetail.protocol.errors import ProtocolError, StaleError
+from dovetail.protocol.messages import Scored, TokenLogprobs
+from dovetail.runtime.session.request import Request
+
+
+def check_logprobs(logprobs: Sequence[TokenLogprobs], tokens: int, request: Request) -> None:
+    """Raise `ProtocolError` unless these are the log-probabilities of so many tokens, or none if
+    none were asked for."""
+    expected = 0 if request.logprobs is None else tokens
+    if len(logprobs) != expected or not _fit(logprobs, request):
+        raise ProtocolError(
+            f"{len(logprobs)} log-probabilities of {tokens} tokens, "
+            f"{request.logprobs} alternatives of each were asked for"
+        )
+
+
+def _fit(logprobs: Sequence[TokenLogprobs], request: Request) -> bool:
+    """Return whether each has as many alternatives as were asked for, all of them tokens."""
+    size = request.vocabulary_size
+    most = min(request.logprobs or 0, size)
+    return all(
+        len(said.top) == most and all(token < size for token, _ in said.top) for said in logprobs
+    )
+
+
+class PromptScores:
+    """Follows the scores of a prompt's tokens, of which another target may send some again."""
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._next = 1
+        """Position of the next token whose score the target sends."""
+        self.told = 1
+        """Position of the first token whose score the client has not been told."""
+
+    def restart(self) -> None:
+        """Expect the scores from the beginning on: another target reads the prompt."""
+        self._next = 1
+
+    def take(
+        self, event: Scored, request: Request, *, expected: bool
+    ) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
+        """Return the position and the scores that the client has not been told, None if it has been
+        told all. Raise `ProtocolError` unless the scores are `expected` and fit."""
+        stop = event.start + len(event.logprobs)
+        if event.start < self._next:
+            raise StaleError(
+                f"session {self._session} did not wait for scores of position {event.start}"
+            )
+        if (
+            not expected
+            or event.start != self._next
+            or not event.start < stop <= len(request.prompt)
+            or not _fit(event.logprobs, request)
+        ):
+            raise ProtocolError(
+                f"log-probabilities of positions {event.start} to {stop - 1} are not those "
+                "that were asked for"
+            )
+        self._next = stop
+        if stop <= self.told:
+            return None
+        start, self.told = max(event.start, self.told), stop
+        return start, event.logprobs[start - event.start :]
+
+    def check_whole(self, request: Request) -> None:
+        """Raise `ProtocolError` unless all tokens of the prompt have been scored."""
+        if self._next != len(request.prompt):
+            raise ProtocolError(
+                f"log-probabilities of {self._next - 1} tokens of a prompt of {len(request.prompt)}"
+            )

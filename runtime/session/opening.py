@@ -1,0 +1,105 @@
+"""The opening of a session: its workers read the token log. The target shows features of it, which
+the draft is fed, and scores of the prompt, which the client is told. Pure."""
+
+from dovetail.protocol.errors import ProtocolError, StaleError
+from dovetail.protocol.messages import Feed, Open, Prefilled, Refed, Scored
+from dovetail.runtime.session.actions import Action, Ask, Score
+from dovetail.runtime.session.request import for_draft
+from dovetail.runtime.session.state import SessionState, State
+
+
+class OpeningSession(SessionState):
+    """Has the workers of a session read its log."""
+
+    def begin(self) -> list[Action]:
+        """Open the session on its workers."""
+        asks: list[Action] = [self._open_target()]
+        return [*asks, self._open_draft(self.length, self.round)] if self.speculating else asks
+
+    def base_refused(self, role: str) -> list[Action]:
+        """Have a worker read everything: it does not have what its session should have gone on
+        from. A draft that reads its target keeps the features of its base, so those of the same
+        positions are asked for as before."""
+        if role == "target":
+            self.target_base = None
+            return [self._open_target()]
+        assert self.brief is not None
+        self.brief.base = None
+        return [self._open_draft(self.brief.tokens, self.brief.round)]
+
+    def _open(self, tokens: int, round: int) -> Open:
+        return self.request.open_command(
+            self.request.log(self.tokens, tokens),
+            epoch=self.epoch,
+            session=self.number,
+            round=round,
+            reads=self.brief.reads if self.brief is not None else None,
+        )
+
+    def _open_target(self) -> Ask:
+        """Have the target read the log. It shows no features of what the draft has; behind that,
+        those of the root, which come with a verdict else."""
+        self._features.forget_root()
+        features_from = None
+        if self.brief is not None and self.brief.reads is not None:
+            self._features.next = features_from = self.shown_from
+        command = self.request.for_target(
+            self._open(self.length, self.round),
+            self.target_base,
+            features_from=features_from,
+            begun=bool(self.tokens),
+        )
+        return Ask("target", command)
+
+    def _open_draft(self, tokens: int, round: int) -> Ask:
+        """Have the draft read so many tokens of the log; `round`: the one that the token behind
+        them ends."""
+        base = self.brief.base if self.brief is not None else None
+        return Ask("draft", for_draft(self._open(tokens, round), base))
+
+    def prefilled(self, event: Prefilled) -> list[Action]:
+        """The target has read a part of the log: features of what the draft has of it go on to the
+        draft."""
+        waits = self.state is State.OPENING or self._features.recomputing
+        if event.round != self.round or not waits:
+            raise StaleError(
+                f"session {self.number} did not wait for features in round {event.round}"
+            )
+        if self.brief is None:
+            return []
+        fed = self._features.take(event, self.brief, self.length)
+        if fed is None:
+            return []
+        start, features = fed
+        command = Feed(
+            epoch=self.epoch,
+            session=self.number,
+            round=self.brief.round,
+            start=start,
+            features=features,
+        )
+        return [Ask("draft", command)]
+
+    def refed(self, event: Refed) -> list[Action]:
+        """The target has computed the features of what the draft was opened with."""
+        if not self._features.recomputing or event.round != self.round:
+            raise StaleError(
+                f"session {self.number} did not wait for features in round {event.round}"
+            )
+        self._features.recomputing = False
+        if self.brief is not None and not self.brief.complete:
+            raise ProtocolError(
+                f"features of {self.brief.fed} tokens where {self.brief.tokens} were asked for"
+            )
+        return []
+
+    def scored(self, event: Scored) -> list[Action]:
+        """The target sends its log-probabilities of a part of the prompt; those of another target
+        are passed on as far as the first had not sent them."""
+        if self.state is not State.OPENING or event.round != self.round:
+            raise StaleError(
+                f"session {self.number} did not wait for scores of position {event.start}"
+            )
+        expected = self.request.scored and not self.tokens
+        told = self._scores.take(event, self.request, expected=expected)
+        return [] if told is None else [Score(*told)]

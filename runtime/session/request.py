@@ -1,0 +1,103 @@
+"""A client's request in tokens, and the command that opens a session for it on a worker. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dovetail.protocol.messages import Open, Reads
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.fleet.prefix_cache import Base, pack
+
+
+@dataclass(frozen=True)
+class Request:
+    """A client's request, in tokens."""
+
+    prompt: tuple[int, ...]
+    key: bytes
+    seed: int
+    sampling: Sampling
+    max_tokens: int
+    tree: TreeSettings
+    end: tuple[int, ...]
+    vocabulary_size: int
+    stop: tuple[str, ...] = ()
+    record: bool = False
+    logprobs: int | None = None
+    scored: bool = False
+    owner: str = ""
+    packed: bytes = field(init=False, repr=False)
+    """The prompt as the prefix cache compares it; made with the request, when a millisecond does
+    not matter."""
+    most_nodes: int = field(init=False, repr=False)
+    """The most nodes of a tree; stored, since every round asks for them."""
+    most_levels: int = field(init=False, repr=False)
+    """The most levels of a tree."""
+    rejects: bool = field(init=False, repr=False)
+    """True if proposals are accepted by rejection sampling, so that the reply depends on them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packed", pack(self.prompt))
+        object.__setattr__(self, "most_nodes", self.tree.most_nodes)
+        object.__setattr__(self, "most_levels", self.tree.most_levels)
+        object.__setattr__(self, "rejects", self.sampling.rejects)
+
+    @property
+    def capacity(self) -> int:
+        """Return the most tokens of prompt and reply together; there is a place for the first
+        token even if none is wanted."""
+        return len(self.prompt) + max(1, self.max_tokens)
+
+    @property
+    def may_reuse(self) -> bool:
+        """Return whether the request may go on from an ended session: not if its tokens depend on
+        the draft, nor if each token of the prompt is scored."""
+        return not (self.scored or self.rejects)
+
+    def log(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return the first `count` tokens of the token log; `tokens`: those of the reply."""
+        begun = len(self.prompt)
+        return self.prompt if count == begun else (*self.prompt, *tokens[: count - begun])
+
+    def open_command(
+        self, log: tuple[int, ...], *, epoch: int, session: int, round: int, reads: Reads | None
+    ) -> Open:
+        """Return the command for a worker to read this beginning of the token log; `round`: the one
+        that the token behind it ends; `reads`: the features that the draft reads."""
+        sampling = {name: getattr(self.sampling, name) for name in Sampling.model_fields}
+        return Open(
+            epoch=epoch,
+            session=session,
+            round=round,
+            key=self.key,
+            prompt=log,
+            capacity=self.capacity,
+            vocabulary_size=self.vocabulary_size,
+            end=self.end,
+            sampling=Sampling(**sampling),  # the request's settings may be of a richer class
+            tree=self.tree,
+            features=reads,
+            replied=len(log) - len(self.prompt),
+        )
+
+    def for_target(
+        self, command: Open, base: Base | None, *, features_from: int | None, begun: bool
+    ) -> Open:
+        """Return the command as the target gets it. `features_from`: the first position whose
+        features it shows, None if nobody reads them; `begun`: the reply has tokens already."""
+        own: dict[str, object] = {
+            "logprobs": self.logprobs,
+            "scored": self.scored and not begun,
+        }
+        kept = base.tokens if base is not None else 0
+        if base is not None:
+            own |= {"base": base.session, "kept": kept}
+        if features_from is not None and features_from != kept:
+            own["features_from"] = features_from
+        return command.model_copy(update=own)
+
+
+def for_draft(command: Open, base: Base | None) -> Open:
+    """Return the command as the draft gets it."""
+    if base is None:
+        return command
+    return command.model_copy(update={"base": base.session, "kept": base.tokens})

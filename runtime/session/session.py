@@ -1,0 +1,339 @@
+"""One request's life as a state machine: an event in, actions out.
+
+The token log (`prompt + tokens`) is the only truth; a worker holds nothing that cannot be rebuilt
+from it. A round asks the draft worker for a tree, the target worker for its verdict, and commits
+the accepted tokens and the bonus one by one. An end token, a stop string or the length limit cuts
+inside an accepted path, so the output does not depend on how many tokens a round brought. Then the
+session asks for its next round, which begins when it is told how to draft. What a draft reads of
+its target is handed on as it comes, the prompt's features by Feed and those of verdicts with the
+next Draft; nothing looks into it.
+
+A session outlives its workers. Without its draft it goes on with the target alone, and it takes
+another draft between two rounds: that one reads the log, and its features if it reads the target,
+which computes them anew. Without its target it waits; another one reads the log, and the token that
+it chooses behind it is the verdict of the round that was lost: none of its proposal is accepted.
+The token is the one that would have come anyway.
+
+An event is a call of a method that returns actions; nothing is called back, so the events of a
+session and their arguments are all that its actions depend on.
+
+Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an `Ask` says for
+which role it is, the scheduler decides when it leaves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.errors import ProtocolError, StaleError
+from dovetail.protocol.messages import (
+    Close,
+    Drafted,
+    FinishReason,
+    Opened,
+    Refeed,
+    TokenLogprobs,
+    VerifiedItem,
+    Verify,
+    VerifyItem,
+)
+from dovetail.protocol.tree import TokenTree
+from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.fleet.prefix_cache import Base
+from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note
+from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.logprobs import check_logprobs
+from dovetail.runtime.session.opening import OpeningSession
+from dovetail.runtime.session.proposals import read_proposal
+from dovetail.runtime.session.state import NO_TREE, State
+from dovetail.runtime.telemetry.metrics import RoundFacts, RoundTimes
+
+
+class Session(OpeningSession):
+    """Drives one request through its rounds; every event is a method that returns the actions that
+    follow."""
+
+    def opened(self, event: Opened, now_ns: int, times: RoundTimes | None = None) -> list[Action]:
+        """The target has read the prompt and chosen the first token; or another target the log, and
+        its token is the verdict of a round."""
+        if self.state is not State.OPENING or event.bonus is None or event.round != self.round:
+            raise StaleError(
+                f"session {self.number} did not wait for the first token of its target"
+            )
+        logprobs = () if event.logprobs is None else (event.logprobs,)
+        check_logprobs(logprobs, 1, self.request)
+        if self.request.scored and not self.tokens:
+            self._scores.check_whole(self.request)
+        self._take_over()
+        self._placement, self._read_by = event.placement, event.read_by
+        margins = (event.margin or 0.0,)
+        if self._prompt_read:
+            features = self._features.of_root
+            return self._decided((), (event.bonus,), margins, logprobs, features, times)
+        self.accounts.first_token_ns = now_ns
+        self._reused = self.target_base.tokens if self.target_base else 0
+        self.accounts.read(len(self.request.prompt), self._reused)
+        self._prompt_read = True
+        if not self.request.max_tokens:
+            return self._finish("length")
+        if self.brief is not None:
+            self.brief.bonus = event.bonus
+        return self._commit([event.bonus], margins, logprobs, drafted=0)
+
+    def _take_over(self) -> None:
+        """The target serves the session from now on."""
+        if self._moved:
+            self.moves, self._moved = self.moves + 1, False
+            self.accounts.moved()
+        if self._served[-1:] != [self.fingerprint]:
+            self._served.append(self.fingerprint)
+
+    # -- a round -----------------------------------------------------------------------------------
+
+    @property
+    def may_draft(self) -> bool:
+        """Return whether the session's draft can be asked for a tree for the next round."""
+        left = self.request.max_tokens - len(self.tokens)
+        return self.brief is not None and self.request.tree.gamma > 0 and left > 1
+
+    def wants_proposal(self, round: int) -> bool:
+        """Return whether a proposal of this round is waited for."""
+        return self.state is State.DRAFTING and round == self.round
+
+    @property
+    def verifying(self) -> int:
+        """Return how many nodes the target is asked for, or was."""
+        return len(self._tree)
+
+    @property
+    def scores(self) -> Sequence[float]:
+        """Return the scores of these nodes."""
+        return self.proposal.scores[: len(self._tree)] if self.proposal is not None else ()
+
+    def readable(self, features: Array | None, accepted: int) -> bool:
+        """Return whether the features that came with a verdict, or came not, are what the draft
+        needs to go on."""
+        return self.brief is None or self.brief.fits(features, 1 + accepted)
+
+    def drafted(self, event: Drafted) -> list[Action]:
+        """The draft worker proposes a tree: have it verified."""
+        if self.state is not State.DRAFTING or event.round != self.round:
+            raise StaleError(
+                f"session {self.number} did not wait for a proposal of round {event.round}"
+            )
+        tree = read_proposal(event, self.request)
+        self.accounts.proposal(event)
+        self.proposal = event
+        if self.brief is not None:
+            self.brief.rows = self.length - 1
+        return self._verify(tree, event if self.request.rejects and tree else None)
+
+    def sent(self, nodes: int) -> list[Action]:
+        """The first so many nodes of the proposal have gone to the target: the verdict is about
+        these."""
+        if nodes < len(self._tree):
+            self._tree = self._tree.prefix(nodes)
+        return []
+
+    def verified(
+        self, item: VerifiedItem, features: Array | None = None, times: RoundTimes | None = None
+    ) -> list[Action]:
+        """The target's verdict: commit the accepted path and the bonus. `features`: `readable`
+        ones; `times`: of the round, for its record."""
+        if self.state is not State.VERIFYING or item.round != self.round:
+            raise StaleError(
+                f"session {self.number} did not wait for a verdict of round {item.round}"
+            )
+        tree, tokens = self._tree, list[int]()
+        if tree.is_path(item.accepted):
+            tokens = [*(tree.tokens[node] for node in item.accepted), item.bonus]
+        in_vocabulary = item.bonus < self.request.vocabulary_size
+        if not tokens or len(item.margins) != len(tokens) or not in_vocabulary:
+            raise ProtocolError(
+                f"the verdict of round {item.round} fits no path of the tree that was sent"
+            )
+        if item.logprobs or self.request.logprobs is not None:
+            check_logprobs(item.logprobs, len(tokens), self.request)
+        return self._decided(item.accepted, tokens, item.margins, item.logprobs, features, times)
+
+    def _decided(
+        self,
+        accepted: tuple[int, ...],
+        tokens: Sequence[int],
+        margins: Sequence[float],
+        logprobs: Sequence[TokenLogprobs],
+        features: Array | None,
+        times: RoundTimes | None,
+    ) -> list[Action]:
+        """End a round in which these nodes were accepted; `tokens` are theirs and the bonus."""
+        ended = RoundFacts(
+            self.round,
+            self.length,
+            self.proposal,
+            len(self._tree),
+            accepted,
+            tokens[-1],
+            times or RoundTimes(),
+        )
+        if self.brief is not None:
+            self.brief.committed(accepted, tokens[-1], features, ordered=self._ordered)
+        before, drafted = len(self.tokens), len(self._tree)
+        actions = self._commit(tokens, margins, logprobs, drafted=len(accepted))
+        committed = len(self.tokens) - before
+        self.accounts.verdict(drafted, min(len(accepted), committed))
+        self.ended = replace(ended, committed=committed) if committed < len(tokens) else ended
+        if self.request.record:
+            actions.insert(1, Note(self.ended.record()))
+        return actions
+
+    def next_round(self, plan: Plan | None, joining: Joining | None = None) -> list[Action]:
+        """Begin the next round, drafted as in `plan`; None: not at all. `joining`: a draft that the
+        session gets now, and which this round does without."""
+        if self.state not in (State.READY, State.BETWEEN):
+            raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
+        if joining is not None:
+            return [*self._join(joining), *self._verify(NO_TREE)]
+        brief = self.brief if self.may_draft else None
+        self._ordered = brief is not None and plan is not None
+        if brief is None or plan is None:
+            return self._verify(NO_TREE)
+        self.state = State.DRAFTING
+        order = brief.order(
+            self.request,
+            plan,
+            epoch=self.epoch,
+            session=self.number,
+            round=self.round,
+            prefix=self.length,
+        )
+        return [Ask("draft", order)]
+
+    def draft_lost(self) -> list[Action]:
+        """Go on with the target alone; the round in which the draft worker was lost is verified
+        without a tree."""
+        self.brief, self._features.recomputing = None, False
+        return self._verify(NO_TREE) if self.state is State.DRAFTING else []
+
+    def target_lost(self) -> list[Action]:
+        """Wait for another target. What the draft was asked for in this round it may do; nobody
+        waits for it, and none of it will be accepted."""
+        self.state, self._tree, self._features.recomputing = State.WAITING, NO_TREE, False
+        self._features.forget_root()
+        return []
+
+    def recovered(self, fingerprint: str, base: Base | None = None) -> list[Action]:
+        """Another target is there: it reads the log. `base`: what it goes on from."""
+        self.state, self._moved = State.OPENING, True
+        self._scores.restart()
+        self.fingerprint, self.target_base = fingerprint, base
+        return [self._open_target()]
+
+    def tree_refused(self) -> list[Action]:
+        """The target can make nothing of the proposal: the same round without it, and from now on
+        the target alone."""
+        self.brief = None
+        return self._verify(NO_TREE)
+
+    def cancel(self) -> list[Action]:
+        """End now, with what has been committed."""
+        return [] if self.state is State.DONE else self._finish("cancelled")
+
+    def abandon(self) -> list[Ask]:
+        """Nobody waits for the reply any more: both workers forget the session."""
+        return self._close(keep=False)
+
+    def _close(self, *, keep: bool) -> list[Ask]:
+        self.state = State.DONE
+        command = Close(epoch=self.epoch, session=self.number, keep=keep)
+        return [Ask("target", command), Ask("draft", command)]
+
+    # -- within a round ----------------------------------------------------------------------------
+
+    def _commit(
+        self,
+        tokens: Sequence[int],
+        margins: Sequence[float],
+        logprobs: Sequence[TokenLogprobs],
+        *,
+        drafted: int,
+    ) -> list[Action]:
+        """Append to the token log until something ends the reply, then stream and ask for the next
+        round."""
+        begin = len(self.tokens)
+        count, shown, reason = self.reply.read(tokens, self.request.max_tokens - begin)
+        self.tokens += tokens[:count]
+        self.length += count
+        self.margins += margins[:count]
+        self.logprobs += logprobs[:count]
+        self.accounts.committed(count)
+        if reason:
+            return self._finish(reason, begin, drafted, shown)
+        self.reply.show(shown)
+        self.state = State.BETWEEN if self.state is State.VERIFYING else State.READY
+        self.round, self.proposal = self.round + 1, None
+        return [
+            Emit(tuple(self.tokens[begin:]), drafted, shown, tuple(self.logprobs[begin:])),
+            NextRound(),
+        ]
+
+    def _join(self, joining: Joining) -> list[Action]:
+        """Have a draft read the log up to the root, which is the first bonus that it hears of. This
+        round goes by without it."""
+        reads, base = joining.reads, joining.base
+        self._ordered = False
+        self.brief = DraftSync(self.length - 1, self.round - 1, reads, base, bonus=self.tokens[-1])
+        actions: list[Action] = [self._open_draft(self.brief.tokens, self.brief.round)]
+        if reads is not None:
+            self._features.recomputing, self._features.next = True, self.brief.fed
+            command = Refeed(
+                epoch=self.epoch,
+                session=self.number,
+                round=self.round,
+                start=self.brief.fed,
+                prefix=self.length,
+                features=reads,
+            )
+            actions.append(Ask("target", command))
+        return actions
+
+    def _verify(self, tree: TokenTree, drawn: Drafted | None = None) -> list[Action]:
+        """Have the target verify a tree. `drawn`: the proposal, if the target needs to know what
+        its nodes were drawn from."""
+        self.state, self._tree = State.VERIFYING, tree
+        item = VerifyItem(
+            session=self.number,
+            round=self.round,
+            prefix=self.length,
+            tokens=tree.tokens,
+            parents=tree.parents,
+        )
+        verify = Verify(
+            epoch=self.epoch,
+            items=(item,),
+            candidates=None if drawn is None else drawn.candidates,
+            probabilities=None if drawn is None else drawn.probabilities,
+        )
+        return [Ask("target", verify)]
+
+    def _finish(
+        self, reason: FinishReason, begin: int | None = None, drafted: int = 0, shown: str = ""
+    ) -> list[Action]:
+        """End, and show what was held back, unless a stop string was found."""
+        begin = len(self.tokens) if begin is None else begin
+        by_stop_string = reason == "stop" and self.tokens[-1] not in self.request.end
+        if not by_stop_string:
+            shown += self.reply.left()
+        self.reply.show(shown)
+        new = tuple(self.tokens[begin:])
+        emitted = (
+            [Emit(new, min(drafted, len(new)), shown, tuple(self.logprobs[begin:]))]
+            if new or shown
+            else []
+        )
+        return [
+            *emitted,
+            Finish(reason),
+            *self._close(
+                keep=self._prompt_read and not self._moved and self.state is not State.WAITING
+            ),
+        ]

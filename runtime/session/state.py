@@ -1,0 +1,203 @@
+"""The state of a session, and what can be said of it. Its events are in `session.py`. Pure."""
+
+from dataclasses import InitVar, dataclass, field
+from enum import Enum
+
+from dovetail.protocol.messages import MAX_MOVES, Drafted, FinishReason, Result, TokenLogprobs
+from dovetail.protocol.tree import TokenTree
+from dovetail.runtime.fleet.prefix_cache import Base, Kept, pack
+from dovetail.runtime.session.draft_sync import DraftSync
+from dovetail.runtime.session.features import FeatureRows
+from dovetail.runtime.session.logprobs import PromptScores
+from dovetail.runtime.session.request import Request
+from dovetail.runtime.telemetry.metrics import Accounts, RoundFacts
+from dovetail.runtime.text.tokenizer import ReplyText, Writer
+
+NO_TREE = TokenTree()
+MAX_HELD_BYTES = 32 << 20
+"""Features that are kept for a draft that is not asked for anything; beyond that it is given up.
+They have to fit into one message."""
+
+
+class State(Enum):
+    """The event that a session waits for."""
+
+    WAITING = "waiting"
+    """It waits for a target."""
+    OPENING = "opening"
+    """The target reads the prompt, or another one the log."""
+    DRAFTING = "drafting"
+    VERIFYING = "verifying"
+    READY = "ready"
+    """A target has just read the log, and the next round has not begun."""
+    BETWEEN = "between"
+    """A round is over, and the next one has not begun."""
+    DONE = "done"
+
+
+@dataclass
+class SessionState:
+    """The token log of one request, its workers, and the round it is in. Only its session changes
+    it."""
+
+    number: int
+    epoch: int
+    request: Request
+    detokenizer: InitVar[Writer]
+    accounts: Accounts
+    fingerprint: str = ""
+    """The fingerprint of its target."""
+    brief: DraftSync | None = None
+    """What its draft has of the log; None: there is no draft."""
+    target_base: Base | None = None
+    """What the target goes on from; as many tokens as the draft if that reads its target."""
+    state: State = State.OPENING
+    round: int = 0
+    tokens: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of the tokens, if they were asked for."""
+    moves: int = 0
+    """Times that it went on on another target."""
+    proposal: Drafted | None = None
+    """The proposal of this round; None if nothing was asked for."""
+    ended: RoundFacts | None = None
+    """The round that has ended last, until somebody takes it."""
+    _tree: TokenTree = NO_TREE
+    """The tree that is being verified."""
+    _ordered: bool = False
+    """True if the draft was asked in this round."""
+    _prompt_read: bool = False
+    """True if a target has read the prompt."""
+    _reused: int = 0
+    """Tokens of it that the target had read in an earlier session."""
+    _placement: str = ""
+    """Where the layers of its target are, in words."""
+    _read_by: str = ""
+    """The device that read the log for it; empty: those that compute the model."""
+    _moved: bool = False
+    """True if another target reads the log."""
+    _served: list[str] = field(default_factory=list)
+    """Fingerprints of the targets that have served it, each that differs from the one before it."""
+
+    length: int = field(init=False)
+    """Tokens of the log; stored, since every round asks for it several times."""
+
+    def __post_init__(self, detokenizer: Writer) -> None:
+        self.length = len(self.request.prompt) + len(self.tokens)
+        self.reply = ReplyText(detokenizer, self.request.end, self.request.stop)
+        self._features, self._scores = FeatureRows(self.number), PromptScores(self.number)
+
+    @property
+    def text(self) -> str:
+        """Return the text that the client has been told."""
+        return self.reply.shown
+
+    @property
+    def speculating(self) -> bool:
+        """Return whether it has a draft."""
+        return self.brief is not None
+
+    @property
+    def new_tokens(self) -> int:
+        """Return how many tokens of the prompt the target has to read, since it does not have them
+        from an ended session."""
+        kept = self.target_base.tokens if self.target_base is not None else 0
+        return len(self.request.prompt) - kept
+
+    @property
+    def to_brief(self) -> int:
+        """Return how many tokens the draft has to read before it can be asked, since it does not
+        have them from an ended session."""
+        if self.brief is None:
+            return 0
+        return self.brief.tokens - (self.brief.base.tokens if self.brief.base is not None else 0)
+
+    @property
+    def briefed(self) -> bool:
+        """Return whether the draft has been given all that it has to read."""
+        return self.brief is not None and self.brief.complete
+
+    @property
+    def unheard(self) -> bool:
+        """Return whether the client has been told nothing yet."""
+        return not self.tokens and self._scores.told == 1
+
+    @property
+    def room(self) -> int:
+        """Return how many tokens may still come."""
+        return self.request.max_tokens - len(self.tokens)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the size of the features that wait for the draft."""
+        return self.brief.held_bytes if self.brief is not None else 0
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the target has shown all that the draft reads of an opening."""
+        unread = self.brief is None or self.brief.reads is None
+        return unread or self._features.next == self.length
+
+    @property
+    def shown_from(self) -> int:
+        """Return the position up to which another target may go on from what it has: features of
+        what lies behind are to be shown."""
+        if self.brief is None or self.brief.reads is None:
+            return self.length
+        return self.length - 1 if self.brief.complete and self.tokens else self.brief.fed
+
+    @property
+    def doubtful(self) -> bool:
+        """Return whether a proposal is being verified, in which the target may find a fault."""
+        return self.state is State.VERIFYING and len(self._tree) > 0
+
+    # -- for others --------------------------------------------------------------------------------
+
+    def kept(self, role: str, *, idle: bool) -> Kept:
+        """Return what a worker has of this session, now that it has ended. `idle`: it owes no
+        answer.
+
+        The root has no row in the target. A draft has what the last order brought that it answered;
+        without one it has read the prompt.
+        """
+        rows = len(self.request.prompt) + max(0, len(self.tokens) - 1)
+        if role == "draft":
+            brief = self.brief
+            rows = 0 if brief is None else brief.rows or (brief.tokens - 1 if idle else 0)
+        return Kept(
+            self.number,
+            self.packed(),
+            rows,
+            self.length + 1 + self.request.most_levels,
+            self.request.owner,
+        )
+
+    def packed(self, tokens: int | None = None) -> bytes:
+        """Return so many tokens of the log, or all, as the prefix cache compares them."""
+        kept = self.tokens if tokens is None else self.tokens[: tokens - len(self.request.prompt)]
+        return self.request.packed + pack(kept)
+
+    def base(self, role: str) -> Base | None:
+        """Return the ended session that a worker goes on from."""
+        if role == "target":
+            return self.target_base
+        return self.brief.base if self.brief is not None else None
+
+    def result(self, now_ns: int, reason: FinishReason) -> Result:
+        """Return the reply and its figures."""
+        return Result(
+            text=self.text,
+            token_ids=tuple(self.tokens),
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=len(self.tokens),
+            finish_reason=reason,
+            seed=self.request.seed,
+            fingerprint=self._served[-1] if self._served else self.fingerprint,
+            fingerprints=tuple(self._served[-MAX_MOVES:]) if len(self._served) > 1 else (),
+            moves=self.moves,
+            reused_tokens=self._reused,
+            placement=self._placement,
+            prefill=self._read_by or "local",
+            **self.accounts.figures(now_ns, len(self.tokens)),
+        )
