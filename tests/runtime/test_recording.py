@@ -63,8 +63,8 @@ def said(found: Recording, direction: str, role: str) -> list[Any]:
 def test_every_method_that_changes_a_session_is_a_step() -> None:
     methods = {
         name: method
-        for name, method in vars(Session).items()
-        if inspect.isfunction(method) and not name.startswith("_")
+        for name, method in inspect.getmembers(Session, inspect.isfunction)
+        if not name.startswith("_")
     }
     returned = {name: get_type_hints(method)["return"] for name, method in methods.items()}
     assert {name for name, what in returned.items() if what in (list[Action], list[Ask])} == set(
