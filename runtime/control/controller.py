@@ -323,7 +323,8 @@ class Controller:
             return
         words = None
         if done.drafted is None:
-            words = on_off.undrafted(seconds, alone_s)
+            before_s = self._pricing.reading_s(done.unread)
+            words = on_off.undrafted(seconds, alone_s, before_s=before_s)
         elif pair is None or pair.rounds >= COLD:
             words = on_off.drafted(tokens, seconds, alone_s)
         if words is not None:
@@ -352,7 +353,12 @@ class Controller:
                 among=load.draft,
             )
         else:
-            words = crowd.undrafted(seconds, expected_s, hope=lambda: pricing.hope(done.context))
+            words = crowd.undrafted(
+                seconds,
+                expected_s,
+                before_s=load.draft * pricing.reading_s(done.unread),
+                hope=lambda: pricing.hope(done.context),
+            )
         if words is not None:
             self._say(f"{self._names}: {load}: {words} each")
 

@@ -72,11 +72,18 @@ class Crowd:
         return self.on_off.drafted(tokens, seconds, alone_s, among=among)
 
     def undrafted(
-        self, seconds: float, expected_s: float, *, hope: Callable[[], float]
+        self, seconds: float, expected_s: float, *, before_s: float, hope: Callable[[], float]
     ) -> str | None:
         """Judge a round while drafting is off. Return in words what follows, None if nothing does.
-        `hope`: tokens a round that drafting may bring."""
+        `before_s`: what drafts would take to read prompts before a try; `hope`: tokens a round that
+        drafting may bring."""
         self._undrafted.add(min(MOST_SLOWDOWN, seconds / expected_s))
-        return self.on_off.undrafted(
-            seconds, self.alone_s(expected_s), worth_trying=lambda: hope() >= LEAST_HOPE
+        words = self.on_off.undrafted(
+            seconds,
+            self.alone_s(expected_s),
+            before_s=before_s,
+            worth_trying=lambda: hope() >= LEAST_HOPE,
         )
+        if self.on_off.drafting:  # a try of what costs too much at its price would find nothing
+            self.care = 1.0
+        return words

@@ -62,17 +62,17 @@ class Experience:
     token_s: float | None = None
     """Seconds a token with drafting of late; None before."""
 
-    def earn(self, seconds: float, alone_s: float) -> None:
-        """Count the seconds of a round: a share of them may be spent on trying."""
+    def earn(self, seconds: float, alone_s: float, *, before_s: float = 0.0) -> None:
+        """Count the seconds of a round: a share of them may be spent on trying. `before_s`: what a
+        try would take before it begins."""
         if not self.granted:
             self.granted, self.credit_s = True, ALLOWANCE * alone_s
-        self.credit_s = min(
-            self.credit_s + TRY_SHARE * seconds, max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s)
-        )
+        most_s = max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s, before_s + self.try_s)
+        self.credit_s = min(self.credit_s + TRY_SHARE * seconds, most_s)
 
-    @property
-    def affordable(self) -> bool:
-        return self.credit_s >= self.try_s
+    def affords(self, before_s: float) -> bool:
+        """Return whether a try may be made that takes so long before it begins."""
+        return self.credit_s >= self.try_s + before_s
 
 
 class OnOff:
@@ -123,21 +123,23 @@ class OnOff:
         seconds: float,
         alone_s: float,
         *,
+        before_s: float = 0.0,
         worth_trying: Callable[[], bool] = lambda: True,
     ) -> str | None:
         """Count a round without drafting. Return in words what follows, None if nothing does. Of
         several sessions in a pass one has its round told.
 
-        `worth_trying`: whether known costs let a try pay. What they were taken from may have
+        `before_s`: what drafts would take to read prompts before a try. `worth_trying`: whether
+        known costs let a try pay. What they were taken from may have
         changed since, so a try is made after `HOPELESS` rounds all the same.
         """
-        self._experience.earn(seconds, alone_s)
+        self._experience.earn(seconds, alone_s, before_s=before_s)
         if self.state != "off":
             return None
         self._rounds += 1
         if (
             self._rounds < self._patience
-            or not self._experience.affordable
+            or not self._experience.affords(before_s)
             or (self._rounds < HOPELESS and not worth_trying())
         ):
             return None

@@ -169,6 +169,14 @@ class Pricing:
         gain = sum(SURE**level for level in range(1, levels + 1))
         return levels, gain - levels * price - draft * costs.draft_hop_s.value / alone_s
 
+    def reading_s(self, tokens: int) -> float:
+        """Return how long the target waits while its draft reads so many tokens: not at all where
+        they share no device, nor where nothing is known of it."""
+        pair = self._now.pair
+        if pair is None or not tokens or not pair.shared:
+            return 0.0
+        return pair.costs.prompts.expect(tokens) or 0.0
+
     def worth_reading(self, tokens: int, room: int, load: Load, on_off: OnOff) -> bool:
         """Return whether drafting at this load saves more time in `room` tokens than the draft
         takes to read `tokens` tokens first, as far as both are known. If draft and target share a

@@ -38,3 +38,5 @@ class Round:
     """The load when it ended."""
     disturbed: bool = False
     """True if a worker read a prompt meanwhile."""
+    unread: int = 0
+    """Tokens that the draft would have to read before it could be asked."""

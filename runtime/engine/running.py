@@ -250,6 +250,14 @@ class Live:
         read, self._read = self._read, any(worker.turns.reading for worker in self.workers)
         return read or self._prompts != before
 
+    @property
+    def unread(self) -> int:
+        """Return how many tokens the draft has to read before it can be asked, since that was put
+        off."""
+        if self.draft is None or self.session.number not in self.draft.turns.postponed:
+            return 0
+        return self.session.to_brief
+
     def tell_round(self) -> None:
         """Have whoever looks hear of the round that has ended, if one has."""
         ended, self.session.ended = self.session.ended, None

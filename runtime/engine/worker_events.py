@@ -318,6 +318,7 @@ class Answers:
             live.other_rows,
             self._census.load(live),
             live.disturbed(),
+            live.unread,
         )
         live.controller.learn(done)
         return times

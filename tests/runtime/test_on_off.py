@@ -5,10 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
+from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.on_off import (
+    ALLOWANCE,
     BLOCK,
     FIRST_PAUSE,
     LASTING,
+    TRY_SHARE,
     TURNS,
     AheadTrial,
     Experience,
@@ -187,3 +190,27 @@ def test_drafting_that_lasts_is_forgiven_more() -> None:
     assert on_off.state == "on"
     on_off.drafted(0.0, 1.8 * ALONE_S, ALONE_S)
     assert on_off.state == "off"
+
+
+def test_a_try_that_has_prompts_read_first_waits_until_its_share_of_time_pays() -> None:
+    experience = Experience(losing=True)
+    switch, reading_s = OnOff(experience), 40 * ALONE_S
+    rounds = 0
+    while switch.undrafted(ALONE_S, ALONE_S, before_s=reading_s) is None:
+        rounds += 1
+    assert rounds == pytest.approx((reading_s / ALONE_S - ALLOWANCE) / TRY_SHARE, rel=0.01)
+
+
+def test_a_try_among_several_begins_at_the_price_of_those_that_nobody_suffers_from() -> None:
+    crowd = Crowd()
+
+    def undrafted() -> None:
+        while not crowd.on_off.drafting:
+            crowd.undrafted(ALONE_S, ALONE_S, before_s=0.0, hope=lambda: 1.0)
+
+    undrafted()
+    while crowd.on_off.drafting:
+        crowd.drafted(1.0, 2 * ALONE_S, ALONE_S, rate=lambda: 0.5 / ALONE_S, among=2)
+    assert crowd.care > 1.0
+    undrafted()
+    assert crowd.care == 1.0
