@@ -11,6 +11,8 @@ UNDRAFTED_PASSES = 16.0
 MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
 """Factors a round: the care stays as it is if about a twelfth of the sessions are behind."""
+CARE_OF_A_TRY = 2.0
+"""The most with which drafting is tried again."""
 BEHIND = 0.97
 """Share of the rate without drafting below which a session beside others suffers from what these
 draft."""
@@ -84,6 +86,6 @@ class Crowd:
             before_s=before_s,
             worth_trying=lambda: hope() >= LEAST_HOPE,
         )
-        if self.on_off.drafting:  # a try of what costs too much at its price would find nothing
-            self.care = 1.0
+        if self.on_off.drafting:  # at the last price a try might find nothing to draft
+            self.care = min(self.care, CARE_OF_A_TRY)
         return words

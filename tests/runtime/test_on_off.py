@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dovetail.runtime.control.crowd import Crowd
+from dovetail.runtime.control.crowd import CARE_OF_A_TRY, MOST_CARE, Crowd
 from dovetail.runtime.control.on_off import (
     ALLOWANCE,
     BLOCK,
@@ -201,7 +201,7 @@ def test_a_try_that_has_prompts_read_first_waits_until_its_share_of_time_pays() 
     assert rounds == pytest.approx((reading_s / ALONE_S - ALLOWANCE) / TRY_SHARE, rel=0.01)
 
 
-def test_a_try_among_several_begins_at_the_price_of_those_that_nobody_suffers_from() -> None:
+def test_a_try_among_several_does_not_begin_at_a_price_at_which_nothing_is_drafted() -> None:
     crowd = Crowd()
 
     def undrafted() -> None:
@@ -211,6 +211,6 @@ def test_a_try_among_several_begins_at_the_price_of_those_that_nobody_suffers_fr
     undrafted()
     while crowd.on_off.drafting:
         crowd.drafted(1.0, 2 * ALONE_S, ALONE_S, rate=lambda: 0.5 / ALONE_S, among=2)
-    assert crowd.care > 1.0
+    crowd.care = MOST_CARE
     undrafted()
-    assert crowd.care == 1.0
+    assert crowd.care == CARE_OF_A_TRY
