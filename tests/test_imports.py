@@ -47,11 +47,13 @@ INSIDE_WORKERS = {
 OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"
 """The one file that may call torch.load, and only with weights_only=True: the public draft heads
 are pickled, and the user has to ask for it."""
-SORTED = ("launch", "workers")
+SORTED = ("launch", "workers", "runtime")
 """The folders that have rooms: few entries at the top, and no long file."""
 SPOKEN = ("launch", "workers")
 """The folders whose docstrings are sentences."""
 MOST_ENTRIES, MOST_LINES = 20, 400
+STILL_LONG = {"runtime/fleet/replacement.py"}
+"""Files that are yet to be split."""
 FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where)\b")
 """A docstring that begins so is a part of a sentence, and the reader has to find the rest."""
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -208,7 +210,9 @@ def test_a_folder_has_at_most_twenty_entries(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in sources() if name(p).split("/")[0] in SORTED], ids=name
+    "path",
+    [p for p in sources() if name(p).split("/")[0] in SORTED and name(p) not in STILL_LONG],
+    ids=name,
 )
 def test_a_file_has_at_most_four_hundred_lines(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())

@@ -47,8 +47,9 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.tree import ROOT
+from dovetail.runtime.record.parts import own_verdicts
 from dovetail.runtime.record.recording import Recording
-from dovetail.runtime.record.replay import Asked, Difference, own_verdicts, short
+from dovetail.runtime.record.replay import Asked, Difference, short
 
 
 @dataclass

@@ -31,12 +31,13 @@ from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count
-from dovetail.runtime.http.app import Service, Terms, open_app
+from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.guard import is_loopback
 from dovetail.runtime.http.orders import Defaults
 from dovetail.runtime.http.server import Connections, listen, serve
+from dovetail.runtime.http.service import Service, Terms
 
 RECONNECT_S = 1.0
 SHORTEST_KEY = 16

@@ -14,7 +14,7 @@ from dovetail.launch.console.terminal import counted, spinner
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.runtime.record.recording import Recording, read_recording
-from dovetail.runtime.record.replay import Difference, Playback
+from dovetail.runtime.record.replay import Difference, Replay
 
 
 @click.command(cls=HelpCommand)
@@ -46,7 +46,7 @@ def command(
     """
     recording = read_recording(file)
     if role is None:
-        playback = Playback(recording)
+        playback = Replay(recording)
         _tell(context, recording, playback.play(), _of_logic(playback), as_json=as_json)
         return
     parts_of(recording, role)  # there is something to play before a model is loaded
@@ -56,7 +56,7 @@ def command(
     _tell(context, recording, outcome.difference, _of_worker(role, outcome), as_json=as_json)
 
 
-def _of_logic(playback: Playback) -> dict[str, Any]:
+def _of_logic(playback: Replay) -> dict[str, Any]:
     tokens = len(playback.session.tokens)
     words = (
         f"{counted(len(playback.taken), 'step')}, {counted(playback.commands, 'command')}, "

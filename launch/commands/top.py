@@ -30,7 +30,8 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.messages import Reported
 from dovetail.runtime.client import Client
-from dovetail.runtime.telemetry.live_stats import FORMAT, LiveStats, Spell, label
+from dovetail.runtime.telemetry.live_stats import FORMAT, LiveStats
+from dovetail.runtime.telemetry.picture import Spell, label
 from dovetail.runtime.text.tokenizer import TextCodec
 
 EVERY_S = 1.0

@@ -12,7 +12,8 @@ from dovetail.runtime.engine.client_requests import refusal
 from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone
 from dovetail.runtime.engine.outgoing import Post
 from dovetail.runtime.engine.service import Service
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.telemetry.metrics import Dropped
 
 log = logging.getLogger("dovetail.coordinator")

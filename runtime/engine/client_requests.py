@@ -34,8 +34,9 @@ from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import Live, waits
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import Observing

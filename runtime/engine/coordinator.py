@@ -46,8 +46,9 @@ from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.engine.worker_events import Answers
 from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dovetail.protocol.messages import DraftFailure, Fault
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.fleet.peers import Worker
 
 MAX_WORDS = 512
 """Characters of a failure; the words are a worker's own."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Message
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
 

@@ -13,7 +13,7 @@ from dovetail.protocol.errors import LinkError, PeerBusy
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Message
 from dovetail.runtime.engine.faults import reraise_exits
-from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.telemetry.event_log import Observing
 
 log = logging.getLogger("dovetail.coordinator")

@@ -23,8 +23,9 @@ from dovetail.runtime.engine.sessions import CarryOut, Sessions
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.fleet.liveness import DEAF, LEAST_S
 from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.telemetry.metrics import Tally
 

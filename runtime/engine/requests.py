@@ -8,7 +8,7 @@ from dovetail.protocol.messages import Submit
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import misfit
 from dovetail.runtime.engine.faults import reraise_exits, told
-from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.text.tokenizer import TextCodec
 

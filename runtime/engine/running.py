@@ -12,7 +12,7 @@ from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verif
 from dovetail.protocol.spans import Span
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
-from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State

@@ -24,7 +24,8 @@ from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.outgoing import Post
 from dovetail.runtime.engine.running import JOIN_WORTH, Census, Live
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 

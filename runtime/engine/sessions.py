@@ -18,7 +18,8 @@ from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import Census, Live
 from dovetail.runtime.engine.sending import Dispatch
 from dovetail.runtime.fleet.moving import Moving
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.actions import Action, Ask, Finish, NextRound
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Observing

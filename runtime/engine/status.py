@@ -18,8 +18,9 @@ from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Dropped, Tally

@@ -37,7 +37,8 @@ from dovetail.runtime.engine.running import Census, Live
 from dovetail.runtime.engine.scheduler import Owed
 from dovetail.runtime.engine.worker_failures import WorkerFailures
 from dovetail.runtime.fleet.moving import Moving
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State

@@ -9,7 +9,8 @@ from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
 from dovetail.runtime.engine.effects import Effects, Fail, Follow, Send
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.fleet.moving import Moving
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 
 log = logging.getLogger("dovetail.coordinator")

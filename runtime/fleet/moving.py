@@ -18,9 +18,10 @@ from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.engine.service import Service
+from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.recovery import Recovery
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.state import State
 

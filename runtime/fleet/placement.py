@@ -14,8 +14,9 @@ from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.control.pairs import Pair, share_device
 from dovetail.runtime.engine.running import JOIN_WORTH, Live
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, Base, bases
-from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session

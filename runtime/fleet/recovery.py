@@ -12,7 +12,7 @@ from typing import Literal
 
 from dovetail.protocol.errors import RequestError
 from dovetail.runtime.engine.running import Live, Loss
-from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.fleet.peers import Worker
 
 MARGIN_S = 30.0
 LOADS = 2.0

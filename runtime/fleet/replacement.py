@@ -39,8 +39,9 @@ from dovetail.runtime.engine.effects import (
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import ClientPeer, Registry, Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.steps import (
     Action,
     Change,

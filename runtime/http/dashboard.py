@@ -20,7 +20,8 @@ from fastapi.responses import Response
 
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway, Target
-from dovetail.runtime.telemetry.live_stats import LiveStats, label
+from dovetail.runtime.telemetry.live_stats import LiveStats
+from dovetail.runtime.telemetry.picture import label
 
 Shown = Literal["full", "anonymous", "off"]
 

@@ -17,28 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages import (
-    VERSION,
     Failed,
     Finished,
     Hello,
     Message,
     Submit,
     Verified,
-    VerifiedItem,
     Verify,
 )
-from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.running import Live
-from dovetail.runtime.fleet.prefix_cache import Base
-from dovetail.runtime.fleet.registry import ClientPeer, Worker
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.record import recording
-from dovetail.runtime.record.writer import MAX_WAITING_BYTES, Scribe
-from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
-from dovetail.runtime.session.draft_sync import DraftSync, Joining
-from dovetail.runtime.session.session import Session
-from dovetail.runtime.telemetry.metrics import RoundTimes
+from dovetail.runtime.record.entries import MAX_WORDS, begun, outline, plain
+from dovetail.runtime.record.writer import MAX_WAITING_BYTES, FileWriter
+from dovetail.runtime.session.actions import Action
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -62,13 +55,11 @@ STEPS = (
 )
 """The methods of a session that change it."""
 PIECE_BYTES = 256 << 10
-"""What is kept of a recording until the thread gets it before its time."""
+"""Bytes of a recording that are kept before the thread gets them early."""
 MAX_SUBMITTED = 256
 """Requests that have arrived and whose sessions have not begun."""
 MAX_NOTES = 1024
-"""What is remembered and not packed."""
-MAX_WORDS = 4096
-"""Of an exception."""
+"""Notes that are remembered and not packed."""
 
 
 class Recorder:
@@ -81,13 +72,13 @@ class Recorder:
     def __init__(self, folder: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """`UserError` if no file can be made in the folder, which is made if it is not there."""
         self._folder, self._now = folder, clock_ns
-        self._scribe = Scribe(folder)
+        self._writer = FileWriter(folder)
         self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """What has happened and has not been packed."""
-        self._tapes: dict[int, _Tape] = {}
-        """By session."""
-        self._requests: dict[tuple[bytes, int], _Tape] = {}
-        """The same by client and request, until that has been told its end."""
+        """Notes that have not been packed."""
+        self._files: dict[int, _SessionFile] = {}
+        """The file of each session."""
+        self._requests: dict[tuple[bytes, int], _SessionFile] = {}
+        """The file of each client's request, until that has been told its end."""
         self._over: set[int] = set()
         """Sessions that had ended when it was looked at last."""
         self._submitted: dict[tuple[bytes, int], tuple[int, Sequence[bytes]]] = {}
@@ -101,7 +92,9 @@ class Recorder:
         session, began = live.session, datetime.now(UTC)
         epoch = f"{session.epoch & 0xFFFFFFFF:08x}"
         name = f"{began:%Y%m%dT%H%M%S}-{epoch}-{session.number}{recording.SUFFIX}"
-        new = _Tape(self._folder / name, self._scribe, self._now(), timed=session.request.record)
+        new = _SessionFile(
+            self._folder / name, self._writer, self._now(), timed=session.request.record
+        )
         live.recorded = partial(self._step, new)
         self._note(
             self._begin,
@@ -109,7 +102,7 @@ class Recorder:
             live.client,
             live.request,
             session.number,
-            _begun(session, began),
+            begun(session, began),
             live.target.hello,
         )
 
@@ -125,7 +118,7 @@ class Recorder:
 
     def _step(
         self,
-        about: "_Tape",
+        about: "_SessionFile",
         name: str,
         arguments: Sequence[Any],
         actions: Sequence[Action],
@@ -155,8 +148,8 @@ class Recorder:
         """Have everything written; what is still said of a session that has ended is noted until
         the next time. `running`: the sessions that have not."""
         self.settle()
-        over = {number for number in self._tapes if number not in running}
-        ended = [self._tapes.pop(number) for number in over & self._over]
+        over = {number for number in self._files if number not in running}
+        ended = [self._files.pop(number) for number in over & self._over]
         self._over = over - self._over
         if ended:
             self._requests = {
@@ -164,26 +157,26 @@ class Recorder:
             }
         for about in ended:
             about.end("the session has ended", whole=True)
-        for kept in self._tapes.values():
+        for kept in self._files.values():
             kept.hand_over()
 
     def close(self) -> None:
         """Write everything, and end. No session runs any more."""
         self.settle()
-        for kept in self._tapes.values():
+        for kept in self._files.values():
             kept.end("the session has ended", whole=True)
-        self._scribe.close()
+        self._writer.close()
 
     def _begin(
         self,
-        new: "_Tape",
+        new: "_SessionFile",
         client: ClientPeer,
         request: int,
         session: int,
         begun: dict[str, Any],
         target: Hello,
     ) -> None:
-        self._tapes[session] = self._requests[client.peer, request] = new
+        self._files[session] = self._requests[client.peer, request] = new
         new.add(begun)
         if target.tokenizer is not None:
             new.add_tokenizer(target.tokenizer.data)
@@ -199,19 +192,19 @@ class Recorder:
         frames: Sequence[bytes],
     ) -> None:
         """A message, to all the recordings that it belongs into."""
-        tapes: Sequence[_Tape]
+        files: Sequence[_SessionFile]
         if isinstance(message, Verified | Verify):
             numbers = dict.fromkeys(item.session for item in message.items)
-            tapes = [self._tapes[number] for number in numbers if number in self._tapes]
+            files = [self._files[number] for number in numbers if number in self._files]
         elif isinstance(peer, ClientPeer):
-            tapes = self._of_request(direction, at_ns, peer, message, frames)
+            files = self._of_request(direction, at_ns, peer, message, frames)
         else:
-            tapes = (
-                [self._tapes[number]]
-                if (number := getattr(message, "session", None)) in self._tapes
+            files = (
+                [self._files[number]]
+                if (number := getattr(message, "session", None)) in self._files
                 else []
             )
-        for about in tapes:
+        for about in files:
             about.add_message(direction, at_ns, peer, frames)
 
     def _of_request(
@@ -221,7 +214,7 @@ class Recorder:
         client: ClientPeer,
         message: Message,
         frames: Sequence[bytes],
-    ) -> Sequence["_Tape"]:
+    ) -> Sequence["_SessionFile"]:
         request = (
             message.session if isinstance(message, Failed) else getattr(message, "request", None)
         )
@@ -238,12 +231,13 @@ class Recorder:
         return [] if found is None else [found]
 
 
-class _Tape:
-    """What is packed of one session and has not been handed to the thread that writes it."""
+class _SessionFile:
+    """The recording of one session: entries that are packed, and handed to the thread that writes
+    them."""
 
-    def __init__(self, path: Path, scribe: Scribe, began_ns: int, *, timed: bool) -> None:
+    def __init__(self, path: Path, writer: FileWriter, began_ns: int, *, timed: bool) -> None:
         """`timed`: what is said of rounds says how long they took."""
-        self._path, self._scribe, self._began_ns, self._timed = path, scribe, began_ns, timed
+        self._path, self._writer, self._began_ns, self._timed = path, writer, began_ns, timed
         self._peers: dict[bytes, int] = {}
         self._pieces: list[bytes] = []
         self._waiting = self._size = 0
@@ -265,7 +259,7 @@ class _Tape:
 
     def add_tokenizer(self, content: bytes) -> None:
         self.hand_over()
-        self._scribe.add_tokenizer(self._path, content)
+        self._writer.add_tokenizer(self._path, content)
 
     def add_message(
         self, direction: str, at_ns: int, peer: Worker | ClientPeer, frames: Sequence[bytes]
@@ -295,7 +289,7 @@ class _Tape:
             "type": "step",
             "at": self._since(at_ns),
             "name": name,
-            "arguments": [self._plain(value) for value in arguments],
+            "arguments": [plain(value, timed=self._timed) for value in arguments],
         }
         if actions:
             entry["actions"] = [outline(action) for action in actions]
@@ -307,31 +301,12 @@ class _Tape:
         """Since the session began; its request came before that."""
         return max(0, at_ns - self._began_ns)
 
-    def _plain(self, value: Any) -> Any:
-        """An argument of a step; None where it is the message in hand, or features of it."""
-        match value:
-            case Message() | Array():
-                return None
-            case VerifiedItem():
-                return value.round
-            case RoundTimes():
-                return vars(value) if self._timed else None
-            case Base() | Plan():
-                return vars(value)
-            case Joining():
-                return {
-                    "reads": value.reads and value.reads.model_dump(),
-                    "base": _base(value.base),
-                }
-            case _:
-                return value
-
     def hand_over(self) -> None:
         """Give the thread what there is."""
         if not self._pieces:
             return
         pieces, self._pieces, self._waiting = self._pieces, [], 0
-        if not self._scribe.add(self._path, pieces):
+        if not self._writer.add(self._path, pieces):
             self._ended = True
             log.warning(
                 "the recording %s ends early: %d MiB wait for the disk",
@@ -346,65 +321,4 @@ class _Tape:
         self._ended = True
         self._pieces.append(recording.pack_entry({"type": "end", "whole": whole, "why": why}))
         self.hand_over()
-        self._scribe.finish(self._path)
-
-
-def _begun(session: Session, began: datetime) -> dict[str, Any]:
-    """The first entry of a recording."""
-    request = session.request
-    wanted = {
-        "prompt": request.packed,
-        "key": request.key,
-        "seed": request.seed,
-        "sampling": request.sampling.model_dump(),
-        "max_tokens": request.max_tokens,
-        "tree": request.tree.model_dump(),
-        "end": request.end,
-        "vocabulary_size": request.vocabulary_size,
-        "stop": request.stop,
-        "record": request.record,
-        "logprobs": request.logprobs,
-        "scored": request.scored,
-    }
-    return {
-        "type": "recording",
-        "format": recording.FORMAT,
-        "protocol": VERSION,
-        "began": f"{began:%Y-%m-%d %H:%M:%S} UTC",
-        "session": session.number,
-        "epoch": session.epoch,
-        "request": wanted,
-        "fingerprint": session.fingerprint,
-        "draft": None if session.brief is None else _drafting(session.brief),
-        "target_base": _base(session.target_base),
-    }
-
-
-def _drafting(brief: DraftSync) -> dict[str, Any]:
-    return {
-        "tokens": brief.tokens,
-        "reads": brief.reads and brief.reads.model_dump(),
-        "base": _base(brief.base),
-    }
-
-
-def _base(base: Base | None) -> dict[str, int] | None:
-    return None if base is None else {"session": base.session, "tokens": base.tokens}
-
-
-def outline(action: Action) -> tuple[Any, ...]:
-    """What a recording says of an action. What exactly a worker is asked stands in the message that
-    it is sent, if it still is."""
-    match action:
-        case Ask():
-            return ("ask", action.role, action.command.type)
-        case Emit():
-            return ("emit", action.tokens, action.drafted, action.text)
-        case Score():
-            return ("score", action.start, len(action.logprobs))
-        case Note():
-            return ("note", action.record.round)
-        case NextRound():
-            return ("next_round",)
-        case Finish():
-            return ("finish", action.reason)
+        self._writer.finish(self._path)

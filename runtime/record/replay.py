@@ -25,14 +25,15 @@ from dovetail.protocol.messages import (
     Recorded,
     Refeed,
     Reply,
-    Verified,
     VerifiedItem,
     Verify,
 )
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.faults import reraise_exits, told
 from dovetail.runtime.fleet.prefix_cache import TOKEN_BYTES, Base
-from dovetail.runtime.record.recorder import MAX_WORDS, STEPS, outline
+from dovetail.runtime.record.entries import MAX_WORDS, outline
+from dovetail.runtime.record.parts import is_sent_as, own_part, own_verdicts
+from dovetail.runtime.record.recorder import STEPS
 from dovetail.runtime.record.recording import Entry, From, Joined, Recording, Said, Step
 from dovetail.runtime.session.actions import Action, Ask, Emit, Note, Score
 from dovetail.runtime.session.draft_sync import DraftSync, Joining
@@ -42,25 +43,25 @@ from dovetail.runtime.telemetry.metrics import Accounts, RoundTimes
 from dovetail.runtime.text.tokenizer import open_detokenizer
 
 Asked = Open | Feed | Refeed | Draft | Verify
-"""What a session asks a worker. Close is the coordinator's word too."""
+"""Commands that a session asks a worker. Close is the coordinator's too."""
 TOLD: tuple[tuple[type[Action], type[Reply], Sequence[str]], ...] = (
     (Emit, Emitted, ("tokens", "text", "logprobs")),
     (Score, PromptScored, ("logprobs",)),
     (Note, Recorded, ("record",)),
 )
-"""What a client is told of an action, and in which fields."""
+"""Messages by which a client is told of an action, and their fields."""
 MOST_WORDS = 300
 """Characters of one side of a difference."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where what follows today is not what followed then."""
+    """The place where today's session logic does something else than the recorded one."""
 
     entry: int
-    """Of the file, from 0 on."""
+    """Number of the entry in the file, from 0 on."""
     at_s: float
-    """Since the session began."""
+    """Seconds since the session began."""
     where: str
     recorded: str
     now: str
@@ -73,7 +74,7 @@ class Difference:
 
 
 class _Differs(Exception):
-    """Ends a playback; recorded and now, in words."""
+    """Ends a replay; recorded and now, in words."""
 
 
 @dataclass(frozen=True)
@@ -85,29 +86,30 @@ class Taken:
 
 
 @dataclass
-class Playback:
+class Replay:
     """One recording and the session that takes its steps."""
 
     recording: Recording
     taken: list[Taken] = field(default_factory=list)
     """The steps, the one that differs with them."""
     commands: int = 0
-    """That have been compared."""
+    """Commands that have been compared."""
     difference: Difference | None = None
     _place: int = 0
     _in_hand: Said | None = None
     """The last message that has come."""
     _asked: list[Ask] = field(default_factory=list)
-    """What has not been seen to be sent; it need not be, if the session has ended meanwhile or the
-    worker was lost."""
+    """Commands that have not been seen to be sent; they need not be, if the session has ended
+    meanwhile or the worker was lost."""
     _told: list[Reply] = field(default_factory=list)
-    """What the client was told then, but for the end."""
+    """Messages that the client was told then, but for the end."""
 
     def __post_init__(self) -> None:
         self.session = _session(self.recording)
 
     def play(self) -> Difference | None:
-        """The first difference, if there is one; `UserError` if the recording makes no sense."""
+        """Return the first difference, if there is one. Raise `UserError` if the recording makes no
+        sense."""
         try:
             for place, entry in enumerate(self.recording.entries):
                 self._place = place
@@ -162,8 +164,8 @@ class Playback:
     def _compare(
         self, step: Step, actions: Sequence[Action], raised: tuple[str, str] | None
     ) -> None:
-        """Passes what followed then. Where a recording has the whole of a command, that is
-        compared."""
+        """Compare what follows with what followed then. If a recording has the whole of a command,
+        that is compared."""
         then = [action[:3] if action[:1] == ("ask",) else action for action in step.actions]
         now = [outline(action) for action in actions]
         if (then, step.raised) != (now, raised):
@@ -175,7 +177,7 @@ class Playback:
                 )
 
     def _arguments(self, step: Step) -> Sequence[Any]:
-        """What the method is called with."""
+        """Return the arguments that the method is called with."""
         plain = step.arguments
         match step.name:
             case "prefilled" | "refed" | "scored" | "drafted":
@@ -203,7 +205,7 @@ class Playback:
         return event
 
     def _verdict(self, round: int) -> tuple[VerifiedItem, Array | None]:
-        """The item of this session and round of the message in hand, and its features."""
+        """Return the item of this session and round of the message in hand, and its features."""
         event = self._event()
         found = next(
             (pair for pair in own_verdicts(event, self.session.number) if pair[0].round == round),
@@ -219,7 +221,7 @@ class Playback:
     # -- messages ----------------------------------------------------------------------------------
 
     def _sent(self, said: Said) -> None:
-        """A message that went out then: it is asked for today too."""
+        """Compare a message that went out then with what is asked for today."""
         peer = self.recording.peers[said.peer]
         if peer.roles == ("client",):
             reply = _decoded(REPLY, said.frames)
@@ -239,7 +241,7 @@ class Playback:
         if not asked:
             raise _Differs(where, "a command", "none")
         place = next(
-            (place for place, ask in enumerate(asked) if _is_sent_as(ask.command, then)), None
+            (place for place, ask in enumerate(asked) if is_sent_as(ask.command, then)), None
         )
         if place is None:
             self._compare_commands(where, then, asked[-1].command)
@@ -248,8 +250,8 @@ class Playback:
         self.commands += 1
 
     def _compare_commands(self, where: str, then: Command, now: Command) -> None:
-        """Passes what was sent then."""
-        if _is_sent_as(now, then):
+        """Compare a command with what was sent then."""
+        if is_sent_as(now, then):
             return
         name = next(
             (
@@ -264,7 +266,7 @@ class Playback:
         )
 
     def _compare_told(self) -> None:
-        """Passes what the client was told, piece by piece or in one; it need not have been told
+        """Compare what the client was told, piece by piece or in one; it need not have been told
         everything."""
         actions = [action for taken in self.taken for action in taken.actions]
         for kind, told_as, names in TOLD:
@@ -299,7 +301,7 @@ class Playback:
 
 
 def _session(recording: Recording) -> Session:
-    """The session as it began."""
+    """Return the session as it began."""
     begin, wanted = recording.begin, recording.begin.request
     fields: dict[str, Any] = {
         name: getattr(wanted, name) for name in type(wanted).model_fields if name != "prompt"
@@ -320,62 +322,10 @@ def _session(recording: Recording) -> Session:
 
 
 def whole(action: Action) -> tuple[Any, ...]:
-    """What a recording may say of an action that needs no message to compare it with: with all of a
-    command."""
+    """Return what a recording says of an action with the whole of its command, so that no message
+    is needed to compare it with."""
     told = outline(action)
     return (*told, tuple(encode(action.command))) if isinstance(action, Ask) else told
-
-
-def own_part(verify: Verify, session: int) -> Verify:
-    """Of a pass of several sessions, what is this one's."""
-    first = 0
-    for item in verify.items:
-        rows = 1 + len(item.tokens)
-        if item.session == session:
-            drawn = {
-                name: _rows(getattr(verify, name), first, first + rows)
-                for name in ("candidates", "probabilities")
-            }
-            return verify.model_copy(update={"items": (item,), **drawn})
-        first += rows
-    return verify
-
-
-def own_verdicts(event: Event, session: int) -> Sequence[tuple[VerifiedItem, Array | None]]:
-    """Of the verdicts of a pass, those of this session, each with its features; none where they are
-    not as many as there should be."""
-    if not isinstance(event, Verified):
-        return []
-    found, first = [], 0
-    whole = event.features is not None and event.features.shape[:1] == (
-        sum(1 + len(item.accepted) for item in event.items),
-    )
-    for item in event.items:
-        rows = 1 + len(item.accepted)
-        if item.session == session:
-            found.append((item, _rows(event.features if whole else None, first, first + rows)))
-        first += rows
-    return found
-
-
-def _rows(array: Array | None, start: int, stop: int) -> Array | None:
-    return None if array is None else array.rows(start, stop)
-
-
-def _is_sent_as(asked: Command, sent: Command) -> bool:
-    """Whether this is what was asked, or of a tree that was not drawn from a law the beginning."""
-    if isinstance(asked, Verify) and isinstance(sent, Verify) and asked.candidates is None:
-        (item,), nodes = asked.items, len(sent.items[0].tokens)
-        asked = asked.model_copy(
-            update={
-                "items": (
-                    item.model_copy(
-                        update={"tokens": item.tokens[:nodes], "parents": item.parents[:nodes]}
-                    ),
-                )
-            }
-        )
-    return asked == sent
 
 
 def _decoded(dialect: Dialect[Any], frames: Sequence[bytes]) -> Any:
@@ -396,7 +346,7 @@ def _times(times: Mapping[str, int] | None) -> RoundTimes | None:
 
 
 def _joined(name: str, pieces: Sequence[Any]) -> Any:
-    """A field of all of these, in one."""
+    """Return a field of all of these, in one."""
     parts = [getattr(piece, name) for piece in pieces]
     return (
         "".join(parts)
@@ -416,7 +366,7 @@ def _words(actions: Sequence[Sequence[Any]], raised: Sequence[str] | None) -> st
 
 
 def short(value: object) -> str:
-    """In words, not too many."""
+    """Return a value in words, cut if they are many."""
     words = str(value)
     return (
         words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]}... ({len(words)} characters)"

@@ -36,7 +36,7 @@ class _Piece:
     content: Callable[[], bytes] | None = None
 
 
-class Scribe:
+class FileWriter:
     """Writes into one folder. Its methods do not wait, but for `close`."""
 
     def __init__(self, folder: Path) -> None:

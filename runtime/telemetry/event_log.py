@@ -31,7 +31,7 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.spans import ClockOffset, Span
-from dovetail.runtime.fleet.registry import Worker
+from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.text.tokenizer import Writer
 

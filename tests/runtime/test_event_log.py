@@ -27,7 +27,8 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, ClockOffset, Span
 from dovetail.runtime.client import Client
-from dovetail.runtime.fleet.registry import Registry, Worker
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.telemetry.event_log import LATEST_NS, LOOKED_NS, MAX_HELD, Observing, offset
 from support.houses import PROMPT, House, pumped
 from support.scripted import ScriptedDraft, hello

@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from dovetail.protocol.messages import Reported, RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.runtime.telemetry.live_stats import (
     HISTORY_S,
-    MAX_LABEL,
-    MAX_NODES,
     MAX_SESSIONS,
     QUIET_S,
     RATE_S,
     LiveStats,
-    cores_in_words,
-    label,
 )
+from dovetail.runtime.telemetry.picture import MAX_LABEL, MAX_NODES, cores_in_words, label
 from support.golden import representative
 
 S = 10**9

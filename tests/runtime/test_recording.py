@@ -135,11 +135,11 @@ def test_a_recording_is_written_while_its_session_runs(tmp_path: Path) -> None:
         house.coordinator.tick()
         recorder = house.coordinator._recorder
         assert recorder is not None
-        recorder._scribe.close()  # once everything that was handed over is written
+        recorder._writer.close()  # once everything that was handed over is written
         (found,) = read_all(tmp_path)
         assert not found.whole
         assert said(found, "out", "target")
-        recorder._scribe = scribe.Scribe(tmp_path / "later")
+        recorder._writer = scribe.FileWriter(tmp_path / "later")
 
 
 def test_a_session_that_ended_is_closed_and_one_that_follows_has_its_own(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_session_that_ended_is_closed_and_one_that_follows_has_its_own(tmp_pat
                 house.run()
         recorder = house.coordinator._recorder
         assert recorder is not None
-        assert not recorder._tapes
+        assert not recorder._files
         assert not recorder._requests
         assert not recorder._submitted
     assert [found.whole for found in read_all(tmp_path)] == [True] * 3
@@ -206,7 +206,7 @@ def test_what_cannot_be_removed_stays_and_costs_no_later_recording(
     stays.mkdir()
     monkeypatch.setattr(scribe, "MAX_FOLDER_BYTES", 0)
     one, other = tmp_path / f"b{tape.SUFFIX}", tmp_path / f"c{tape.SUFFIX}"
-    writer = scribe.Scribe(tmp_path)
+    writer = scribe.FileWriter(tmp_path)
 
     def fail() -> bytes:
         raise OSError("no space left")
@@ -244,7 +244,7 @@ def test_what_cannot_be_recorded_disturbs_nobody(
     with recording(tmp_path) as house, monkeypatch.context() as patch:
         patch.setattr(tape, "pack_entry", fail)
         assert list(house.complete().result.token_ids) == continuation((5, 6, 7), 60)
-        house.coordinator._recorder._tapes.clear()  # type: ignore[union-attr]
+        house.coordinator._recorder._files.clear()  # type: ignore[union-attr]
     assert "could not be recorded" in caplog.text
 
 

@@ -16,7 +16,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Finished
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.record.recording import Recording, Said, Step, read_recording
-from dovetail.runtime.record.replay import Difference, Playback
+from dovetail.runtime.record.replay import Difference, Replay
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.session import Session
 from support import schedules
@@ -28,8 +28,8 @@ from support.scripted import READS, ROOMY, ScriptedTarget
 SKY = next(path for path in recordings() if path.name == "sky.messages")
 
 
-def play(path: Path) -> Playback:
-    playback = Playback(read_recording(path))
+def play(path: Path) -> Replay:
+    playback = Replay(read_recording(path))
     playback.play()
     return playback
 
@@ -38,7 +38,7 @@ def altered(recording: Recording, out: Path, change: Callable[[Any], Any]) -> Di
     """What a recording comes to in which each entry is what `change` makes of it; None of it: left
     out."""
     entries = tuple(new for entry in recording.entries if (new := change(entry)) is not None)
-    return Playback(Recording(out, recording.begin, entries)).play()
+    return Replay(Recording(out, recording.begin, entries)).play()
 
 
 @pytest.mark.parametrize("path", recordings(), ids=lambda path: path.stem)
@@ -226,7 +226,7 @@ def test_a_command_that_nothing_asks_for_is_named(tmp_path: Path) -> None:
         for entry in recording.entries
         for new in ((entry, entry) if entry is first else (entry,))
     ]
-    difference = Playback(Recording(tmp_path / "x", recording.begin, tuple(twice))).play()
+    difference = Replay(Recording(tmp_path / "x", recording.begin, tuple(twice))).play()
     assert difference is not None
     assert (difference.recorded, difference.now) == ("a command", "none")
 

@@ -37,7 +37,7 @@ def correct(source: Path, out: Path) -> None:
         for name in ("record.recording", "record.replay")
     )
     recording = tape.read_recording(source)
-    played = playback.Playback(recording)
+    played = playback.Replay(recording)
     played.play()
     today = iter(played.taken)
     last = played.difference.entry if played.difference is not None else 1 + len(recording.entries)

@@ -1,0 +1,94 @@
+"""Fit: whether a draft can guess for a target. It has to share the vocabulary, if it has one, and
+to find the hidden states that it reads. Pure; a `RequestError` names what differs."""
+
+from dovetail.protocol.errors import CheckpointError, RequestError
+from dovetail.protocol.messages import Hello
+from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
+from dovetail.runtime.fleet.peers import Language, Worker
+from dovetail.runtime.text.tokenizer import TextCodec
+
+
+def check_fit(draft: Worker, target: Worker) -> None:
+    """Raise `RequestError`, which names what differs, unless a draft can guess for this target."""
+    if (
+        draft.language is not None
+        and target.language is not None
+        and draft.language.vocabulary != target.language.vocabulary
+    ):
+        named = "; ".join(
+            vocabulary_differences(target.language.vocabulary, draft.language.vocabulary)
+        )
+        raise RequestError(
+            "vocabulary",
+            f"the draft {draft.model} does not share the vocabulary of the target "
+            f"{target.model}: {named}. Choose a draft of the same model family.",
+        )
+    reads, states = draft.hello.reads, target.hello.states
+    if reads is None:
+        return
+    if (
+        states is None
+        or (reads.width, reads.vocabulary_size) != (states.width, target.facts.size)
+        or max(reads.taps, default=0) >= states.layers
+    ):
+        before = f" before layers {', '.join(map(str, reads.taps))}" if reads.taps else ""
+        wanted = (
+            f"hidden states of width {reads.width}{before} and a vocabulary of "
+            f"{reads.vocabulary_size}"
+        )
+        has = (
+            "shows none"
+            if states is None
+            else f"has width {states.width}, {states.layers} layers and a vocabulary of "
+            f"{target.facts.size}"
+        )
+        text = (
+            f"the draft head {draft.model} reads {wanted}; the target {target.model} {has}. "
+            "Choose a head that was made for this target."
+        )
+        raise RequestError("settings", text)
+
+
+def is_stranger(draft: Worker, target: Worker) -> bool:
+    """Return whether a draft head was trained for another checkpoint than this target's."""
+    reads, states = draft.hello.reads, target.hello.states
+    return (
+        reads is not None
+        and states is not None
+        and bool(reads.trained_for and states.checkpoint)
+        and reads.trained_for != states.checkpoint
+    )
+
+
+def other_checkpoint(draft: Worker, target: Worker) -> str:
+    """Return in words that a draft head was trained for another checkpoint."""
+    assert draft.hello.reads is not None
+    assert target.hello.states is not None
+    return (
+        f"the draft head {draft.model} was trained for the checkpoint "
+        f"{draft.hello.reads.trained_for[:16]}, the target {target.model} is "
+        f"{target.hello.states.checkpoint[:16]}: the output is the same, but fewer of its "
+        "guesses may be right"
+    )
+
+
+def read_language(hello: Hello) -> Language | None:
+    """Return the vocabulary and the tokenizer that a worker introduced itself with; None: a draft
+    without."""
+    if hello.roles == ("draft",) and hello.vocabulary is None and hello.tokenizer is None:
+        return None
+    if hello.vocabulary is None or hello.tokenizer is None:
+        raise RequestError(
+            "protocol",
+            f"the worker {hello.name} introduced itself without vocabulary and tokenizer",
+        )
+    try:
+        return Language(
+            hello.vocabulary,
+            read_vocabulary(hello.tokenizer.data),
+            TextCodec(hello.tokenizer.data, hello.vocabulary),
+        )
+    except CheckpointError as error:
+        raise RequestError("vocabulary", f"{hello.model or hello.name}: {error}") from None
+    except RequestError as error:
+        raise RequestError(error.code, f"{hello.model or hello.name}: {error}") from None

@@ -1,0 +1,194 @@
+"""Peers: a registered worker or client, and what the coordinator knows of it. Pure."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
+from dovetail.protocol.spans import ClockOffset
+from dovetail.runtime.control.costs import Average, RowCosts
+from dovetail.runtime.engine.outbox import Outbox
+from dovetail.runtime.engine.scheduler import Turns
+from dovetail.runtime.fleet.liveness import Liveness
+from dovetail.runtime.fleet.prefix_cache import Shelf
+from dovetail.runtime.text.tokenizer import TextCodec
+
+LATE_TRIPS = 16
+"""Probes that a worker's round trip is the least of."""
+
+
+@dataclass(frozen=True)
+class Language:
+    """The vocabulary and the tokenizer of a worker."""
+
+    facts: VocabularyFacts
+    vocabulary: Mapping[int, str]
+    text: TextCodec
+
+
+@dataclass
+class Traffic:
+    """The bytes that go over the link of one worker."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    round_bytes: Average = field(default_factory=Average)
+    """Bytes of a session's order and its answer."""
+    _order_bytes: int = 0
+
+    def ordered(self, size: int) -> None:
+        """Count a message of this size that asks for what a round needs."""
+        self._order_bytes = size
+
+    def answered(self, size: int, rounds: int) -> None:
+        """Count the answer, of this size and about so many rounds."""
+        self.round_bytes.add((self._order_bytes + size) / rounds)
+
+
+@dataclass
+class Worker:
+    """A registered draft or target worker."""
+
+    peer: bytes
+    hello: Hello
+    limits: Limits
+    language: Language | None
+    """None: a draft that has no vocabulary of its own, such as a head of its target's, or none at
+    all. A target has one."""
+    turns: Turns
+    registered_ns: int
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    probed: Probed | None = None
+    round_trip_ns: int | None = None
+    """The least of the last ones, `trips`: a worker answers a probe when it has done what it
+    computes."""
+    trips: deque[int] = field(default_factory=lambda: deque(maxlen=LATE_TRIPS))
+    awaiting_probe: bool = False
+    liveness: Liveness = field(default_factory=Liveness)
+    stuck: bool = False
+    """The worker owes an answer for too long, and gets no sessions until it has given it."""
+    silent: bool = False
+    """The worker has not responded for too long, and gets no sessions until it does."""
+    standby: bool = False
+    """The worker gets no sessions until it is put in place."""
+    leaving: bool = False
+    """The worker gets no more sessions, and is let go when those that it has are over or
+    elsewhere."""
+    sessions: int = 0
+    shelf: Shelf = field(default_factory=lambda: Shelf(0))
+    """The ended sessions that it keeps."""
+    verifying: RowCosts = field(default_factory=RowCosts)
+    """The cost of its passes as a target, by rows; `drafting`: as a draft."""
+    drafting: RowCosts = field(default_factory=RowCosts)
+    passing: tuple[int, float] | None = None
+    """Rows, and mean committed length of the sessions, of the pass that it computes as a target."""
+    traffic: Traffic = field(default_factory=Traffic)
+    prompts: int = 0
+    """Prompts, and logs, that it was given to read."""
+    held_until_ns: int | None = None
+    """Up to when a pass waits for proposals that are nearly there; None: none does."""
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    @property
+    def model(self) -> str:
+        """Return the name of its model, or its own."""
+        return self.hello.model or self.hello.name
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """Return the host that it runs on, and its process id there."""
+        return self.hello.host, self.hello.pid
+
+    @property
+    def facts(self) -> VocabularyFacts:
+        """Return the vocabulary's facts of a target."""
+        assert self.language is not None
+        return self.language.facts
+
+    @property
+    def text(self) -> TextCodec:
+        """Return the tokenizer of a target."""
+        assert self.language is not None
+        return self.language.text
+
+    def plays(self, role: str) -> bool:
+        return role in self.hello.roles
+
+    @property
+    def available(self) -> bool:
+        """Return whether it may be given sessions."""
+        return self.serves and not (self.stuck or self.silent)
+
+    @property
+    def serves(self) -> bool:
+        """Return whether it is neither a spare nor leaving."""
+        return not (self.standby or self.leaving)
+
+    @property
+    def hop_s(self) -> float:
+        """Return the seconds of a message there and its answer, as far as they are known."""
+        return (self.round_trip_ns or 0) / 1e9
+
+    @property
+    def whereabouts(self) -> str:
+        """Return its name, process and host in words."""
+        return f"{self.name} (pid {self.hello.pid} on {self.hello.host})"
+
+    def reads_as(self, other: "Worker") -> bool:
+        """Return whether two targets have the same vocabulary: a token of one is the same token
+        to the other."""
+        return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
+
+    def state(self, now_ns: int) -> WorkerState:
+        """Return its figures, as `dovetail status` shows them."""
+        hello, probed = self.hello, self.probed
+        return WorkerState(
+            name=hello.name,
+            roles=hello.roles,
+            model=hello.model,
+            device=hello.device,
+            threads=hello.threads,
+            binding=hello.binding,
+            fingerprint=str(hello.fingerprint or ""),
+            host=hello.host,
+            pid=hello.pid,
+            worker_epoch=hello.epoch,
+            sessions=self.sessions,
+            busy_share=min(1.0, probed.busy_ns / max(1, now_ns - self.registered_ns))
+            if probed
+            else 0.0,
+            round_trip_us=None if self.round_trip_ns is None else self.round_trip_ns / 1000,
+            clock_offset_us=self.clock.offset_ns / 1000 if self.clock.known else None,
+            clock_bound_us=self.clock.bound_ns / 1000 if self.clock.known else None,
+            rss_mb=probed.rss_bytes / 1e6 if probed else 0.0,
+            stale=probed.stale if probed else 0,
+            inflation=hello.inflation,
+            placement=hello.placement,
+            standby=self.standby,
+            swapped_in=hello.standby and not self.standby,
+            leaving=self.leaving,
+            stuck=self.stuck or self.silent,
+            sent_bytes=self.traffic.sent_bytes,
+            received_bytes=self.traffic.received_bytes,
+            bytes_per_round=self.traffic.round_bytes.value
+            if self.traffic.round_bytes.known
+            else None,
+            feature_bytes=hello.reads.row_bytes if hello.reads is not None else 0,
+        )
+
+
+@dataclass
+class ClientPeer:
+    """A registered client and the sessions of its requests."""
+
+    peer: bytes
+    hello: Hello
+    sessions: dict[int, int] = field(default_factory=dict)
+    reading: dict[int, bool] = field(default_factory=dict)
+    """Requests whose prompts are being read, and whether they are still wanted."""
+    outbox: Outbox = field(default_factory=Outbox)
+    hear: Callable[[Message], None] | None = None
+    """Takes what the client is told if it is no peer, but the coordinator itself."""

@@ -1,0 +1,347 @@
+"""The service behind the routes: from a request's body to its answer.
+
+It sees to it that a client who leaves, a deadline or the end of the server cancels what runs.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dovetail.protocol.messages import Emitted, Reported
+from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dovetail.runtime.http.dashboard import Shown
+from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
+from dovetail.runtime.http.errors import ApiError, unavailable, unread
+from dovetail.runtime.http.exposition import Exposition
+from dovetail.runtime.http.gateway import Gateway, Target
+from dovetail.runtime.http.guard import OWNER, STRAIGHT, UNREAD
+from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
+from dovetail.runtime.http.replies import Writer, error_event, open_writer
+from dovetail.runtime.http.server import Connections
+
+SMALL_CHARACTERS = 4096
+"""Texts up to this are tokenized at once; longer ones in a thread: nobody waits for them."""
+CLIENT_GONE = 499
+"""A status that nobody reads (nginx's)."""
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+ChatOrTextBody = ChatBody | CompletionBody
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms of one HTTP server: what it offers, and to whom."""
+
+    defaults: Defaults
+    model: str = ""
+    """Name under which the target is served; empty: its own."""
+    version: str = ""
+    keys: Sequence[str] = ()
+    deadline_s: float = 600.0
+    most_body_bytes: int = 8 << 20
+    only_local_names: bool = False
+    dashboard: Shown = "off"
+    """Says if there is a page, and if it shows the tokens of requests."""
+
+
+class Service:
+    """Answers requests: what the routes share."""
+
+    def __init__(self, gateway: Gateway, terms: Terms, connections: Connections) -> None:
+        self.gateway, self.terms, self.connections = gateway, terms, connections
+        self.exposition = Exposition()
+        self.began = int(time.time())
+        self.runs: set[Run] = set()
+
+    def end(self) -> None:
+        """Tell those who still wait that the server ends."""
+        for run in [*self.runs]:
+            run.fail(unavailable("the server is ending: ask again when another is there"))
+
+    def name_of(self, target: Target) -> str:
+        """Return the name under which the target is served; that of a folder says nothing of where
+        it is."""
+        own = target.described.model
+        return self.terms.model or (
+            own.rstrip("/").rpartition("/")[2] if own.startswith(("/", "./", "../", "~")) else own
+        )
+
+    async def target(self, model: str | None = None) -> Target:
+        """Return the target; `ApiError` if there is none, or if a client asks for another model."""
+        target = await self.gateway.target()
+        if model is not None and model not in (self.name_of(target), target.described.model):
+            text = f"there is no model {model!r} here: {self.name_of(target)!r} is served"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return target
+
+    async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
+        """Return the answer to a completion of either kind."""
+        run = Run(self.gateway)
+        self.runs.add(run)
+        deadline = asyncio.get_running_loop().call_later(
+            self.terms.deadline_s, run.fail, _late(self.terms.deadline_s)
+        )
+        watching = asyncio.create_task(_until_gone(request, run))
+
+        def done() -> None:
+            self.runs.discard(run)
+            deadline.cancel()
+            watching.cancel()
+            run.close()
+
+        try:
+            writer, model = await self._begin(body, run, request.scope.get(OWNER, ""))
+            answer = Answer(run, writer, self.exposition, model)
+            if body.stream:
+                request.scope[UNREAD] = partial(run.fail, unread(self.connections.receive_s))
+                return Stream(answer, done)
+            whole = await answer.whole()
+        except Gone:
+            done()
+            return Response(status_code=CLIENT_GONE)
+        except BaseException:
+            done()
+            raise
+        done()
+        return json_response(whole)
+
+    async def _begin(self, body: ChatOrTextBody, run: Run, owner: str) -> tuple[Writer, str]:
+        """Have the replies begun, up to the first word of any; once more if the target has become
+        another meanwhile."""
+        for _ in range(2):
+            target = await self.target(body.model)
+            order = await self._order(body, target, owner)
+            try:
+                await run.begin(order)
+            except WrongVocabulary:
+                self.gateway.forget_target()
+                continue
+            return open_writer(order, target, self.name_of(target)), self.name_of(target)
+        raise unavailable(
+            "the target changes its vocabulary all the time: ask again when one stays"
+        )
+
+    async def _order(self, body: ChatOrTextBody, target: Target, owner: str) -> Order:
+        def read() -> Order:
+            if isinstance(body, ChatBody):
+                return chat_order(body, target, self.terms.defaults, owner)
+            return completion_order(body, target, self.terms.defaults, owner)
+
+        return await _here_or_elsewhere(read, _size(body))
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """Return the token ids of a text, or of a conversation."""
+        target = await self.target(body.model)
+        tokens = await _here_or_elsewhere(lambda: tokens_of(body, target), _size(body))
+        words = [target.text.token(token) for token in tokens] if body.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": target.context,
+            "tokens": list(tokens),
+            "token_strs": words,
+        }
+
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """Return the text of token ids."""
+        target = await self.target(body.model)
+        if (
+            beyond := next(
+                (token for token in body.tokens if token >= target.described.vocabulary.size), None
+            )
+        ) is not None:
+            raise ApiError(
+                400,
+                f"token id {beyond} is beyond the vocabulary of {target.described.vocabulary.size}",
+                param="tokens",
+            )
+        return {
+            "prompt": await _here_or_elsewhere(
+                lambda: target.text.decode(body.tokens, special=True), len(body.tokens)
+            )
+        }
+
+    async def model(self, name: str | None = None) -> dict[str, Any]:
+        """Return the served model, as OpenAI lists it."""
+        target = await self.target(name)
+        return {
+            "id": self.name_of(target),
+            "object": "model",
+            "created": self.began,
+            "owned_by": "dovetail",
+            "root": self.name_of(target),
+            "max_model_len": target.context,
+        }
+
+    async def reported(self) -> Reported | None:
+        """Return the coordinator's state; None if it does not answer."""
+        with suppress(ApiError):
+            return await self.gateway.status()
+        return None
+
+    async def ready(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether requests are served, and what is missing; without a draft they are slower,
+        but served."""
+        if (state := await self.reported()) is None:
+            missing = [self.gateway.missing or "the coordinator does not answer"]
+            return False, {
+                "ready": False,
+                "status": "waiting",
+                "degraded": True,
+                "missing": missing,
+                "faults": [],
+                "loading": [],
+            }
+        there = any(
+            "target" in worker.roles and not (worker.standby or worker.stuck)
+            for worker in state.workers
+        )
+        faults = [fault.model_dump() for fault in state.faults]
+        loading = [{**told.model_dump(), "left_s": told.left_s} for told in state.loading]
+        status = (
+            "ready"
+            if there
+            else "loading"
+            if any("target" in told.roles for told in state.loading)
+            else "waiting"
+        )
+        return there, {
+            "ready": there,
+            "status": status,
+            "degraded": state.degraded,
+            "missing": list(state.reasons),
+            "faults": faults,
+            "loading": loading,
+        }
+
+    async def metrics(self) -> bytes:
+        """Return the figures for Prometheus."""
+        reported, name = await self.reported(), self.terms.model
+        if reported is not None and not name:
+            with suppress(ApiError):
+                name = self.name_of(await self.gateway.target())
+        return self.exposition.text(
+            reported,
+            name,
+            answering=len(self.runs),
+            connections=len(self.connections.open),
+            let_go=self.connections.let_go,
+        )
+
+
+class Answer:
+    """One answer while it is written; the metrics hear of it."""
+
+    def __init__(self, run: Run, writer: Writer, exposition: Exposition, model: str) -> None:
+        self._run, self._writer = run, writer
+        self._watches = [exposition.watch(model, run.began_s) for _ in writer.replies]
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer when all of it is there."""
+        while heard := await self._run.take():
+            for index, told in heard:
+                self._note(index, told)
+                reply = self._writer.replies[index]
+                self._writer.keep(reply, reply.hear(told))
+        return self._writer.whole()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield the answer as it comes; an error is the last line."""
+        try:
+            while heard := await self._run.take():
+                said = ""
+                for index, told in heard:
+                    self._note(index, told)
+                    reply = self._writer.replies[index]
+                    said += self._writer.lines(reply, reply.hear(told))
+                if said:
+                    yield said.encode()
+            yield self._writer.last_lines()
+        except ApiError as error:
+            yield error_event(error)
+
+    def _note(self, index: int, told: Any) -> None:
+        watch = self._watches[index]
+        if isinstance(told, Emitted) and told.tokens:
+            watch.tokens(len(told.tokens))
+        elif told.type == "finished":
+            watch.ended()
+
+
+class Stream(Response):
+    """Server-sent events, written as they come; `done` is called however it ends."""
+
+    def __init__(self, answer: Answer, done: Callable[[], None]) -> None:
+        super().__init__(headers=EVENT_STREAM)
+        del self.headers["content-length"]
+        self._answer, self._done = answer, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            send = scope.get(STRAIGHT, send)
+            async for lines in self._answer.lines():
+                await send({"type": "http.response.body", "body": lines, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except Gone:
+            return
+        finally:
+            self._done()
+
+
+async def _until_gone(request: Request, run: Run) -> None:
+    """End a run when its client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    run.fail(Gone())
+
+
+async def _here_or_elsewhere(work: Callable[[], R], size: int) -> R:
+    """Do short work at once, long work in a thread."""
+    if size <= SMALL_CHARACTERS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _size(body: ChatOrTextBody | TokenizeBody) -> int:
+    """Return how many characters or token ids there are to read."""
+    if isinstance(body, CompletionBody):
+        given = body.prompt
+        return (
+            len(given)
+            if isinstance(given, str)
+            else sum(1 if isinstance(part, int) else len(part) for part in given)
+        )
+    prompt = body.prompt if isinstance(body, TokenizeBody) else None
+    return len(prompt or "") + sum(len(message.text) for message in body.messages or ())
+
+
+def _late(seconds: float) -> ApiError:
+    return ApiError(
+        504,
+        f"the request has taken longer than {seconds:g} s (http.deadline_s) and was cancelled",
+        code="timeout",
+    )
+
+
+def json_response(value: Any, status: int = 200, headers: Any = None) -> Response:
+    """Return a response with compact JSON."""
+    return Response(
+        json.dumps(value, separators=(",", ":")),
+        status,
+        headers=dict(headers or {}),
+        media_type="application/json",
+    )

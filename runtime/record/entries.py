@@ -1,0 +1,100 @@
+"""Entries of a recording: how a session, the arguments of its events and its actions are written.
+How the file looks is in `recording.py`. Pure."""
+
+from datetime import datetime
+from typing import Any
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.messages import VERSION, Message, VerifiedItem
+from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.fleet.prefix_cache import Base
+from dovetail.runtime.record import recording
+from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
+from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.session import Session
+from dovetail.runtime.telemetry.metrics import RoundTimes
+
+MAX_WORDS = 4096
+"""Characters of an exception."""
+
+
+def begun(session: Session, began: datetime) -> dict[str, Any]:
+    """Return the first entry of a recording."""
+    request = session.request
+    wanted = {
+        "prompt": request.packed,
+        "key": request.key,
+        "seed": request.seed,
+        "sampling": request.sampling.model_dump(),
+        "max_tokens": request.max_tokens,
+        "tree": request.tree.model_dump(),
+        "end": request.end,
+        "vocabulary_size": request.vocabulary_size,
+        "stop": request.stop,
+        "record": request.record,
+        "logprobs": request.logprobs,
+        "scored": request.scored,
+    }
+    return {
+        "type": "recording",
+        "format": recording.FORMAT,
+        "protocol": VERSION,
+        "began": f"{began:%Y-%m-%d %H:%M:%S} UTC",
+        "session": session.number,
+        "epoch": session.epoch,
+        "request": wanted,
+        "fingerprint": session.fingerprint,
+        "draft": None if session.brief is None else _drafting(session.brief),
+        "target_base": _base(session.target_base),
+    }
+
+
+def _drafting(brief: DraftSync) -> dict[str, Any]:
+    return {
+        "tokens": brief.tokens,
+        "reads": brief.reads and brief.reads.model_dump(),
+        "base": _base(brief.base),
+    }
+
+
+def _base(base: Base | None) -> dict[str, int] | None:
+    return None if base is None else {"session": base.session, "tokens": base.tokens}
+
+
+def plain(value: Any, *, timed: bool) -> Any:
+    """Return an argument of a step as it is recorded; None if it is the message in hand, or
+    features of it. `timed`: rounds are recorded with their times."""
+    match value:
+        case Message() | Array():
+            return None
+        case VerifiedItem():
+            return value.round
+        case RoundTimes():
+            return vars(value) if timed else None
+        case Base() | Plan():
+            return vars(value)
+        case Joining():
+            return {
+                "reads": value.reads and value.reads.model_dump(),
+                "base": _base(value.base),
+            }
+        case _:
+            return value
+
+
+def outline(action: Action) -> tuple[Any, ...]:
+    """Return what a recording says of an action. The exact command to a worker is in the message
+    that it is sent, if it still is."""
+    match action:
+        case Ask():
+            return ("ask", action.role, action.command.type)
+        case Emit():
+            return ("emit", action.tokens, action.drafted, action.text)
+        case Score():
+            return ("score", action.start, len(action.logprobs))
+        case Note():
+            return ("note", action.record.round)
+        case NextRound():
+            return ("next_round",)
+        case Finish():
+            return ("finish", action.reason)

@@ -1,0 +1,60 @@
+"""Parts of messages: one session's share of a pass of several, and whether a command is the one
+that was asked for. Pure."""
+
+from collections.abc import Sequence
+
+from dovetail.protocol.arrays import Array
+from dovetail.protocol.messages import Command, Event, Verified, VerifiedItem, Verify
+
+
+def own_part(verify: Verify, session: int) -> Verify:
+    """Return this session's part of a pass of several sessions."""
+    first = 0
+    for item in verify.items:
+        rows = 1 + len(item.tokens)
+        if item.session == session:
+            drawn = {
+                name: _rows(getattr(verify, name), first, first + rows)
+                for name in ("candidates", "probabilities")
+            }
+            return verify.model_copy(update={"items": (item,), **drawn})
+        first += rows
+    return verify
+
+
+def own_verdicts(event: Event, session: int) -> Sequence[tuple[VerifiedItem, Array | None]]:
+    """Return this session's verdicts of a pass, each with its features; without them if they are
+    not as many as there should be."""
+    if not isinstance(event, Verified):
+        return []
+    found, first = [], 0
+    whole = event.features is not None and event.features.shape[:1] == (
+        sum(1 + len(item.accepted) for item in event.items),
+    )
+    for item in event.items:
+        rows = 1 + len(item.accepted)
+        if item.session == session:
+            found.append((item, _rows(event.features if whole else None, first, first + rows)))
+        first += rows
+    return found
+
+
+def _rows(array: Array | None, start: int, stop: int) -> Array | None:
+    return None if array is None else array.rows(start, stop)
+
+
+def is_sent_as(asked: Command, sent: Command) -> bool:
+    """Return whether this is what was asked, or the beginning of the tree if that may be cut: one
+    that is not for rejection sampling."""
+    if isinstance(asked, Verify) and isinstance(sent, Verify) and asked.candidates is None:
+        (item,), nodes = asked.items, len(sent.items[0].tokens)
+        asked = asked.model_copy(
+            update={
+                "items": (
+                    item.model_copy(
+                        update={"tokens": item.tokens[:nodes], "parents": item.parents[:nodes]}
+                    ),
+                )
+            }
+        )
+    return asked == sent

@@ -1,0 +1,136 @@
+"""Parts of the picture that the dashboard and `dovetail top` show: states and trees as plain
+values, and tokens as they may be drawn. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import exp
+from typing import Any
+
+from dovetail.protocol.messages import PairState, Reported, SeenRound
+from dovetail.protocol.tree import ROOT
+
+MAX_NODES = 256
+"""Of a tree, those that are drawn."""
+MAX_LABEL = 24
+"""Characters of a token that are shown."""
+SIGNS = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
+
+Spell = Callable[[int], str]
+"""What a token id stands for, as `label` writes it."""
+"""Spells a token id, as `label` writes it."""
+
+
+def label(content: bytes) -> str:
+    """Return a token's bytes as a drawing may show them: one line without control characters, with
+    visible spaces and line ends, cut if it is long."""
+    text = content.decode(errors="replace").translate(SIGNS)
+    text = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+    return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 1] + "…"
+
+
+def cores_in_words(cores: Sequence[int]) -> str:
+    """Return numbers of cores as ranges: "0-3,8"."""
+    return ",".join(
+        f"{first}" if first == last else f"{first}-{last}" for first, last in _runs(sorted(cores))
+    )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first: int | None = None
+    for place, number in enumerate(numbers):
+        first = number if first is None else first
+        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
+            yield first, number
+            first = None
+
+
+def share(part: float, whole: float, digits: int) -> float | None:
+    """Return a rounded quotient; None if there is nothing to divide by."""
+    return round(part / whole, digits) if whole else None
+
+
+def counts(state: Reported, missed: int) -> dict[str, int]:
+    """Return the counters of a coordinator."""
+    totals = state.totals
+    return {
+        **{
+            name: getattr(state, name)
+            for name in ("sessions", "finished", "failed", "cancelled", "stale", "refused")
+        },
+        "rounds_of_finished": state.rounds,
+        **{
+            name: getattr(totals, name)
+            for name in (
+                "refused_requests",
+                "opening",
+                "waiting",
+                "kept",
+                "prompt_tokens",
+                "reused_tokens",
+                "completion_tokens",
+            )
+        },
+        "missed": missed,
+    }
+
+
+def speculation(state: Reported) -> dict[str, Any]:
+    """Return whether anything is drafted, in a word, and why not if not."""
+    serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
+    if not any("target" in worker.roles for worker in serving):
+        return {"state": "none", "why": "no target worker is registered"}
+    if not any("draft" in worker.roles for worker in serving):
+        return {
+            "state": "off" if state.degraded else "alone",
+            "why": "no draft worker is registered: the target decodes alone",
+        }
+    speculating = {pair.speculating for pair in state.pairs}
+    if not speculating:
+        return {"state": "idle", "why": "nothing has been decoded yet"}
+    if speculating == {True}:
+        return {"state": "on", "why": ""}
+    reason = next(
+        iter(state.decisions[::-1]), "nothing has been drafted yet, or no request asks for it"
+    )
+    return {"state": "off" if speculating == {False} else "partly", "why": reason}
+
+
+def pair_figures(pair: PairState) -> dict[str, Any]:
+    """Return the figures of a pair of workers."""
+    told = pair.model_dump(exclude={"t_v", "t_d"})
+    return {
+        name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()
+    }
+
+
+def tree_picture(last: SeenRound, root: int | None, spell: Spell | None) -> dict[str, Any]:
+    """Return the tree of a round, best node first: the parent of each node, what became of it and
+    how likely the draft thought it. `root`: the token that the tree hangs from, if it is known."""
+    record = last.record
+    if not last.readable:
+        spell = None
+    shown = min(len(record.parents), MAX_NODES)
+    accepted = {node for node in record.accepted if node < shown}
+    return {
+        "session": last.session,
+        "round": record.round,
+        "draft": last.draft,
+        "target": last.target,
+        "parents": list(record.parents[:shown]),
+        "fates": "".join(
+            "a" if node in accepted else "r" if node < record.verified else "n"
+            for node in range(shown)
+        ),
+        "likely": [round(exp(min(0.0, score)), 4) for score in record.scores[:shown]],
+        "bonus_parent": record.accepted[-1]
+        if record.accepted and record.accepted[-1] < shown
+        else ROOT,
+        "offered": len(record.parents),
+        "verified": record.verified,
+        "accepted": len(record.accepted),
+        "hit": record.hit,
+        "texts": None if spell is None else [spell(token) for token in record.tokens[:shown]],
+        "bonus": None if spell is None else spell(record.bonus),
+        "root": None if spell is None or root is None else spell(root),
+    }
