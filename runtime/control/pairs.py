@@ -13,6 +13,8 @@ from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.on_off import AheadTrial, Experience
 
+CPU = "cpu"
+"""The name of the device that workers share by their cores."""
 CALIBRATED = 8
 """Rounds after which the expected nodes are compared with those that were accepted."""
 
@@ -109,13 +111,9 @@ def ratio(above: Average, below: Average) -> float | None:
 def share_device(one: Hello, other: Hello) -> bool:
     """Return whether two workers compute on the same device, or may: on one host the same GPU, or
     cores in common or unknown."""
-    gpus = [
-        hello.device.split()[0] if hello.device.startswith("cuda") else "" for hello in (one, other)
-    ]
-    if one.host != other.host or gpus[0] != gpus[1]:
+    places = [next(iter(hello.device.split()), CPU) for hello in (one, other)]
+    if one.host != other.host or places[0] != places[1]:
         return False
-    return (
-        bool(gpus[0])
-        or not (one.cores and other.cores)
-        or not set(one.cores).isdisjoint(other.cores)
-    )
+    if places[0] != CPU:
+        return True
+    return not (one.cores and other.cores) or not set(one.cores).isdisjoint(other.cores)

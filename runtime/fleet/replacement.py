@@ -5,10 +5,7 @@ A client asks for it and is told how far it has come. Knows which workers and se
 how a session is tried out or goes over is the coordinator's business.
 """
 
-import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (
@@ -16,27 +13,20 @@ from dovetail.protocol.messages import (
     Dismissed,
     Engage,
     Failed,
-    Finished,
-    Hello,
     Message,
     Progressed,
     Role,
-    Submit,
     Swap,
     Swapped,
 )
-from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.engine import effects
 from dovetail.runtime.engine.effects import (
-    Abandon,
     Drained,
     Effects,
     Join,
     Send,
-    Start,
     Tell,
 )
-from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -55,17 +45,10 @@ from dovetail.runtime.fleet.steps import (
     Say,
     Standing,
     TakeBack,
-    Trial,
-    TrialName,
     Try,
 )
+from dovetail.runtime.fleet.trials import Trials
 from dovetail.runtime.session.state import State
-
-TRIAL_TEXT = "one two three, one two three, one two three, one"
-"""Its words come again, so that a draft that looks back has something to find."""
-TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
-TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
-"""A policy that every kind of draft knows, and that drafts whether it pays or not."""
 
 
 class Changes:
@@ -82,18 +65,13 @@ class Changes:
     ) -> None:
         """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
         self._epoch, self._live, self._registry = epoch, live, registry
-        self._placement, self._moving, self._now_ns = placement, moving, clock_ns
+        self._moving = moving
         self._change: Change | None = None
         self._client: ClientPeer | None = None
         self._request = 0
         self._newcomer: Worker | None = None
         self._old: Worker | None = None
-        self._trials: dict[TrialName, Live] = {}
-        self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
-        """Trials, of which one learns in the middle of something else. The last value: whether its
-        draft did what was asked of it."""
-        self._heard = False
-        """Whether a trial has got on."""
+        self._trials = Trials(epoch, registry, placement, clock_ns)
         self._reading: set[tuple[bytes, int]] = set()
         """Requests that were being read for the old target when it was to get no more."""
 
@@ -131,7 +109,7 @@ class Changes:
             role,
             _party(newcomer),
             _party(old) if old is not None else None,
-            self._trials_of(newcomer, role, old),
+            self._trials.plan(newcomer, role, old),
         )
         yield from self._begin(change, client, asked.request, newcomer, old, now_ns)
 
@@ -171,34 +149,6 @@ class Changes:
             )
         return worker
 
-    def _trials_of(self, newcomer: Worker, role: Role, old: Worker | None) -> Sequence[Trial]:
-        """What a newcomer is tried with: as a draft, drafting for the target that is there; as a
-        target alone, then with the draft that is there, and beside a target that should decide the
-        same."""
-        if role == "draft":
-            target = self._placement.target(
-                lambda target: self._placement.goes_with(newcomer, target)
-            )
-            if target is None:
-                raise RequestError(
-                    "no_target",
-                    f"no target worker is there that {newcomer.name} could be tried with: "
-                    "start one first",
-                )
-            return [Trial("drafted", target.peer, newcomer.peer)]
-        draft = self._placement.draft(newcomer)
-        same = [
-            other
-            for other in self._registry.workers.values()
-            if other.plays("target") and other.available and _decides_as(other, newcomer)
-        ]
-        reference = old if old in same else next(iter(same), None)
-        return [
-            Trial("alone", newcomer.peer),
-            *([Trial("drafted", newcomer.peer, draft.peer)] if draft is not None else []),
-            *([Trial("before", reference.peer)] if reference is not None else []),
-        ]
-
     def _begin(
         self,
         change: Change,
@@ -221,13 +171,11 @@ class Changes:
 
     def step(self, now_ns: int) -> Effects[None]:
         """Something was handled, or time has passed: see what follows."""
-        if self._change is not None and self._heard:
+        if self._change is not None and self._trials.heard():
             self._change.heard(now_ns)
-            self._heard = False
-        while self._ended and self._change is not None:
-            name, end, drafted = self._ended.popleft()
-            self._trials.pop(name, None)
-            yield from self._perform(self._change.tried(name, end, drafted=drafted))
+        for name, end, drafted in self._trials.ended():
+            if self._change is not None:
+                yield from self._perform(self._change.tried(name, end, drafted=drafted))
         if self._change is not None:
             yield from self._perform(self._change.look(now_ns))
         if (
@@ -250,9 +198,7 @@ class Changes:
         newcomer that is not in place is let go."""
         if self._old is not None:
             self._old.leaving = False
-        for live in [*self._trials.values()]:
-            yield Abandon(live)
-        self._trials.clear()
+        yield from self._trials.abandon()
         if self._newcomer is not None and self._newcomer.standby:
             yield effects.LetGo(self._newcomer)
         yield from self._end(
@@ -323,7 +269,7 @@ class Changes:
                 return
             match action:
                 case Try(trial):
-                    yield from self._try(trial)
+                    yield from self._trials.begin(trial)
                 case Redirect():
                     yield from self._put_in_place()
                 case Move(session):
@@ -342,63 +288,6 @@ class Changes:
                     )
                 case End(why):
                     yield from self._end(why)
-
-    def _try(self, trial: Trial) -> Effects[None]:
-        """Run a trial; what its client would hear, the change does."""
-        submit = Submit(
-            epoch=self._epoch,
-            request=0,
-            text=TRIAL_TEXT,
-            sampling=Sampling(temperature=1.0),
-            max_tokens=TRIAL_TOKENS,
-            seed=TRIAL_SEED,
-            end=(),
-            tree=TRIAL_TREE,
-        )
-        target, draft = (
-            self._registry.workers.get(trial.target),
-            self._registry.workers.get(trial.draft or b""),
-        )
-        if target is None or (trial.draft is not None and draft is None):
-            self._ended.append(
-                (
-                    trial.name,
-                    Failed(epoch=self._epoch, code="worker_lost", text="its partner disconnected"),
-                    False,
-                )
-            )
-            return
-        try:
-            live = self.trial(submit, target, draft, partial(self._hear, trial.name, draft))
-        except RequestError as error:
-            said = {"epoch": self._epoch, "code": error.code, "text": str(error)}
-            self._ended.append((trial.name, Failed.model_validate(said), False))
-            return
-        self._trials[trial.name] = live
-        yield Start(live)
-
-    def trial(
-        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
-    ) -> Live:
-        """Return a session for a request of ours on these workers, which `hear` is told the replies
-        to; `RequestError` if it cannot be read."""
-        request = attempt(submit, target)
-        if isinstance(request, RequestError):
-            raise request
-        hello = Hello(epoch=self._epoch, roles=("client",), name="trial", host="", pid=os.getpid())
-        ours = ClientPeer(b"", hello, hear=hear)
-        return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
-
-    def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
-        """What the client of a trial is told. A draft that has gone meanwhile has not failed at
-        it."""
-        self._heard = True
-        if isinstance(message, Finished | Failed):
-            brief, gone = (
-                self._trials[name].session.brief,
-                draft is not None and draft.peer not in self._registry.workers,
-            )
-            self._ended.append((name, message, gone or (brief is not None and brief.rows > 0)))
 
     def _put_in_place(self) -> Effects[None]:
         """The newcomer gets sessions, and the old worker none any more; unless it does not go
@@ -442,9 +331,7 @@ class Changes:
             yield from self._moving.move(live, target)
 
     def _let_go(self, party: Party) -> Effects[None]:
-        for live in self._trials.values():
-            yield Abandon(live)
-        self._trials.clear()
+        yield from self._trials.abandon()
         if (worker := self._registry.workers.get(party.peer)) is not None:
             yield effects.LetGo(worker)
 
@@ -472,7 +359,7 @@ class Changes:
             )
             yield from self._answer(Dismissed.model_validate({**about, **what}))
         self._change = self._client = self._newcomer = self._old = None
-        self._ended.clear()
+        self._trials.forget()
         self._reading.clear()
 
     def _answer(self, message: Message) -> Effects[None]:
@@ -482,8 +369,3 @@ class Changes:
 
 def _party(worker: Worker) -> Party:
     return Party(worker.peer, worker.name)
-
-
-def _decides_as(one: Worker, other: Worker) -> bool:
-    """Whether two targets compute the same for the same tokens."""
-    return one.hello.fingerprint == other.hello.fingerprint and one.reads_as(other)

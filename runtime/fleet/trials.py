@@ -1,0 +1,156 @@
+"""Trials of a worker that is to take the place of another: requests of the coordinator's own, run
+on the workers that they are about."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Failed, Finished, Hello, Message, Role, Submit
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.engine.effects import Abandon, Effects, Start
+from dovetail.runtime.engine.requests import attempt
+from dovetail.runtime.engine.running import Live
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.steps import Trial, TrialName
+
+TRIAL_TEXT = "one two three, one two three, one two three, one"
+"""Its words come again, so that a draft that looks back has something to find."""
+TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
+TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
+"""A policy that every kind of draft knows, and that drafts whether it pays or not."""
+
+
+class Trials:
+    """Runs trials and hears how they end."""
+
+    def __init__(
+        self,
+        epoch: int,
+        registry: Registry,
+        placement: Placement,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """`epoch`: the coordinator's."""
+        self._epoch, self._registry = epoch, registry
+        self._placement, self._now_ns = placement, clock_ns
+        self._running: dict[TrialName, Live] = {}
+        self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
+        self._heard = False
+
+    def heard(self) -> bool:
+        """Return whether a trial has got on since this was last asked."""
+        heard, self._heard = self._heard, False
+        return heard
+
+    def ended(self) -> Iterator[tuple[TrialName, Finished | Failed, bool]]:
+        """Yield the trials that have ended, of which one learns in the middle of something else,
+        and whether the draft of each did what was asked of it."""
+        while self._ended:
+            ended = self._ended.popleft()
+            self._running.pop(ended[0], None)
+            yield ended
+
+    def abandon(self) -> Effects[None]:
+        """End the trials that run."""
+        running = [*self._running.values()]
+        self._running.clear()
+        for live in running:
+            yield Abandon(live)
+
+    def forget(self) -> None:
+        """Forget the trials that have ended."""
+        self._ended.clear()
+
+    def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> Sequence[Trial]:
+        """Return what a newcomer is tried with: as a draft, drafting for the target that is there;
+        as a target alone, then with the draft that is there, and beside a target that should decide
+        the same."""
+        if role == "draft":
+            target = self._placement.target(
+                lambda target: self._placement.goes_with(newcomer, target)
+            )
+            if target is None:
+                raise RequestError(
+                    "no_target",
+                    f"no target worker is there that {newcomer.name} could be tried with: "
+                    "start one first",
+                )
+            return [Trial("drafted", target.peer, newcomer.peer)]
+        draft = self._placement.draft(newcomer)
+        same = [
+            other
+            for other in self._registry.workers.values()
+            if other.plays("target") and other.available and _decides_as(other, newcomer)
+        ]
+        reference = old if old in same else next(iter(same), None)
+        return [
+            Trial("alone", newcomer.peer),
+            *([Trial("drafted", newcomer.peer, draft.peer)] if draft is not None else []),
+            *([Trial("before", reference.peer)] if reference is not None else []),
+        ]
+
+    def begin(self, trial: Trial) -> Effects[None]:
+        """Run a trial; what its client would hear, the change does."""
+        submit = Submit(
+            epoch=self._epoch,
+            request=0,
+            text=TRIAL_TEXT,
+            sampling=Sampling(temperature=1.0),
+            max_tokens=TRIAL_TOKENS,
+            seed=TRIAL_SEED,
+            end=(),
+            tree=TRIAL_TREE,
+        )
+        target, draft = (
+            self._registry.workers.get(trial.target),
+            self._registry.workers.get(trial.draft or b""),
+        )
+        if target is None or (trial.draft is not None and draft is None):
+            self._ended.append(
+                (
+                    trial.name,
+                    Failed(epoch=self._epoch, code="worker_lost", text="its partner disconnected"),
+                    False,
+                )
+            )
+            return
+        try:
+            live = self.session(submit, target, draft, partial(self._hear, trial.name, draft))
+        except RequestError as error:
+            said = {"epoch": self._epoch, "code": error.code, "text": str(error)}
+            self._ended.append((trial.name, Failed.model_validate(said), False))
+            return
+        self._running[trial.name] = live
+        yield Start(live)
+
+    def session(
+        self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
+    ) -> Live:
+        """Return a session for a request of ours on these workers, which `hear` is told the replies
+        to; `RequestError` if it cannot be read."""
+        request = attempt(submit, target)
+        if isinstance(request, RequestError):
+            raise request
+        hello = Hello(epoch=self._epoch, roles=("client",), name="trial", host="", pid=os.getpid())
+        ours = ClientPeer(b"", hello, hear=hear)
+        return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
+
+    def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
+        """What the client of a trial is told. A draft that has gone meanwhile has not failed at
+        it."""
+        self._heard = True
+        if isinstance(message, Finished | Failed):
+            brief, gone = (
+                self._running[name].session.brief,
+                draft is not None and draft.peer not in self._registry.workers,
+            )
+            self._ended.append((name, message, gone or (brief is not None and brief.rows > 0)))
+
+
+def _decides_as(one: Worker, other: Worker) -> bool:
+    """Whether two targets compute the same for the same tokens."""
+    return one.hello.fingerprint == other.hello.fingerprint and one.reads_as(other)
