@@ -55,13 +55,13 @@ def test_the_parts_of_a_pass_are_parts_of_it_and_it_computes_the_same_bytes(
 def test_the_parts_grow_with_the_work(llama_folder: Path, backend: str) -> None:
     model = load_language_model(str(llama_folder), weights="fp32", device="cpu", backend=backend)
     logits(model)
-    with timed() as once:
-        logits(model)
-    with timed() as often:
+    with timed() as parts:
+        before = [parts.ns(part) for part in PARTS]
         for _ in range(8):
             logits(model)
-    for part in PARTS:
-        assert often.ns(part) > once.ns(part)
+            after = [parts.ns(part) for part in PARTS]
+            assert all(now > then for now, then in zip(after, before, strict=True))
+            before = after
 
 
 def test_fine_spans_of_a_pass_fill_it_one_behind_the_other(llama: LanguageModel) -> None:
