@@ -286,13 +286,7 @@ class Coordinator:
         except BaseException as error:
             reraise_exits(error)
             log.exception("the change of workers is broken off")
-            self._handle(self._changes.break_off, told(error))
-
-    def _handle(
-        self, handler: Callable[P, Effects[None]], *arguments: P.args, **named: P.kwargs
-    ) -> None:
-        """Have something handled that is about no session, and carry out what follows."""
-        aside(lambda: self.carry_out(handler(*arguments, **named)))
+            self._peers.handle(self._changes.break_off, told(error))
 
     def _record(self, note: Callable[[Recorder], None]) -> None:
         """Have something recorded. A recorder that fails is not asked again: no session is to
@@ -310,17 +304,17 @@ class Coordinator:
     # -- what is due and what follows -------------------------------------------------------------
 
     def tick(self) -> None:
-        """What is due: probes to workers that have answered the last one, drafts that are too late,
-        sessions that have waited, replies that clients have not taken."""
+        """Do what is due: probes to workers that have answered the last one, drafts that are too
+        late, sessions that have waited, replies that clients have not taken."""
         self._census.forget()
-        self._handle(self._admission.let_revoked_go)
+        self._peers.handle(self._admission.let_revoked_go)
         aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):
             aside(self._peers.look_after, worker, now_ns - before_ns)
-        self._handle(observe, self._observing, self.registry, self.epoch)
+        self._peers.handle(observe, self._observing, self.registry, self.epoch)
         self._step_change(self.now_ns())
-        self._handle(self._moving.tick)
+        self._peers.handle(self._moving.tick)
         self._peers.part()
         for live in [*self._live.values()]:
             self._sessions.attempt(live, live.check_asked)
@@ -329,7 +323,7 @@ class Coordinator:
         self._record(lambda recorder: recorder.tick(self._live))
 
     def decide(self, words: str) -> None:
-        """Tell and keep a change of how is speculated."""
+        """Log a decision, and keep it for `status`."""
         log.info("%s", words)
         self._status.decided(words)
 
@@ -353,12 +347,12 @@ class Coordinator:
         self._record(lambda recorder: recorder.sent(peer, message, frames))
 
     def look_around(self) -> None:
-        """Somebody disconnected: find out who, by speaking to everybody."""
+        """Find out who disconnected, if anybody did, by speaking to everybody."""
         self._peers.look_around()
 
     @property
     def ending(self) -> bool:
-        """Whether nothing begins any more."""
+        """Return whether nothing begins any more."""
         return self.service.ending
 
     def report(self) -> Reported:

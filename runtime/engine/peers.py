@@ -70,7 +70,7 @@ class Peers:
         what became of it."""
 
     def admitted(self, worker: Worker) -> None:
-        """A worker was let in: it is probed, and may serve sessions unless it is on standby."""
+        """Probe a worker that was let in, and have it serve sessions unless it is on standby."""
         for live in [*self._sessions.all]:
             self._sessions.attempt(live, partial(live.heard_of, worker))
         worker.turns.cut = partial(self._dispatch.cut, worker)
@@ -80,14 +80,15 @@ class Peers:
             self.join(worker)
 
     def join(self, worker: Worker) -> None:
-        """A worker is there for sessions from now on."""
+        """Have a worker serve sessions from now on."""
         if worker.plays("draft"):
             self._status.draft_there()
         self._service.drained.difference_update(worker.hello.roles)
         self._carry_out(self._moving.resettle())
 
     def worker_lost(self, worker: Worker, why: str = "disconnected") -> None:
-        """It is spoken to no more; its sessions are seen to when what is being handled has been."""
+        """Speak to a worker no more. Its sessions are seen to once the message at hand has been
+        handled."""
         if self._registry.workers.pop(worker.peer, None) is None:
             return
         level = logging.INFO if self._service.ending else logging.WARNING
@@ -106,9 +107,9 @@ class Peers:
         while self._gone:
             worker, why = self._gone.popleft()
             self._census.forget()
-            self._handle(self._moving.part_with, worker, why)
-            self._handle(self._changes.lost, worker, why)
-            self._handle(self._moving.resettle)
+            self.handle(self._moving.part_with, worker, why)
+            self.handle(self._changes.lost, worker, why)
+            self.handle(self._moving.resettle)
 
     def unreachable(self, worker: Worker) -> None:
         """Give up a worker to which nothing can be sent: it has disconnected, or its key was
@@ -117,16 +118,16 @@ class Peers:
         self.worker_lost(worker, LOST_KEY if revoked else "disconnected")
 
     def client_lost(self, client: ClientPeer) -> None:
-        """Nobody reads what this client asked for: free its sessions."""
+        """Free the sessions of a client that has gone."""
         self._registry.clients.pop(client.peer, None)
-        self._handle(self._changes.client_lost, client)
+        self.handle(self._changes.client_lost, client)
         for number in list(client.sessions.values()):
             if (live := self._sessions.get(number)) is not None:
                 self._tally.ended["cancelled"] += 1
                 self._sessions.drop(live)
 
     def client_deaf(self, client: ClientPeer) -> None:
-        """A client reads nothing: free its sessions, and tell it as soon as it reads."""
+        """Free the sessions of a client that reads nothing, and tell it as soon as it reads."""
         words = (
             f"this client has read nothing while {len(client.outbox)} messages waited for "
             "it, and is let go with its requests: say Hello anew"
@@ -151,7 +152,7 @@ class Peers:
         )
 
     def look_around(self) -> None:
-        """Somebody disconnected: find out who, by speaking to everybody."""
+        """Find out who disconnected, if anybody did, by speaking to everybody."""
         if not self._hub.disconnects():
             return
         for worker in list(self._registry.workers.values()):
@@ -162,6 +163,7 @@ class Peers:
         self.part()
 
     def probe(self, worker: Worker) -> None:
+        """Ask a worker how it is."""
         now_ns, worker.awaiting_probe = self._now_ns(), True
         worker.liveness.probed(worker.turns.owed, now_ns)
         self._post.to_worker(worker, Probe(epoch=self._service.epoch, sent_ns=now_ns))
@@ -206,7 +208,7 @@ class Peers:
             self._gone.append((worker, "was let go"))
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """What a client asks for could not be done, for our own fault; None: it was a question."""
+        """Tell a client that a request of its failed for our own fault; None: it was a question."""
         live = self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
         if live is not None:
             self._sessions.broken(live, error)
@@ -218,7 +220,7 @@ class Peers:
         aside(self._post.to_client, client, refusal(self._service.epoch, fault(error), request))
 
     def unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """Something could not be put into a message to a client."""
+        """Fail a request of which something could not be put into a message."""
         log.error(
             "client %s could not be told something of request %s",
             client.hello.name,
@@ -228,13 +230,14 @@ class Peers:
         self.unanswered(client, request, error)
 
     def turn_away(self, peer: bytes, error: BaseException) -> None:
-        """A newcomer could not be let in."""
+        """Refuse a newcomer that could not be let in for our own fault."""
         if (worker := self._registry.workers.get(peer)) is not None:
             self.worker_lost(worker, "could not be let in")
         self._registry.clients.pop(peer, None)
         aside(self._admission.refuse, peer, fault(error))
 
-    def _handle(
+    def handle(
         self, handler: Callable[P, Effects[None]], *arguments: P.args, **named: P.kwargs
     ) -> None:
+        """Have something handled that is about no session, and carry out what follows."""
         aside(lambda: self._carry_out(handler(*arguments, **named)))

@@ -71,7 +71,7 @@ class Sessions:
         return self._live.get(number)
 
     def start(self, live: Live) -> None:
-        """A session begins."""
+        """Begin a session."""
         self._live[live.session.number] = live
         self._census.forget()
         for worker in live.workers:
@@ -90,8 +90,8 @@ class Sessions:
         self.attempt(live, lambda: self._perform(live, actions))
 
     def _perform(self, live: Live, actions: Sequence[Action]) -> None:
-        """Workers before the client, so that they begin; at the end the client before the
-        workers."""
+        """Ask workers before the client is told, so that they begin; at the end the client is told
+        before the workers."""
         live.tell_round()
         if actions and isinstance(actions[-1], NextRound):
             actions = [*actions[:-1], *self._next_round(live)]
@@ -117,7 +117,7 @@ class Sessions:
         return live.give(live.session.next_round, plan, joining)
 
     def plan(self, live: Live) -> Plan | None:
-        """How to draft for a session's next round."""
+        """Return how to draft for a session's next round."""
         if live.draft is None:
             return None
         session, controller = live.session, live.controller
@@ -127,7 +127,6 @@ class Sessions:
             return controller.plan(session.length, load=load, ready=False)
         self._dispatch.resume(live)
         ready = not live.draft.turns.busy_with(session.number)
-        live.joining &= not ready
         worth_waiting = session.round == 1 and controller.awaits_draft(
             session.length, session.new_tokens
         )
@@ -152,7 +151,7 @@ class Sessions:
         self.drop(live)
 
     def drop(self, live: Live) -> None:
-        """Nobody waits for a session any more: it is over here and on its workers, whatever state
+        """Forget a session that nobody waits for any more, here and on its workers, whatever state
         it was in."""
         aside(self._forget, live)
         aside(live.give, live.session.abandon)
@@ -169,7 +168,7 @@ class Sessions:
         self._observing.traced(live.session.number)
 
     def cancel(self, live: Live) -> None:
-        """A session ends as far as it has come."""
+        """End a session as far as it has come."""
 
         def end() -> None:
             live.interrupted(self._now_ns())
@@ -185,7 +184,7 @@ class Sessions:
     # -- faults of our own -------------------------------------------------------------------------
 
     def broken(self, live: Live, error: BaseException) -> None:
-        """Our own fault about one session: it ends with one error, and nobody else notices."""
+        """End a session with one error, for a fault of our own; nobody else notices."""
         reraise_exits(error)
         error = as_raised(error)
         log.error(

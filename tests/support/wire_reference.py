@@ -5,8 +5,9 @@
 
 import ast
 import importlib
+import operator
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +36,13 @@ BOUNDS = {
     "lt": "below {}",
     "min_length": "length from {}",
     "max_length": "length to {}",
+}
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
 }
 PARTS = {"Frozen": "", "Message": ""}
 ANYWHERE = ("type", "epoch")
@@ -193,8 +201,22 @@ def _bounds(node: ast.expr, source: Source) -> Iterator[str]:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "Field":
         for keyword in node.keywords:
             if keyword.arg in BOUNDS:
-                value = eval(ast.unparse(keyword.value), source.names)  # noqa: S307 - our own source
+                value = _number(keyword.value, source)
                 yield BOUNDS[keyword.arg].format(SIZES.get(value, value))
+
+
+def _number(node: ast.expr, source: Source) -> Any:
+    """The value of a bound: a number, a constant of the module, or what is computed from these."""
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name):
+            return source.names[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, source)
+        case ast.BinOp(left, op, right):
+            return OPERATORS[type(op)](_number(left, source), _number(right, source))
+    raise ValueError(f"no number in {ast.unparse(node)}")
 
 
 def _parts(told: set[str]) -> list[str]:
