@@ -15,7 +15,7 @@ class PolicyTraits:
     without_model: bool = False
     """A draft without a model, which grows best first, can follow it."""
     by_entropy: bool = False
-    """It goes by thresholds of entropy."""
+    """The policy goes by thresholds of entropy."""
     full_levels: bool = False
     """Every level is offered whole, so that gamma is width times depth."""
     pass_a_level: bool = True

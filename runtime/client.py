@@ -158,8 +158,8 @@ class Client:
         return self._wait_for(Described, timeout_s)
 
     def look(self, after: int = 0, *, spans: bool = False, timeout_s: float = 10.0) -> Seen:
-        """What has happened since number `after`, the `next` of the last answer; `spans`: with
-        these, fine ones too from now on. Not while a completion streams, as with `status`."""
+        """Return what has happened since number `after`, the `next` of the last answer; `spans`:
+        with these, fine ones too from now on. Not while a completion streams, as with `status`."""
         self._requests += 1
         self._send(Look(epoch=self.epoch, request=self._requests, after=after, spans=spans))
         return self._wait_for(Seen, timeout_s)

@@ -83,7 +83,7 @@ class Link:
     layer_s: Seconds
     """Of copying one, beside a pass over so many rows."""
     overlaps: bool
-    """Whether copies cost the computing nothing; where the CPU stands for a GPU they take turns
+    """True if copies cost the computing nothing; where the CPU stands for a GPU they take turns
     with it."""
 
 
@@ -122,7 +122,7 @@ class Draft:
     proposal_s: float = 0.0
     """What a proposal takes beside its passes."""
     shares: bool = False
-    """Whether it computes with the target's own resident layers, so that more of these may cost it
+    """True if it computes with the target's own resident layers, so that more of these may cost it
     more."""
 
 
@@ -165,7 +165,7 @@ class Option:
 
     @property
     def bound(self) -> str:
-        """What takes most of a round: draft, link, device or cpu."""
+        """Return what takes most of a round: draft, link, device or cpu."""
         if self.draft_s > self.verify_s:
             return "draft"
         if self.copy_s > 0.5 * self.verify_s:
@@ -257,7 +257,7 @@ class Planner:
     def option(
         self, computed: int, resident: int, draft: Draft | None, tree: Tree | None, tokens: float
     ) -> Option:
-        """What a round takes and brings."""
+        """Return what a round takes and brings."""
         draft_s = (
             0.0
             if draft is None or tree is None
@@ -305,8 +305,8 @@ class Planner:
         return cpu_s + max(computing_s, copy_s - filled_s) + head_s
 
     def _copy_s(self, rows: int, streamed: int) -> float:
-        """What the link is busy for a pass; layers for each of which there is a buffer stay in
-        it."""
+        """Return what the link is busy for a pass; layers for each of which there is a buffer stay
+        in it."""
         return (
             streamed * self.machine.link.layer_s(rows)
             if self.machine.link is not None and streamed > BUFFERS

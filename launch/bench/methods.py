@@ -43,7 +43,7 @@ class Method:
     """Methods that say the same share a stack of processes; those that say nothing have one of
     their own."""
     llama: LlamaOptions | None = None
-    """Its options if it is llama.cpp; else none."""
+    """The options of llama.cpp, if the method is that."""
 
     @property
     def ours(self) -> bool:

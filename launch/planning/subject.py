@@ -139,7 +139,7 @@ class Subject:
         )
 
     def result(self, every: Sequence[Alternative]) -> dict[str, Any]:
-        """As `--json` has it."""
+        """Return the comparison as `--json` prints it."""
         alone = next((one for one in every if one.candidate is None), None)
         rows = [told(one, self.device or "cpu", self._settings(one), alone) for one in every]
         choice = rows[0]

@@ -24,7 +24,8 @@ class Newcomer:
         self._arguments, self._name, self._stays = arguments, name, False
 
     def __enter__(self) -> "Newcomer":
-        """It is a session of its own: neither Ctrl-C nor the end of the terminal reaches it."""
+        """Start the worker in a session of its own, which neither Ctrl-C nor the end of the
+        terminal reaches."""
         folder = runtime_directory()
         remove_unused_logs(folder)
         self._path = folder / f"worker-{self._name.replace(os.sep, '_')}-{os.getpid()}.log"

@@ -27,7 +27,7 @@ class Ending:
     let_go: bool = False
     """True if it ended because the root wants it no more."""
     last_line: str = ""
-    """Its last line on stderr."""
+    """The last line that it wrote to stderr."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def wait_until_ready(
 
 
 def coordinator_arguments(configuration: Configuration) -> list[str]:
-    """Its settings as flags, but for where it listens."""
+    """Return the settings of a coordinator as flags, without where it listens."""
     return [
         flag
         for flag in configuration.arguments("coordinator")

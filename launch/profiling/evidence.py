@@ -52,7 +52,7 @@ class Evidence:
     changes: Mapping[str, str] = field(default_factory=dict)
     """Workers that came or went meanwhile, and what of it they did."""
     coordinator: int | None = None
-    """Its process, where that is on this machine."""
+    """Process number of the coordinator, if it runs on this machine."""
 
     @property
     def records(self) -> list[RoundRecord]:

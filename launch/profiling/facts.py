@@ -29,7 +29,7 @@ QUIET = 0.05
 
 
 def coordinator_of(state: Reported) -> int | None:
-    """Its process, where that is on this machine."""
+    """Return the process number of a coordinator, if it runs on this machine."""
     return (
         state.pid
         if state.address.startswith("ipc://") and Path(f"/proc/{state.pid}").exists()

@@ -38,7 +38,7 @@ BASIC = (
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
 """Settings that `--help` of a server shows as well."""
 DECODING_SECTIONS = tuple(section for section in ALL_SECTIONS if section != "http")
-"""Those of whoever decodes without a server."""
+"""Sections of the settings of a command that decodes without a server."""
 SHORT_FORMS = {
     "target.model": "--target",
     "target.weights": "--weights",

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def costs_of(path: Path) -> tuple[Costs, str]:
-    """Those of measured rounds, and in words whose."""
+    """Return the costs of measured rounds, and in words whose they are."""
     from dovetail.launch.files.records import read_records
     from dovetail.launch.simulation.measured import measured_costs
 

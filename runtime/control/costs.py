@@ -1,4 +1,4 @@
-"""What passes cost: the target's over M rows behind a context, the draft's over rows, and what a
+"""Costs of passes: the target's over M rows behind a context, the draft's over rows, and what a
 round takes beside them.
 
 A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass:
@@ -25,18 +25,19 @@ FEW = 8
 TRUST = 2.0
 """Passes of a number of rows that weigh as much as what its neighbours and the profile say."""
 HOPE = 0.5
-"""How much of a rise between two numbers of rows that were seen is put down to those between them,
+"""The share of a rise between two numbers of rows that were seen is put down to those between them,
 where no profile tells: so that they are tried too."""
 ROW_SHARE = 0.01
-"""What a further row adds to a pass, as a share of a pass over one, where nothing is known: little,
-so that larger passes are tried, and then known."""
+"""The share that a further row adds to a pass, in parts of a pass over one, where nothing is known:
+little, so that larger passes are tried, and then known."""
 FIRST_ROWS = 16
-"""Of the first passes over more than one row, at most, where no profile tells what they cost."""
+"""Rows of the first passes over more than one row, at most, where no profile tells what they
+cost."""
 OUTLIER = 4.0
 """A pass counts for the slope over the context with so many times the usual seconds of its number
 of rows at most."""
 FORGETTING = 0.995
-"""Of the slope, a pass."""
+"""The factor by which the slope is forgotten, a pass."""
 SPREAD = 64.0 * 64.0
 """Squared tokens that contexts must have been apart before a slope over them is believed by
 half."""
@@ -46,7 +47,7 @@ STALE_TOKENS = 32
 MOST_TABLES = 64
 STALE_PASSES = 8
 MOST_POINTS = 24
-"""Of a curve that is shown."""
+"""Points of a curve that is shown, at most."""
 RECENT = 32.0
 """Values after which a running average has forgotten all but a third."""
 
@@ -80,7 +81,7 @@ def add_all(told: Iterable[tuple[Average, float]]) -> None:
 
 
 class Lags:
-    """How long something took beside how much of it there was, from the last times."""
+    """Durations of something beside how much of it there was, from the last times."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=KEPT)
@@ -180,7 +181,7 @@ class RowCosts:
         )
 
     def seen(self, rows: int) -> int:
-        """How many of the last passes had so many rows, or nearly."""
+        """Return how many of the last passes had so many rows, or nearly."""
         found = self._passes.get(bucket(rows))
         return len(found.last) if found else 0
 
@@ -221,7 +222,8 @@ class RowCosts:
         return found.seconds
 
     def curve(self, context: float = 0.0) -> RowsSeconds | None:
-        """What is thought of the numbers of rows that have been seen; None where nothing has."""
+        """Return what is thought of the numbers of rows that have been seen; None where nothing
+        has."""
         rows = sorted(self._passes)[:: 1 + len(self._passes) // MOST_POINTS]
         if not rows:
             return None
@@ -349,7 +351,7 @@ def _bent(
 
 @dataclass
 class PairCosts:
-    """What a round of a draft and a target costs: passes, hops, the coordinator's own time."""
+    """Costs of a round of a draft and a target: passes, hops, the coordinator's own time."""
 
     target: RowCosts = field(default_factory=RowCosts)
     """Shared by all pairs of this target."""
@@ -357,7 +359,7 @@ class PairCosts:
     reading: Lags = field(default_factory=Lags)
     """By how much later than its target the draft has read a prompt."""
     prompts: Lags = field(default_factory=Lags)
-    """What the draft took to read a prompt, waiting for features not counted."""
+    """Seconds that the draft took to read prompts, without its waits for features."""
     exposed_s: Average = field(default_factory=Average)
     """Drafting that a round with a draft waited for."""
     draft_hop_s: Average = field(default_factory=Average)
@@ -367,7 +369,7 @@ class PairCosts:
     host_s: Average = field(default_factory=Average)
     """The coordinator's own, a round."""
     undrafted_host_s: Average = field(default_factory=Average)
-    """The same of rounds without a draft."""
+    """Seconds of the coordinator in a round without a draft."""
 
     def round_s(self, *, rows: int, context: float, exposed_s: float) -> float:
         """Seconds of a round whose Verify has so many rows; `exposed_s`: what it waits for its

@@ -1,5 +1,5 @@
-"""What sessions that run at once have learned together at one load: whether drafting for all of
-them pays, and what a second is worth to them. Pure: rounds are handed in."""
+"""The experience of sessions that run at once at one load: whether drafting for all of them pays,
+and what a second is worth to them. Pure: rounds are handed in."""
 
 from collections.abc import Callable
 

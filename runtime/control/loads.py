@@ -1,12 +1,12 @@
-"""How much runs at once on a session's workers. Pure: counts in, words out."""
+"""The load: sessions that run at once on the same workers. Pure: counts in, words out."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many sessions run on a session's workers, itself counted: beyond their prompts, and not
-    waiting for a target."""
+    """Counts of the sessions that run on a session's workers, itself among them: beyond their
+    prompts, and not waiting for a target."""
 
     target: int = 1
     """On its target: each has a row in a pass at least."""

@@ -48,7 +48,8 @@ WORTH_OF_MANY = 1.02
 
 @dataclass
 class Experience:
-    """What the sessions of a pair have learned together."""
+    """Knowledge that the sessions of a pair share: whether drafting paid, and what trying may
+    cost."""
 
     losing: bool = False
     """True if the last change was to stop drafting."""

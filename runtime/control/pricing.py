@@ -45,7 +45,7 @@ MOST_FLOOR = 0.95
 
 @dataclass
 class Situation:
-    """What a session drafts with, and beside whom."""
+    """The pair, costs and load that a session is priced by."""
 
     pair: Pair | None
     """None: the target decodes alone."""

@@ -10,7 +10,7 @@ from dovetail.runtime.telemetry.metrics import RoundTimes
 
 @dataclass(frozen=True)
 class Plan:
-    """How a round is drafted: fields of `Draft`. Depth and nodes are bounds below the request's
+    """The plan of a round: fields of `Draft`. Depth and nodes are bounds below the request's
     own."""
 
     rate: float | None = None

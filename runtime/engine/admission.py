@@ -124,8 +124,8 @@ class Admission:
         return True
 
     def let_revoked_go(self) -> Effects[None]:
-        """What a peer says whose key was revoked, or may no longer play its role, does not arrive
-        any more: nobody is to wait for it."""
+        """Part with peers whose keys were revoked or no longer allow their roles: what they say
+        does not arrive any more, and nobody is to wait for it."""
         for worker in list(self._registry.workers.values()):
             if self.let_go_if_revoked(worker):
                 yield Gone(worker, LOST_KEY)

@@ -1,4 +1,4 @@
-"""What clients ask: requests that become sessions, questions about what is here, changes of
+"""Requests of clients: prompts that become sessions, questions about what is here, changes of
 workers.
 
 A prompt is read elsewhere, since a long one takes its time; its session begins when it has been.
@@ -259,7 +259,7 @@ def observe(observing: Observing, registry: Registry, epoch: int) -> Effects[Non
 
 
 def refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
-    """What a client is told of a request, or a peer of itself, that is turned down."""
+    """Return what a client is told of a request, or a peer of itself, that is turned down."""
     return Failed.model_validate(
         {"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]}
     )

@@ -17,11 +17,11 @@ MAX_WORDS = 512
 
 @dataclass
 class _Failing:
-    """What is known of one draft."""
+    """The failures of one draft."""
 
     name: str
     words: str
-    """Of its first failure."""
+    """Time of its first failure."""
     began_ns: int
     last_ns: int
     count: int = 1

@@ -1,4 +1,4 @@
-"""What one client is told, in order: text that comes quickly waits a little, and what a full queue
+"""Messages to one client, in order: text that comes quickly waits a little, and what a full queue
 does not take waits longer.
 
 Text of a request that waits is told in one piece. Knows neither sockets nor a clock: times and the
@@ -19,12 +19,12 @@ take one from a worker. To be woken and to say something over HTTP takes some 30
 MAX_JOINED = 8192
 """Tokens that are told in one piece, so that every message can be sent."""
 RECORD_EVERY_NS = 2_000_000
-"""The same for records, which somebody measures by."""
+"""The pause between records, which somebody measures by."""
 
 
 @dataclass
 class _Piece:
-    """What is told at once: a message, or texts of one request in a row."""
+    """One message to be sent, or texts of one request in a row."""
 
     request: int
     """-1: it is about none."""
@@ -92,7 +92,7 @@ class Outbox:
         piece.tokens += size
 
     def due(self, now_ns: int) -> bool:
-        """Whether to send now."""
+        """Return whether to send now."""
         return now_ns - self._sent_ns >= self._patience_ns
 
     @property
@@ -101,8 +101,8 @@ class Outbox:
         return self._patience_ns
 
     def remind(self) -> bool:
-        """Whether somebody has to come back for what waits, in `patience_ns`; once until it is
-        sent, or sooner than was said."""
+        """Return whether somebody has to come back for what waits, in `patience_ns`; once until it
+        is sent, or sooner than was said."""
         sooner = self._reminded_ns is None or self._patience_ns < self._reminded_ns
         if sooner:
             self._reminded_ns = self._patience_ns

@@ -1,4 +1,4 @@
-"""What the coordinator sends, and to whom: commands to workers at once, to clients in order, as
+"""Sending: commands to workers at once, to clients in order, as
 soon as they take it.
 
 Whoever cannot be reached is lost; what that means the coordinator knows.
@@ -151,7 +151,7 @@ class Post:
             del self._farewells[peer]
 
     def to_peer(self, peer: bytes, message: Message) -> bool:
-        """Whether a message to somebody who may not be registered was sent."""
+        """Return whether a message to somebody who may not be registered was sent."""
         try:
             self._hub.send(peer, encode(message))
         except LinkError as error:

@@ -1,4 +1,4 @@
-"""What the client of a session is told: tokens and text, log-probabilities of the prompt, records
+"""Replies to the client of a session: tokens and text, log-probabilities of the prompt, records
 of rounds, and how it ended."""
 
 from collections.abc import Callable

@@ -40,7 +40,7 @@ SPAN_OF: dict[Account, str] = {
     "draft_exposed": "lost",
     "verify": "lost",
 }
-"""What stands in a trace for the time between two answers."""
+"""Names that stand in a trace for the time between two answers."""
 
 MOST_LOSSES = 3
 """Targets whose processes may end under one session, while they work on it, without a token in
@@ -88,33 +88,33 @@ class Live:
     recorded: Heard | None = None
     """Called with every event of the session."""
     times: RoundTimes = field(default_factory=RoundTimes)
-    """Of the round that runs."""
+    """Times of the round that runs."""
     opened_ns: int | None = None
     """When the target had read the prompt, as long as the draft has not."""
     reading_ns: int = 0
-    """What the draft has taken so far for what it reads before it can be asked."""
+    """Time that the draft has taken so far to read what it needs before it can be asked."""
     other_rows: int = 1
     """Rows of the pass that the session waits for, without its own nodes: what it would have
     without a draft."""
     drafts: bool = False
-    """Whether the request is to be drafted for."""
+    """True if the request is to be drafted for."""
     joining: bool = False
-    """Whether its draft has not been ready since it was taken in the midst of the session."""
+    """True if its draft has not been ready since it was taken in the midst of the session."""
     draft_failure: DraftFailure | None = None
     """The first one of its draft."""
     shunned: set[bytes] = field(default_factory=set)
     """Drafts that the session has parted with for what they did or could not do."""
     loss: Loss | None = None
-    """Of its target, while it waits for another."""
+    """The loss of its target, while it waits for another."""
     losses: list[tuple[str, int] | None] = field(default_factory=list)
-    """Of targets, since the last token: host and number of each one's process, None if that was
-    heard of again."""
+    """Losses of targets since the last token: host and number of each one's process, None if that
+    was heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
     _prompts: int = 0
     """That its workers had been given to read when the round began."""
     _read: bool = False
-    """Whether one of them was reading then."""
+    """True if one of them was reading then."""
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
         """Give the session an event, which is one of its methods, and return the actions that
@@ -134,7 +134,7 @@ class Live:
 
     @property
     def running(self) -> bool:
-        """Whether it takes part in the passes of its target."""
+        """Return whether it takes part in the passes of its target."""
         return self.session.state in RUNNING
 
     @property
@@ -145,14 +145,14 @@ class Live:
 
     @property
     def trial(self) -> bool:
-        """Whether it is run for the sake of its workers: nobody else hears of it, and it goes on on
-        no others."""
+        """Return whether it is run for the sake of its workers: nobody else hears of it, and it
+        goes on on no others."""
         return self.client.hear is not None
 
     @property
     def doomed(self) -> bool:
-        """Whether one target after the other was lost while it worked on the session, so that the
-        next one is not given to it; nor is it to a trial."""
+        """Return whether one target after the other was lost while it worked on the session, so
+        that the next one is not given to it; nor is it to a trial."""
         ended = sum(loss is not None for loss in self.losses)
         return self.trial or ended >= MOST_LOSSES or len(self.losses) >= MOST_BREAKS
 
@@ -174,8 +174,8 @@ class Live:
             raise RuntimeError(f"it waits for {awaited.name}, which was not asked")
 
     def awaits(self, worker: Worker, command: Message) -> bool:
-        """Whether this is the command that the session waits for, and not something beside it such
-        as the draft worker's Open."""
+        """Return whether this is the command that the session waits for, and not something beside
+        it such as the draft worker's Open."""
         return self.awaited() is worker and isinstance(command, AWAITED.get(self.session.state, ()))
 
     def left(self, now_ns: int, size: int) -> None:
@@ -239,7 +239,7 @@ class Live:
         self.opened_ns = None
 
     def round_ended(self) -> RoundTimes:
-        """Where the time of the round went; that of the next begins."""
+        """Return where the time of the round went; that of the next begins."""
         ended, self.times = self.times, RoundTimes()
         return ended
 
@@ -302,7 +302,7 @@ class Live:
         self.mark_ns = now_ns
 
     def _time(self, account: Account, duration_ns: int) -> None:
-        """The same for the round that runs."""
+        """Put down time to an account of the round that runs."""
         times, drafting = self.times, self.session.state is State.DRAFTING
         if account == "coordinator":
             times.coordinator_ns += duration_ns
@@ -348,8 +348,8 @@ class Census:
 
 
 def waits(worker: Worker, lives: Iterable[Live]) -> Waits:
-    """What a worker waits for: nothing while it owes an answer; else what the sessions wait for
-    that it holds."""
+    """Return what a worker waits for: nothing while it owes an answer; else what the sessions wait
+    for that it holds."""
     if worker.turns.owed:
         return ""
     states = {live.session.state for live in lives if worker in live.workers}

@@ -38,15 +38,15 @@ class Owed:
     type: type[Opened | Fed | Refed | Drafted | Verified]
     round: int
     start: int = 0
-    """Of a Feed, of which there are several in a round."""
+    """Position of a Feed, of which there are several in a round."""
 
 
 Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
-"""How many nodes of each item of a pass are verified."""
+"""Returns how many nodes of each item of a pass are verified."""
 
 
 Hold = Callable[[Sequence[int]], bool]
-"""Whether a pass of these sessions waits for those whose proposals are nearly there; who says so
+"""True if a pass of these sessions waits for those whose proposals are nearly there; who says so
 has them looked at again."""
 
 
@@ -73,7 +73,7 @@ class Turns:
     """Sessions that had ended here when it was under way: nobody waits for it, though another of
     the same number may have begun."""
     _sent: list[tuple[int, Command]] = field(default_factory=list)
-    """What `next` returned last, by session."""
+    """The commands that `next` returned last, by session."""
 
     def ask(self, session: int, command: Command) -> None:
         self.waiting.append((session, command))
@@ -91,7 +91,7 @@ class Turns:
         return bool(commands)
 
     def busy_with(self, session: int) -> bool:
-        """Whether the session has asked for something that has not been answered."""
+        """Return whether the session has asked for something that has not been answered."""
         return (
             session in self.owed
             or session in self.postponed
@@ -99,7 +99,8 @@ class Turns:
         )
 
     def reads(self, session: int) -> bool:
-        """Whether a prompt of the session, or what the target says of it, is still to be read."""
+        """Return whether a prompt of the session, or what the target says of it, is still to be
+        read."""
         owed = self.owed.get(session)
         if session in self.postponed:
             return True
@@ -109,7 +110,7 @@ class Turns:
 
     @property
     def reading(self) -> bool:
-        """Whether a prompt of any session is still to be read."""
+        """Return whether a prompt of any session is still to be read."""
         return any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(
             isinstance(c, Open | Feed) for _, c in self.waiting
         )
@@ -121,7 +122,8 @@ class Turns:
         yield from ((session, isinstance(command, Draft)) for session, command in self.waiting)
 
     def answered(self, session: int, answer: Owed) -> bool:
-        """Whether the worker owed this session this answer, and it is wanted; it does no more."""
+        """Return whether the worker owed this session this answer, and it is wanted; it does no
+        more."""
         if self.owed.get(session) != answer:
             return False
         del self.owed[session]
@@ -194,7 +196,7 @@ class Turns:
         return together, tuple(ready)
 
     def take_back(self) -> None:
-        """What `next` returned was not sent: it waits again, before everything else."""
+        """Have what `next` returned wait again, before everything else, since it was not sent."""
         for session, _ in self._sent:
             del self.owed[session]
         self.waiting.extendleft(reversed(self._sent))
@@ -247,6 +249,6 @@ def _beginning(item: VerifyItem, nodes: int) -> VerifyItem:
 
 
 def _candidates(command: Verify) -> int:
-    """How many tokens each child was drawn from, 0 where none was drawn: the arrays of a message
-    have one width."""
+    """Return how many tokens each child was drawn from, 0 where none was drawn: the arrays of a
+    message have one width."""
     return command.candidates.shape[1] if command.candidates else 0

@@ -1,4 +1,4 @@
-"""What workers are asked: commands wait for their turn, and several sessions' trees go into one
+"""Asking workers: commands wait for their turn, and several sessions' trees go into one
 pass.
 
 Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many nodes pay
@@ -258,8 +258,8 @@ class Dispatch:
                 self._broken(live, error)
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
-        """Whether a target waits with a pass of these sessions for proposals that are nearly there,
-        since those would have to wait for the next one."""
+        """Return whether a target waits with a pass of these sessions for proposals that are nearly
+        there, since those would have to wait for the next one."""
         now_ns = self._post.now_ns()
         if worker.held_until_ns is not None and now_ns >= worker.held_until_ns:
             return False
@@ -288,7 +288,7 @@ class Dispatch:
             self.next(worker)
 
     def _drafts_of(self, target: Worker) -> Sequence[Worker]:
-        """Where trees for a target's sessions grow at present."""
+        """Return where trees for a target's sessions grow at present."""
         drafts = {
             live.draft.peer: live.draft
             for live in self._live.values()
@@ -310,8 +310,8 @@ class Dispatch:
                 yield at_s
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
-        """How many nodes of each item of a pass are verified: whatever was offered, but where a
-        session's policy leaves that to be decided."""
+        """Return how many nodes of each item of a pass are verified: whatever was offered, but
+        where a session's policy leaves that to be decided."""
         counts = [len(item.tokens) for item in items]
         lives = [self._live[item.session] for item in items if item.session in self._live]
         if len(lives) < len(items):

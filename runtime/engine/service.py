@@ -8,16 +8,16 @@ from dovetail.protocol.messages import Role, Supervised
 
 @dataclass
 class Service:
-    """What holds for all sessions of one coordinator."""
+    """The standing that holds for all sessions of one coordinator."""
 
     epoch: int
     ending: bool = False
-    """Whether nothing begins any more."""
+    """True if nothing begins any more."""
     given_up: str = ""
     """Why whoever started us ends the service: what is missing does not come back. Empty: it does
     not end it."""
     drained: set[Role] = field(default_factory=set)
     """Roles of which an operator drained a worker, until the next one registers."""
     supervised: Supervised = field(default_factory=Supervised)
-    """What whoever started us said last, and when."""
+    """The last words of whoever started us; `supervised_ns`: when they came."""
     supervised_ns: int = 0

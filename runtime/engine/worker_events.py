@@ -1,4 +1,4 @@
-"""What workers answer: each event goes to the session that waits for it, and what follows from it
+"""Answers of workers: each event goes to the session that waits for it, and what follows from it
 is returned as effects, which the coordinator carries out.
 
 An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the
@@ -178,7 +178,7 @@ class Answers:
         live.passed_on(size)
 
     def _scored(self, worker: Worker, event: Scored, size: int) -> Effects[None]:
-        """What the target thinks of a part of a prompt; the answer to Open is still owed."""
+        """Take the target's scores of a part of a prompt; the answer to Open is still owed."""
         live = self._live.get(event.session)
         if live is None or live.target is not worker:
             raise StaleError(f"session {event.session} asks {worker.name} nothing")

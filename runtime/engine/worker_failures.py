@@ -1,4 +1,4 @@
-"""What follows when a worker could not do what was asked of it."""
+"""Failures of workers: what follows when one could not do what was asked of it."""
 
 import logging
 from collections.abc import Callable, Mapping

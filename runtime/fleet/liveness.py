@@ -1,5 +1,5 @@
-"""Whether a worker still does what it is asked, judged by what it says to probes. Pure: times are
-handed in, what follows is the coordinator's business.
+"""Liveness: whether a worker still does what it is asked, judged by what it says to probes. Pure:
+times are handed in, what follows is the coordinator's business.
 
 A worker does one command after the other, and messages keep their order both ways. So a probe that
 it answers between two commands is answered after all that was asked before it: what it owed when
@@ -25,7 +25,7 @@ it sooner, if it still can."""
 
 @dataclass
 class Liveness:
-    """Of one worker."""
+    """The liveness of one worker."""
 
     owed: Mapping[int, Owed] = field(default_factory=dict)
     """When the last probe left."""
@@ -47,7 +47,7 @@ class Liveness:
         self.silent_ns += min(since_ns, MOST_STEP_NS)
 
     def has_forgotten(self, answer: Probed, owed: Mapping[int, Owed]) -> bool:
-        """Whether something that it owed when the last probe left, and still owes, will not
+        """Return whether something that it owed when the last probe left, and still owes, will not
         come."""
         if answer.busy or answer.sent_ns != self.sent_ns:
             return False

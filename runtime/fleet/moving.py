@@ -29,7 +29,7 @@ log = logging.getLogger("dovetail.coordinator")
 
 
 class Moving:
-    """What happens to sessions whose workers go."""
+    """Moves sessions whose workers go."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Moving:
                 yield from self._each([live], partial(self.lose_target, why=why))
 
     def tick(self) -> Effects[None]:
-        """What is due: drafts that are too late, sessions that have waited."""
+        """Do what is due about drafts that are too late and sessions that have waited."""
         now_ns = self._now_ns()
         late = [
             live

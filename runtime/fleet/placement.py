@@ -23,7 +23,7 @@ from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
 
 ROWS = 4.0
-"""Of a session in a pass, where no pair has told how many they are."""
+"""Rows of a session in a pass, where no pair has told how many they are."""
 REFEED_WORTH = 64
 """`JOIN_WORTH` where the draft reads its target, which then has to read the whole log once more."""
 
@@ -43,14 +43,14 @@ class Placement:
         self._pairs: dict[Peers, Pair] = {}
         """By the addresses of draft and target."""
         self._alone: dict[bytes, PairCosts] = {}
-        """What rounds of a target alone cost, by its address."""
+        """Costs of rounds of a target alone, by its address."""
         self._sessions = 0
 
     # -- what they have learned --------------------------------------------------------------------
 
     def pair(self, draft: Worker | None, target: Worker) -> tuple[Pair | None, PairCosts]:
-        """What these two have learned together, and what their rounds cost; or those of the target
-        alone."""
+        """Return what these two have learned together, and what their rounds cost; or those of the
+        target alone."""
         if draft is None:
             return None, self._alone.setdefault(target.peer, PairCosts(target.verifying))
         key = (draft.peer, target.peer)
@@ -66,7 +66,7 @@ class Placement:
         return self._pairs[key], self._pairs[key].costs
 
     def forget(self, worker: Worker) -> None:
-        """It is not here any more."""
+        """Forget a worker that is not here any more."""
         self._alone.pop(worker.peer, None)
         self._pairs = {
             peers: pair for peers, pair in self._pairs.items() if worker.peer not in peers
@@ -104,7 +104,8 @@ class Placement:
     def draft(
         self, target: Worker, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
     ) -> Worker | None:
-        """The same of the drafts, for a session on this target."""
+        """Return the wanted draft with room and the highest predicted rate, for a session on this
+        target."""
         drafts = [
             draft
             for draft in candidates(self._registry.workers.values(), "draft")
@@ -119,8 +120,8 @@ class Placement:
         )
 
     def goes_with(self, draft: Worker, target: Worker) -> bool:
-        """Whether a draft can draft for a target: one that shares a process with a target reads
-        that one's rows, and no other's."""
+        """Return whether a draft can draft for a target: one that shares a process with a target
+        reads that one's rows, and no other's."""
         own = [
             other
             for other in self._registry.workers.values()
@@ -129,8 +130,8 @@ class Placement:
         return not own or any(other.process == target.process for other in own)
 
     def settle(self, target: Worker, request: Request) -> Worker | RequestError:
-        """Where a request runs that was read for this target: on the best one with its tokens that
-        can hold it.
+        """Return where a request runs that was read for this target: on the best one with its
+        tokens that can hold it.
 
         Where there is none, since it has gone, it is still this one, and the session has to wait.
         """
@@ -244,8 +245,8 @@ class Placement:
         )
 
     def _is_worth_joining(self, draft: Worker, live: Live) -> bool:
-        """Whether enough may still come for a draft to be worth what it has to read; one that reads
-        its target is to have paid of late, too."""
+        """Return whether enough may still come for a draft to be worth what it has to read; one
+        that reads its target is to have paid of late, too."""
         if draft.peer in live.shunned or draft is live.draft:
             return False
         if draft.hello.reads is None:
@@ -256,8 +257,8 @@ class Placement:
         )
 
     def draft_base(self, live: Live, draft: Worker) -> Base | None:
-        """What a draft that joins a session goes on from; its shelf lends it. It reads all but the
-        last token of the log."""
+        """Return what a draft that joins a session goes on from; its shelf lends it. It reads all
+        but the last token of the log."""
         session = live.session
         if not (self._reuse and session.request.may_reuse) or draft is live.target:
             return None

@@ -1,4 +1,5 @@
-"""What a worker still holds of sessions that have ended, and which of them a prompt goes on from.
+"""The prefix cache: what a worker still holds of sessions that have ended, and which of them a
+prompt goes on from.
 
 A `Shelf` stands for one worker: it knows the logs of the sessions whose caches that worker keeps,
 and lets the oldest go when there is no more room. Logs are compared as bytes, so that a prompt of a
@@ -106,7 +107,7 @@ class Shelf:
 def bases(
     prompt: bytes, target: Shelf, draft: Shelf | None, *, owner: str = "", reads: bool
 ) -> tuple[Base | None, Base | None]:
-    """What a session's target and draft go on from; their shelves lend it.
+    """Return what a session's target and draft go on from; their shelves lend it.
 
     A draft that `reads` its target gets features of what the target reads now: both go on from the
     same position. And its row of a position was made with the token behind it as well.

@@ -1,4 +1,4 @@
-"""How sessions whose target was lost go on: on which targets, for how long they wait, and when it
+"""Recovery of sessions whose target was lost: on which targets, for how long they wait, and when it
 is enough.
 
 A session that has told its client something goes on where the same bytes are computed, or, if the
@@ -28,7 +28,7 @@ class Recovery:
     move: Literal["same", "any"] = "same"
 
     def suits(self, live: Live, target: Worker) -> bool:
-        """Whether a session may go on on this target."""
+        """Return whether a session may go on on this target."""
         if (
             not target.reads_as(live.target)
             or live.session.request.capacity > target.limits.context
@@ -41,7 +41,7 @@ class Recovery:
         )
 
     def patience_s(self, live: Live) -> float:
-        """How long a session that lost its target waits for another one."""
+        """Return how long a session that lost its target waits for another one."""
         return (
             MARGIN_S + LOADS * live.target.hello.load_s
             if self.recovery_s == "auto"
@@ -86,7 +86,7 @@ class Recovery:
         return RequestError("worker_lost", f"{live.loss.words}, {text}")
 
     def words(self, live: Live, now_ns: int) -> str:
-        """Of a session that waits, for `status`."""
+        """Return what `status` says of a session that waits."""
         assert live.loss is not None
         left_s = max(0.0, self.patience_s(live) - (now_ns - live.loss.since_ns) / 1e9)
         return (

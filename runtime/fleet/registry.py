@@ -29,7 +29,7 @@ class Registry:
         self.workers: dict[bytes, Worker] = {}
         self.clients: dict[bytes, ClientPeer] = {}
         self._loading: dict[bytes, tuple[LoadingState, int]] = {}
-        """What each worker that is not registered yet has said, and when."""
+        """The last words of each worker that is not registered yet, and when they came."""
 
     def hear_loading(
         self, peer: bytes, state: LoadingState, key: PeerKey | None, now_ns: int

@@ -81,7 +81,7 @@ class Changes:
 
     @property
     def words(self) -> str:
-        """What is going on; empty: nothing."""
+        """Return what is going on; empty: nothing."""
         return self._change.words if self._change is not None else ""
 
     # -- what is asked for -------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Changes:
         yield from self._begin(change, client, asked.request, newcomer, old, now_ns)
 
     def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> Effects[None]:
-        """The same."""
+        """Begin to drain a worker; `RequestError` says why not."""
         self._check_free()
         old = self._leaver(asked.worker)
         role: Role = "target" if old.plays("target") else "draft"
@@ -234,7 +234,7 @@ class Changes:
             self._change.longest_pause_ns = max(self._change.longest_pause_ns, pause_ns)
 
     def _still_reading(self) -> bool:
-        """Whether a request is being read that was meant for the old worker when it began to
+        """Return whether a request is being read that was meant for the old worker when it began to
         leave."""
         self._reading = {
             (peer, request)

@@ -1,5 +1,5 @@
-"""How a worker takes the place of another, or leaves: which steps that takes, in which order, and
-what is taken back where one fails.
+"""The steps by which a worker takes the place of another, or leaves: which they are, in which
+order, and what is taken back where one fails.
 
 A newcomer is on standby. It is tried with short sessions; then it is put in place, so that new
 sessions come to it and none to the old worker. Those that the old one has go over to whoever is
@@ -28,8 +28,8 @@ anywhere."""
 
 TrialName = Literal["alone", "drafted", "before"]
 Standing = Literal["held", "movable", "coming", "over"]
-"""Of a session: it is on the old worker, to stay or to go; on another one that does not serve it
-yet; on another one."""
+"""The standing of a session: it is on the old worker, to stay or to go; on another one that does
+not serve it yet; on another one."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TakeBack:
 
 @dataclass(frozen=True)
 class Say:
-    """How far it has come."""
+    """The phases of a change."""
 
     text: str
 
@@ -118,8 +118,8 @@ class Change:
     newcomer: Party | None
     old: Party | None
     trials: Sequence[Trial] = ()
-    """Of the newcomer: as a target alone, on a draft's proposals, and `before` on a target of equal
-    fingerprint; as a draft, for a target."""
+    """Trials of the newcomer: as a target alone, on a draft's proposals, and `before` on a target
+    of equal fingerprint; as a draft, for a target."""
     phase: Phase = Phase.TRYING
     longest_pause_ns: int = 0
     _heard_ns: int = 0
@@ -130,7 +130,7 @@ class Change:
     _asked: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)
     _waits: bool = False
-    """Whether it was said that sessions end where they are."""
+    """True if it was said that sessions end where they are."""
     _failure: str = ""
     """Why the newcomer is taken back."""
     _leaves: str = field(init=False)
@@ -151,7 +151,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """What is going on, for `status`."""
+        """Return what is going on, for `status`."""
         if self.newcomer is None:
             return f"{self._leaves} leaves"
         place = f" takes the place of {self.old.name}" if self.old is not None else " joins"
@@ -216,7 +216,7 @@ class Change:
         return ""
 
     def look(self, now_ns: int) -> list[Action]:
-        """Whether a trial takes too long."""
+        """Return whether a trial takes too long."""
         if self.phase is Phase.TRYING and now_ns - self._heard_ns > SILENT_NS:
             return self._fail(f"nothing came of its trial for {SILENT_NS // 10**9} s")
         return []
@@ -311,7 +311,7 @@ class Change:
         return [*([Keep()] if in_place else []), LetGo(self.newcomer), end]
 
     def _told(self, why: str) -> str:
-        """What became of the newcomer, and why."""
+        """Return what became of the newcomer, and why."""
         assert self.newcomer is not None
         what = (
             "was in place and was removed again"

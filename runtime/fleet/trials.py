@@ -18,7 +18,7 @@ from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.steps import Trial, TrialName
 
 TRIAL_TEXT = "one two three, one two three, one two three, one"
-"""Its words come again, so that a draft that looks back has something to find."""
+"""Text whose words come again, so that a draft that looks back has something to find."""
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
 TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 """A policy that every kind of draft knows, and that drafts whether it pays or not."""
@@ -94,7 +94,7 @@ class Trials:
         ]
 
     def begin(self, trial: Trial) -> Effects[None]:
-        """Run a trial; what its client would hear, the change does."""
+        """Run a trial, and hear what its client would be told."""
         submit = Submit(
             epoch=self._epoch,
             request=0,
@@ -140,8 +140,8 @@ class Trials:
         return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
 
     def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
-        """What the client of a trial is told. A draft that has gone meanwhile has not failed at
-        it."""
+        """Hear what the client of a trial is told. A draft that has gone meanwhile has not failed
+        at it."""
         self._heard = True
         if isinstance(message, Finished | Failed):
             brief, gone = (
@@ -152,5 +152,5 @@ class Trials:
 
 
 def _decides_as(one: Worker, other: Worker) -> bool:
-    """Whether two targets compute the same for the same tokens."""
+    """Return whether two targets compute the same for the same tokens."""
     return one.hello.fingerprint == other.hello.fingerprint and one.reads_as(other)

@@ -90,12 +90,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", **documented("health"))
     async def health() -> Response:
-        """Whether this server lives and has a coordinator."""
+        """Return whether this server lives and has a coordinator."""
         return Response(status_code=503 if service.gateway.missing else 200)
 
     @app.get("/readyz", **documented("readyz"))
     async def readyz() -> Response:
-        """Whether requests are served, and what is missing."""
+        """Return whether requests are served, and what is missing."""
         ready, state = await service.ready()
         return json_response(state, 200 if ready else 503)
 
@@ -106,7 +106,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/load", **documented("load"))
     async def load() -> Response:
-        """How many requests are being answered."""
+        """Return how many requests are being answered."""
         return json_response({"server_load": len(service.runs)})
 
     @app.get("/metrics", **documented("metrics"))

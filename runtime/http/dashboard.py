@@ -130,7 +130,7 @@ def add_dashboard(app: FastAPI, watch: Watch) -> None:
 
     @app.get(STATE_PATH, include_in_schema=False)
     async def state(session: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None) -> Response:
-        """What the page shows; of this session's tree, or of the newest's."""
+        """Return what the page shows; of this session's tree, or of the newest's."""
         return Response(
             await watch.picture(session),
             headers={**HEADERS, "content-type": "application/json", "cache-control": "no-store"},

@@ -59,8 +59,8 @@ class Run:
             raise of_failure(first)
 
     async def take(self) -> list[tuple[int, Told]]:
-        """What has come since the last time, at least one thing, each with the reply that it is
-        about; empty: all have ended.
+        """Return what has come since the last time, at least one thing, each with the reply that it
+        is about; empty: all have ended.
 
         An `ApiError` is raised when something failed, `Gone` when the client has gone.
         """
@@ -124,5 +124,6 @@ class Run:
 
 
 def ended_early() -> ApiError:
-    """What is said of a reply that the coordinator cancelled, which it does only when it ends."""
+    """Return what is said of a reply that the coordinator cancelled, which it does only when it
+    ends."""
     return unavailable("the coordinator has ended: ask again when another is there")

@@ -84,7 +84,7 @@ def unread(seconds: float) -> ApiError:
 
 
 def of_failure(failed: Failed) -> ApiError:
-    """What the coordinator's word means to an HTTP client."""
+    """Return what the coordinator's word means to an HTTP client."""
     match failed.code:
         case "settings":
             return ApiError(400, failed.text)

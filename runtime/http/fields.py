@@ -248,5 +248,6 @@ def check_fields(
 
 
 def _remedy(name: str, param: str, otherwise: str) -> str:
-    """What to send instead of a field, which is one of the field `param` if that is not empty."""
+    """Return what to send instead of a field, which is one of the field `param` if that is not
+    empty."""
     return f"send {INSTEAD[name]}" if name in INSTEAD and not param else otherwise

@@ -167,8 +167,8 @@ class Gateway:
             self._send(Cancel(epoch=self._epoch, request=number))
 
     async def target(self) -> Target:
-        """What a request is decoded with: asked for once, and again when that may have changed.
-        `ApiError` if there is none."""
+        """Return what a request is decoded with: asked for once, and again when that may have
+        changed. `ApiError` if there is none."""
         self._check_there()
         async with self._describing:
             now_s = asyncio.get_running_loop().time()
@@ -199,7 +199,7 @@ class Gateway:
         return await self._ask(Status(epoch=self._epoch), Reported)
 
     async def look(self, after: int) -> Seen:
-        """What has happened since a number; `ApiError` if nobody is there."""
+        """Return what has happened since a number; `ApiError` if nobody is there."""
         return await self._ask(Look(epoch=self._epoch, request=0, after=after), Seen)
 
     async def _ask(self, question: Describe | Status | Look, kind: type[A]) -> A:

@@ -145,7 +145,8 @@ async def answer(error: ApiError, send: Send) -> None:
 
 
 def is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """Whether somebody on this machine asks, and not for another: a proxy says whom it asks for."""
+    """Return whether somebody on this machine asks, and not for another: a proxy says whom it asks
+    for."""
     client = scope.get("client")
     return (
         client is not None

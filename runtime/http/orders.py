@@ -47,7 +47,7 @@ class Defaults:
     tree: TreeSettings
     speculate: bool = True
     ahead: bool | None = None
-    """Whether drafting goes on while the target verifies; None: where that pays."""
+    """True if drafting goes on while the target verifies; None: where that pays."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Order:
 
 
 def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = "") -> Order:
-    """What a chat completion asks for."""
+    """Return what a chat completion asks for."""
     _check_best_of(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
@@ -95,7 +95,7 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = 
 def completion_order(
     body: CompletionBody, target: Target, defaults: Defaults, owner: str = ""
 ) -> Order:
-    """What a text completion asks for."""
+    """Return what a text completion asks for."""
     _check_best_of(body)
     prompts = [_prompt(prompt, target) for prompt in _prompts(body)]
     if len(prompts) * body.copies > MAX_CHOICES:

@@ -86,7 +86,7 @@ class Writer(ABC):
         return said
 
     def last_lines(self) -> bytes:
-        """What comes after the last reply."""
+        """Return what comes after the last reply."""
         usage = (
             event({**self._head, "choices": [], "usage": self.usage()})
             if self._order.usage_chunk
@@ -302,8 +302,8 @@ def finite(logprob: float) -> float:
 
 
 def metrics_of(result: Result, gamma: int, *, failure: bool = False) -> dict[str, Any]:
-    """What a reply cost and what its draft brought: our own figures, and the same in vLLM's names.
-    `gamma`: nodes that a tree may have; `failure`: with the first one of the draft."""
+    """Return what a reply cost and what its draft brought: our own figures, and the same in vLLM's
+    names. `gamma`: nodes that a tree may have; `failure`: with the first one of the draft."""
     drafts = result.rounds - result.plain_rounds
     reached = [round(share * result.rounds) for share in result.accepted_per_position]
     histogram = [

@@ -114,7 +114,7 @@ class Reply:
         self._tokens = Tokens(target.text.detokenizer(), len(self._prompt)) if wanted else None
 
     def hear(self, told: Told) -> Part | None:
-        """What is new, if anything is; the error of a reply that failed is raised."""
+        """Return what is new, if anything is; the error of a reply that failed is raised."""
         match told:
             case PromptScored():
                 self._scores += told.logprobs

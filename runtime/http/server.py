@@ -177,8 +177,8 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _awaits_request(self) -> bool:
-        """Whether the rest of a request is all that this connection waits for; the next one may
-        take its time while one is answered."""
+        """Return whether the rest of a request is all that this connection waits for; the next one
+        may take its time while one is answered."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
 

@@ -59,7 +59,7 @@ class From(Frozen):
 
 class Drafting(Frozen):
     """What a draft is told of the log when a session begins: the beginning of a
-    `briefing.DraftSync`."""
+    `draft_sync.DraftSync`."""
 
     tokens: Count
     reads: Reads | None
@@ -172,7 +172,7 @@ class Recording:
 
     @property
     def whole(self) -> bool:
-        """Whether the session is there to its end."""
+        """Return whether the session is there to its end."""
         last = self.entries[-1] if self.entries else None
         return isinstance(last, End) and last.whole
 

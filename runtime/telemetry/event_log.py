@@ -94,7 +94,7 @@ class Observing:
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.now_ns = clock_ns
         self.fine = False
-        """Whether fine spans are recorded."""
+        """True if fine spans are recorded."""
         self._number = self._gone = 0
         """The last one given, and the last one that is not there any more."""
         self._ring: deque[_Round | _Batch] = deque()
@@ -202,7 +202,7 @@ class Observing:
             self._traces[session.number] = []
 
     def traced(self, session: int) -> tuple[SeenSpan, ...]:
-        """What was kept of it; nothing is kept any more."""
+        """Return what was kept of it; nothing is kept any more."""
         return tuple(self._traces.pop(session, ())[:MAX_TRACED])
 
     # -- who looks ---------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Observing:
         )
 
     def _behind(self, number: int) -> Sequence[_Round | _Batch]:
-        """What has come behind a number: whoever asks often looks at few."""
+        """Return what has come behind a number: whoever asks often looks at few."""
         found = list(itertools.takewhile(lambda entry: entry.number > number, reversed(self._ring)))
         return found[::-1]
 
@@ -295,8 +295,8 @@ class Timed:
 
 
 def offset(clock: ClockOffset) -> int:
-    """How far a worker's clock is ahead of ours: as was measured, or not at all where that may
-    be."""
+    """Return how far a worker's clock is ahead of ours: as was measured, or not at all where that
+    may be."""
     return 0 if abs(clock.offset_ns) <= clock.bound_ns else clock.offset_ns
 
 

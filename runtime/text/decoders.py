@@ -24,11 +24,11 @@ class Stage:
     """Passes pieces on as they are."""
 
     def push(self, text: str, end: bool) -> Iterable[Piece]:
-        """What follows from one more piece."""
+        """Return what follows from one more piece."""
         return ((text, end),)
 
     def flush(self) -> Iterable[Piece]:
-        """What is left when no token will follow."""
+        """Return what is left when no token will follow."""
         return ()
 
     @property
@@ -259,7 +259,7 @@ def through(stages: Sequence[Stage], pieces: Iterable[Piece]) -> str:
 
 
 def flushed(stages: Sequence[Stage]) -> str:
-    """What is left in a chain when no token will follow."""
+    """Return what is left in a chain when no token will follow."""
     return "".join(
         through(stages[place + 1 :], stage.flush()) for place, stage in enumerate(stages)
     )

@@ -200,7 +200,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def concat(self, parts: Iterable[str]) -> str:
-        """What jinja2 puts the parts of a text together with."""
+        """Return what jinja2 puts the parts of a text together with."""
         kept = []
         for part in parts:
             self._spend(len(part))
@@ -208,7 +208,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def joined(self, *parts: Any) -> str:
-        """What `~` makes."""
+        """Return what `~` makes."""
         return self.concat(map(str, parts))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -353,7 +353,7 @@ def _size(value: Any) -> int:
 
 
 def _times(value: Any) -> int:
-    """What a product with this is as long as."""
+    """Return what a product with this is as long as."""
     return (
         len(value)
         if isinstance(value, str | bytes | list | tuple)

@@ -152,10 +152,10 @@ class Writer(Protocol):
         """The text that a token completes."""
 
     def peek(self) -> str:
-        """What `flush` would bring now."""
+        """Return what `flush` would bring now."""
 
     def flush(self) -> str:
-        """What is left when no token will follow."""
+        """Return what is left when no token will follow."""
 
 
 class Detokenizer:
@@ -182,7 +182,7 @@ class Detokenizer:
         )
 
     def flush(self) -> str:
-        """What is left when no token will follow: an incomplete character as replacement
+        """Return what is left when no token will follow: an incomplete character as replacement
         characters."""
         return flushed(self._stages)
 
@@ -193,7 +193,7 @@ class Detokenizer:
         return "".join(stage.fresh for stage in self._stages)
 
     def peek(self) -> str:
-        """What `flush` would bring now."""
+        """Return what `flush` would bring now."""
         return flushed(copy.deepcopy(self._stages))
 
 
@@ -306,8 +306,8 @@ def _tokenizer(content: bytes) -> Tokenizer:
 
 
 def _growth(part: Any) -> float:
-    """How many times longer a normalizer or a decoder may make a text, by what it replaces; a chain
-    of them multiplies."""
+    """Return how many times longer a normalizer or a decoder may make a text, by what it replaces;
+    a chain of them multiplies."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "Sequence":
