@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Message
+from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
@@ -23,6 +24,8 @@ class Follow:
 
     live: Live
     actions: Sequence[Action]
+    ended: Round | None = None
+    """The round that has ended with them, from which is learned."""
 
 
 @dataclass(frozen=True)

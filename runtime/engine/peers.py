@@ -160,7 +160,6 @@ class Peers:
         for client in list(self._registry.clients.values()):
             if not self._post.to_peer(client.peer, Welcome(epoch=self._service.epoch)):
                 self.client_lost(client)
-        self.part()
 
     def probe(self, worker: Worker) -> None:
         """Ask a worker how it is."""

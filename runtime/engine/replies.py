@@ -30,10 +30,10 @@ class Replies:
         self._epoch, self._post, self._failing, self._changes = epoch, post, failing, changes
         self._observing, self._tally, self._now_ns = observing, tally, clock_ns
 
-    def tell(self, live: Live, action: Action) -> None:
-        """Tell a session's client of an action that it is to hear of."""
+    def tell(self, live: Live, action: Action, at_ns: int) -> None:
+        """Tell a session's client of an action of the time `at_ns` that it is to hear of."""
         if isinstance(action, Emit):
-            self._emit(live, action)
+            self._emit(live, action, at_ns)
         elif isinstance(action, Score):
             self._post.to_client(
                 live.client,
@@ -52,10 +52,10 @@ class Replies:
         elif isinstance(action, Finish):
             self._finish(live, action)
 
-    def _emit(self, live: Live, emit: Emit) -> None:
+    def _emit(self, live: Live, emit: Emit, at_ns: int) -> None:
         if live.told_ns is not None and not live.trial:
-            self._changes.paused(live.mark_ns - live.told_ns)
-        live.told_ns = live.mark_ns
+            self._changes.paused(at_ns - live.told_ns)
+        live.told_ns = at_ns
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
         self._post.to_client(
             live.client,

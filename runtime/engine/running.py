@@ -4,8 +4,10 @@ Every nanosecond from the request's arrival on is put down to one account; `mark
 to which that has been done. Times are handed in.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verify
@@ -111,6 +113,8 @@ class Live:
     was heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
+    behind: deque[Callable[[], None]] = field(default_factory=deque)
+    """What is still to be done about its last events, since workers are asked before."""
     _prompts: int = 0
     """That its workers had been given to read when the round began."""
     _read: bool = False
@@ -258,13 +262,19 @@ class Live:
             return 0
         return self.session.to_brief
 
-    def tell_round(self) -> None:
-        """Have whoever looks hear of the round that has ended, if one has."""
+    def round_news(self) -> Callable[[], None] | None:
+        """Return what has whoever looks hear of the round that has ended, if one has."""
         ended, self.session.ended = self.session.ended, None
-        if ended is not None and self.observing is not None and not self.trial:
-            self.observing.round_ended(
-                self.session.number, self.draft, self.target, self.mark_ns, ended.light().record
-            )
+        if ended is None or self.observing is None or self.trial:
+            return None
+        return partial(
+            self.observing.round_ended,
+            self.session.number,
+            self.draft,
+            self.target,
+            self.mark_ns,
+            ended.light().record,
+        )
 
     def over(self, now_ns: int) -> None:
         """The session has ended; what was handled since its last round belongs to none."""

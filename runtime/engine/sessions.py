@@ -4,12 +4,14 @@ Whatever goes wrong with one session ends it with one error, and nobody else not
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Close
-from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.control.rounds import Plan, Round
 from dovetail.runtime.engine.client_requests import observe, refusal
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import as_raised, aside, fault, reraise_exits
@@ -20,7 +22,7 @@ from dovetail.runtime.engine.sending import Dispatch
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.session.actions import Action, Ask, Finish, NextRound
+from dovetail.runtime.session.actions import Action, Ask, NextRound
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Observing
 from dovetail.runtime.telemetry.metrics import Tally
@@ -60,6 +62,7 @@ class Sessions:
         self._moving, self._dispatch, self._post, self._replies = moving, dispatch, post, replies
         self._observing, self._tally, self._begun = observing, tally, begun
         self._carry_out, self._now_ns = carry_out, clock_ns
+        self._unsettled: deque[Live] = deque()
 
     @property
     def all(self) -> Collection[Live]:
@@ -85,30 +88,54 @@ class Sessions:
         self._begun(live)
         self.perform(live, live.give(live.session.begin))
 
-    def perform(self, live: Live, actions: Sequence[Action]) -> None:
-        """Carry out what a session decided; nothing is raised."""
-        self.attempt(live, lambda: self._perform(live, actions))
+    def perform(self, live: Live, actions: Sequence[Action], ended: Round | None = None) -> None:
+        """Carry out what a session decided; nothing is raised. `ended`: the round that ended with
+        it."""
+        self.attempt(live, lambda: self._perform(live, actions, ended))
 
-    def _perform(self, live: Live, actions: Sequence[Action]) -> None:
-        """Ask workers before the client is told, so that they begin; at the end the client is told
-        before the workers."""
-        live.tell_round()
+    def _perform(self, live: Live, actions: Sequence[Action], ended: Round | None) -> None:
+        """Ask workers first, so that they begin. What clients and onlookers are told waits for
+        `settle`, and so does learning from a round without a draft, which rarely changes the next
+        plan; at the end of the session it comes first."""
+        self._leave_behind(live, actions, ended)
+        over = live.session.state is State.DONE
+        if over:
+            self._settle(live)
+            self._forget(live)
         if actions and isinstance(actions[-1], NextRound):
-            actions = [*actions[:-1], *self._next_round(live)]
-        asks = [a for a in actions if isinstance(a, Ask)]
-        ended = live.session.state is State.DONE
-        if not ended:
-            self._dispatch.ask(live, asks)
-            if not live.sent and not live.queued:
-                live.waits(self._now_ns())
-        for action in actions:
-            if live.session.number not in self._live:
-                break
-            self._replies.tell(live, action)
-            if isinstance(action, Finish):
-                self._forget(live)
-        if ended:
-            self._dispatch.ask(live, asks)
+            actions = self._next_round(live)
+        self._dispatch.ask(live, [action for action in actions if isinstance(action, Ask)])
+        if not over and not live.sent and not live.queued:
+            live.waits(self._now_ns())
+
+    def _leave_behind(self, live: Live, actions: Sequence[Action], ended: Round | None) -> None:
+        """Note what is to be done about a session once workers have been asked."""
+        if ended is not None and ended.drafted is not None:
+            live.controller.learn(ended)
+        elif ended is not None:
+            live.behind.append(partial(live.controller.learn, ended))
+        if (news := live.round_news()) is not None:
+            live.behind.append(news)
+        live.behind.extend(
+            partial(self._replies.tell, live, action, live.mark_ns)
+            for action in actions
+            if not isinstance(action, Ask | NextRound)
+        )
+        self._unsettled.append(live)
+
+    def settle(self) -> None:
+        """Learn and tell what was left behind while workers were asked."""
+        while self._unsettled:
+            live = self._unsettled.popleft()
+            self.attempt(live, partial(self._settle, live))
+
+    def _settle(self, live: Live) -> None:
+        try:
+            while live.behind:
+                live.behind.popleft()()
+        except BaseException:
+            live.behind.clear()
+            raise
 
     def _next_round(self, live: Live) -> Sequence[Action]:
         """Begin a session's next round, with another draft if there is one that it should get."""
@@ -146,6 +173,7 @@ class Sessions:
         ended."""
         if self._live.get(live.session.number) is not live:
             return
+        aside(self._settle, live)
         self._tally.ended["error"] += not live.trial
         aside(self._post.to_client, live.client, refusal(self._epoch, error, live.request))
         self.drop(live)
@@ -153,6 +181,7 @@ class Sessions:
     def drop(self, live: Live) -> None:
         """Forget a session that nobody waits for any more, here and on its workers, whatever state
         it was in."""
+        live.behind.clear()
         aside(self._forget, live)
         aside(live.give, live.session.abandon)
         for role in ("target", "draft"):
