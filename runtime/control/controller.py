@@ -18,7 +18,7 @@ from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import Pricing, Situation
-from dovetail.runtime.control.rounds import Expectation, Plan, Round
+from dovetail.runtime.control.rounds import Plan, Round
 
 CONTROLS = (0, 8, 32)
 """Rounds of a pair before which the target's pass over a single row is measured, as often as they
@@ -59,8 +59,16 @@ class Controller:
         self._fixed = tree.insist or drawn
         self._now = Situation(pair, costs)
         self._pricing = Pricing(tree, self._now)
-        self._expected = Expectation()
-        """Of the round that runs."""
+        self._era = 0
+        """The era of the on/off when the round was planned."""
+        self._unready = False
+        """True if the round would have been drafted, had the draft read the prompt."""
+        self._expected: tuple[float, float] | None = None
+        """Tokens and seconds that are expected of this round."""
+        self._expected_nodes = 0.0
+        """Nodes that are expected to be accepted in it."""
+        self._exposed_s: float | None = None
+        """Seconds that it waits for its draft; None: not known."""
         self.expected_tokens = self.predicted_s = 0.0
         """Sums over all rounds that could be predicted."""
         self.controls = 0
@@ -212,10 +220,9 @@ class Controller:
         it, and has read the prompt; `patient`: it is waited for until it has, which only a request
         that insists does, unless it `awaits_draft`."""
         self._meet(load)
+        self._exposed_s = 0.0
         pair, on_off = self._now.pair, self._now.on_off
-        expected = self._expected
-        expected.load, expected.era = load, on_off.era if on_off is not None else 0
-        expected.unready, expected.exposed_s = not ready, 0.0
+        self._unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
             return None
         if on_off is not None:
@@ -226,7 +233,7 @@ class Controller:
                 self.controls += 1
                 return None
         costs = pair.costs
-        expected.exposed_s = self.order_s if costs.exposed_s.known else None
+        self._exposed_s = self.order_s if costs.exposed_s.known else None
         ahead = self._ahead  # whether the draft goes on while the target verifies
         if ahead is None and pair.ahead_in_doubt:
             # On a shared device that takes from the passes of other sessions.
@@ -247,6 +254,7 @@ class Controller:
             self._pricing.forget()
             if now.crowd is not None:
                 now.crowd.on_off.begin()
+        self._era = now.on_off.era if now.on_off is not None else 0
 
     def _rests(self) -> bool:
         """Return whether the draft, which had nothing to propose for long, is left to other
@@ -267,30 +275,28 @@ class Controller:
 
     def sends(self, context: int, scores: Sequence[float], rows: int) -> None:
         """Predict the round whose nodes of these scores are verified in a pass of so many rows."""
-        expected, costs = self._expected, self._now.costs
-        expected.nodes = sum(map(exp, scores))
-        exposed_s = expected.exposed_s
-        if exposed_s is None or not costs.target.known or not costs.target_hop_s.known:
+        self._expected_nodes = nodes = sum(map(exp, scores))
+        costs = self._now.costs
+        if self._exposed_s is None or not costs.target.known or not costs.target_hop_s.known:
+            self._expected = None
             return
-        expected.tokens = 1.0 + self._calibration.factor * expected.nodes
-        expected.seconds = costs.round_s(rows=rows, context=context, exposed_s=exposed_s)
+        self._expected = (
+            1.0 + self._calibration.factor * nodes,
+            costs.round_s(rows=rows, context=context, exposed_s=self._exposed_s),
+        )
 
     # -- after it ----------------------------------------------------------------------------------
 
-    def round_over(self) -> Expectation:
-        """Return what was expected of the round that has ended; the next one begins."""
-        over, self._expected = self._expected, Expectation()
-        return over
-
     def learn(self, done: Round) -> None:
-        """Learn from a round that has ended; the next one may have begun."""
-        now, times, expected = self._now, done.times, done.expected
+        """Learn from a round that has ended."""
+        now, times = self._now, done.times
         seconds = times.own_ns / 1e9
         if seconds <= 0.0:
             return
         judged_s = seconds + times.missed_ns / 1e9
-        self.expected_tokens += expected.tokens
-        self.predicted_s += expected.seconds
+        if self._expected is not None:
+            self.expected_tokens += self._expected[0]
+            self.predicted_s += self._expected[1]
         host_s = now.costs.undrafted_host_s if done.drafted is None else now.costs.host_s
         add_all(
             (
@@ -298,22 +304,16 @@ class Controller:
                 (host_s, times.coordinator_ns / 1e9),
             )
         )
-        tokens = self._calibration.learn(done.tokens, expected.nodes)
+        tokens = self._calibration.learn(done.tokens, self._expected_nodes)
         self._pricing.count(tokens, judged_s)
         on_off = now.on_off
-        if on_off is not None and on_off.era == expected.era and self._is_steady(done):
+        if done.load.level == now.load.level and on_off is not None and on_off.era == self._era:
             if now.crowd is not None:
                 self._judge_crowd(now.crowd, done, tokens, judged_s)
             else:
                 self._judge(on_off, done, tokens, judged_s)
         if now.pair is not None and done.drafted is not None:
             self._learn_of_draft(now.pair, done, done.drafted, seconds)
-
-    def _is_steady(self, done: Round) -> bool:
-        """Return whether a round was planned at one level of load, ended at it, and the next begins
-        at it."""
-        planned = done.expected.load
-        return planned is not None and (planned.level == done.load.level == self._now.load.level)
 
     def _judge(self, on_off: OnOff, done: Round, tokens: float, seconds: float) -> None:
         """Judge whether drafting pays for this session, which runs alone."""
@@ -335,7 +335,7 @@ class Controller:
         everything that it waited for."""
         load, costs = self._now.load, self._now.costs
         drafting, pricing = crowd.on_off.drafting, self._pricing
-        if done.disturbed or (done.expected.unready and drafting):
+        if done.disturbed or (self._unready and drafting):
             alone_s = pricing.alone_s(done.context)
             crowd.on_off.catching_up(done.tokens, seconds, alone_s, among=load.draft)
             return
@@ -363,7 +363,7 @@ class Controller:
             self._say(f"{self._names}: {load}: {words} each")
 
     def _learn_of_draft(self, pair: Pair, done: Round, drafted: Drafted, seconds: float) -> None:
-        times, expected, on_off = done.times, done.expected, self._now.on_off
+        times, nodes, on_off = done.times, self._expected_nodes, self._now.on_off
         pair.costs.draft.observe_all(drafted.passes)
         told = [
             (pair.costs.exposed_s, times.draft_ns / 1e9),
@@ -372,14 +372,11 @@ class Controller:
             (pair.gamma, float(done.verified)),
             (pair.tokens, float(done.tokens)),
             (pair.seconds, seconds),
-            (pair.expected_nodes, expected.nodes),
+            (pair.expected_nodes, nodes),
             (pair.accepted, done.tokens - 1.0),
         ]
-        if expected.seconds > 0.0:
-            told += [
-                (pair.expected_tokens, expected.tokens),
-                (pair.predicted_s, expected.seconds),
-            ]
+        if self._expected is not None:
+            told += zip((pair.expected_tokens, pair.predicted_s), self._expected, strict=True)
         add_all(told)
         pair.rounds += 1
         pair.context = float(done.context)
@@ -388,7 +385,7 @@ class Controller:
             self._resting, self._empty = RESTING, EMPTY - 1
         pair.speculating = on_off is None or on_off.state == "on"
         if self._ahead is None and pair.ahead_in_doubt and self._now.load.alone:
-            tokens = 1.0 + self._calibration.factor * expected.nodes
+            tokens = 1.0 + self._calibration.factor * nodes
             if pair.reads and pair.trial.ahead:
                 tokens *= STALE
             if (words := pair.trial.drafted(tokens, seconds)) is not None:

@@ -1,7 +1,7 @@
 """The values that a speculation controller gives and takes: a plan before a round, and the round
 as it was."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dovetail.protocol.messages import Drafted
 from dovetail.runtime.control.loads import ALONE, Load
@@ -18,25 +18,6 @@ class Plan:
     ahead: bool = False
     deadline_ms: float | None = None
     most_depth: int | None = None
-
-
-@dataclass
-class Expectation:
-    """What was planned and predicted for a round, with which its outcome is compared."""
-
-    load: Load | None = None
-    """The load at which the round was planned; None: it was not planned."""
-    era: int = 0
-    """The era of the on/off state then."""
-    unready: bool = False
-    """True if the round would have been drafted, had the draft read the prompt."""
-    exposed_s: float | None = None
-    """Seconds that it waits for its draft; None: not known."""
-    nodes: float = 0.0
-    """Nodes that are expected to be accepted."""
-    tokens: float = 0.0
-    seconds: float = 0.0
-    """Tokens and seconds that are expected of it; 0 where these could not be predicted."""
 
 
 @dataclass(frozen=True)
@@ -59,4 +40,3 @@ class Round:
     """True if a worker read a prompt meanwhile."""
     unread: int = 0
     """Tokens that the draft would have to read before it could be asked."""
-    expected: Expectation = field(default_factory=Expectation)

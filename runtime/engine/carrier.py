@@ -81,7 +81,7 @@ class Carrier:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Follow():
-                self._sessions.perform(effect.live, effect.actions, effect.ended)
+                self._sessions.perform(effect.live, effect.actions)
             case Say():
                 self._decide(effect.words)
             case Send():

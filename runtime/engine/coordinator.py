@@ -338,8 +338,8 @@ class Coordinator:
         self._rest()
 
     def _rest(self) -> None:
-        """Do what waits until workers have been asked: part with those that have gone, learn, and
-        tell clients."""
+        """Do what waits until workers have been asked: part with those that have gone, and tell
+        clients."""
         self._peers.part()
         self._sessions.settle()
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Message
-from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.engine.running import Live
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
@@ -24,8 +23,6 @@ class Follow:
 
     live: Live
     actions: Sequence[Action]
-    ended: Round | None = None
-    """The round that has ended with them, from which is learned."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Close
-from dovetail.runtime.control.rounds import Plan, Round
+from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.client_requests import observe, refusal
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import as_raised, aside, fault, reraise_exits
@@ -88,16 +88,14 @@ class Sessions:
         self._begun(live)
         self.perform(live, live.give(live.session.begin))
 
-    def perform(self, live: Live, actions: Sequence[Action], ended: Round | None = None) -> None:
-        """Carry out what a session decided; nothing is raised. `ended`: the round that ended with
-        it."""
-        self.attempt(live, lambda: self._perform(live, actions, ended))
+    def perform(self, live: Live, actions: Sequence[Action]) -> None:
+        """Carry out what a session decided; nothing is raised."""
+        self.attempt(live, lambda: self._perform(live, actions))
 
-    def _perform(self, live: Live, actions: Sequence[Action], ended: Round | None) -> None:
-        """Ask workers first, so that they begin. What clients and onlookers are told waits for
-        `settle`, and so does learning from a round without a draft, which rarely changes the next
-        plan; at the end of the session it comes first."""
-        self._leave_behind(live, actions, ended)
+    def _perform(self, live: Live, actions: Sequence[Action]) -> None:
+        """Ask workers first, so that they begin: what clients and onlookers are told waits for
+        `settle`. At the end of the session they are told before."""
+        self._leave_behind(live, actions)
         over = live.session.state is State.DONE
         if over:
             self._settle(live)
@@ -108,12 +106,8 @@ class Sessions:
         if not over and not live.sent and not live.queued:
             live.waits(self._now_ns())
 
-    def _leave_behind(self, live: Live, actions: Sequence[Action], ended: Round | None) -> None:
-        """Note what is to be done about a session once workers have been asked."""
-        if ended is not None and ended.drafted is not None:
-            live.controller.learn(ended)
-        elif ended is not None:
-            live.behind.append(partial(live.controller.learn, ended))
+    def _leave_behind(self, live: Live, actions: Sequence[Action]) -> None:
+        """Note what is to be told of a session once workers have been asked."""
         if (news := live.round_news()) is not None:
             live.behind.append(news)
         live.behind.extend(
@@ -121,10 +115,11 @@ class Sessions:
             for action in actions
             if not isinstance(action, Ask | NextRound)
         )
-        self._unsettled.append(live)
+        if live.behind:
+            self._unsettled.append(live)
 
     def settle(self) -> None:
-        """Learn and tell what was left behind while workers were asked."""
+        """Tell what was left behind while workers were asked."""
         while self._unsettled:
             live = self._unsettled.popleft()
             self.attempt(live, partial(self._settle, live))

@@ -43,7 +43,7 @@ from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 from dovetail.runtime.telemetry.event_log import Observing
-from dovetail.runtime.telemetry.metrics import Dropped, extent_ns
+from dovetail.runtime.telemetry.metrics import Dropped, RoundTimes, extent_ns
 
 log = logging.getLogger("dovetail.coordinator")
 E = TypeVar("E", Prefilled, Refed, Drafted)
@@ -287,14 +287,14 @@ class Answers:
         spans: Sequence[Span],
     ) -> Effects[None]:
         live.answered(worker, now_ns, size, spans)
-        ended = self._ended(live, item)
+        times = self._learn(live, item)
         if not live.session.readable(features, len(item.accepted)):
             yield from self._go_on_alone(
                 live,
                 worker,
                 f"features {features and features.shape} with a path of {len(item.accepted)}",
             )
-        yield Follow(live, live.give(live.session.verified, item, features, ended.times), ended)
+        yield Follow(live, live.give(live.session.verified, item, features, times))
         yield from self._relieve(live)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
@@ -307,11 +307,11 @@ class Answers:
             worker.traffic.answered(size, len(event.items))
             worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
 
-    def _ended(self, live: Live, item: VerifiedItem) -> Round:
-        """Return the round that ends with this verdict: what it cost and brought."""
-        session = live.session
-        return Round(
-            live.round_ended(),
+    def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
+        """A round has ended: what it cost and brought says how the next is drafted."""
+        times, session = live.round_ended(), live.session
+        done = Round(
+            times,
             session.length,
             1 + len(item.accepted),
             session.verifying,
@@ -320,8 +320,9 @@ class Answers:
             self._census.load(live),
             live.disturbed(),
             live.unread,
-            live.controller.round_over(),
         )
+        live.controller.learn(done)
+        return times
 
     def _relieve(self, live: Live) -> Effects[None]:
         """A draft that has not been asked for long would have too much to catch up with."""

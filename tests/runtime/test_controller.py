@@ -43,19 +43,10 @@ def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Co
         say=lambda _: None,
     )
     for _ in range(rounds):
-        controller.plan(100)
         controller.sends(100, PROPOSAL.scores, other_rows + 3)
         times = RoundTimes(verify_ns=(other_rows + 3) * ROW_NS, target_queue_ns=queue_ns)
         controller.learn(
-            Round(
-                times,
-                100,
-                tokens,
-                verified=3,
-                drafted=PROPOSAL,
-                other_rows=other_rows,
-                expected=controller.round_over(),
-            )
+            Round(times, 100, tokens, verified=3, drafted=PROPOSAL, other_rows=other_rows)
         )
     return controller
 
@@ -150,7 +141,6 @@ def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses
                 3,
                 verified=3,
                 drafted=PROPOSAL,
-                expected=controller.round_over(),
             )
         )
     plan = controller.plan(100)
