@@ -21,7 +21,7 @@ from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 
-VERSION = (1, 11)
+VERSION = (1, 12)
 
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its
@@ -559,6 +559,9 @@ class VerifyItem(Frozen):
     """Committed length; its last token is the root, whose row is computed in this pass."""
     tokens: NodeTokens
     parents: NodeParents
+    hold: bool = False
+    """True if the features of this verdict, where the session's draft reads any, are held by the
+    target. They come with the next verdict that is not to be held."""
 
     @property
     def tree(self) -> TokenTree:
@@ -594,6 +597,8 @@ class VerifiedItem(Frozen):
         tuple[TokenLogprobs, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)
     ] = ()
     """Of each accepted token and the bonus, where they were asked for."""
+    held: Count = 0
+    """Rows of features that had been held and come with this verdict, before those of its root."""
 
 
 class Verified(Message):
@@ -609,8 +614,8 @@ class Verified(Message):
     beside: BesideFields = ()
     """As in Drafted."""
     features: Array | None = None
-    """[sum of 1 + accepted, row], where they were asked for: of each item's root and accepted
-    nodes, one below the other."""
+    """[sum of held + 1 + accepted, row], where they were asked for: of each item's positions that
+    had been held, its root and accepted nodes, one below the other."""
 
 
 class Close(Message):

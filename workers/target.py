@@ -28,6 +28,7 @@ from dovetail.protocol.messages import (
     Open,
     Opened,
     Prefilled,
+    Reads,
     Refed,
     Refeed,
     Scored,
@@ -297,13 +298,13 @@ def _drawn(command: Verify) -> dict[int, Drawn]:
 
 
 def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
-    """The verdicts of a pass by what their drafts read, no more features in a group than an array
-    may have."""
-    for reads in dict.fromkeys(verdict.reads for verdict in verdicts):
+    """The verdicts of a pass by the features that come with them, no more of these in a group than
+    an array may have."""
+    for reads in dict.fromkeys(map(_shown, verdicts)):
         group: list[Verdict] = []
         held = 0
         for verdict in verdicts:
-            if verdict.reads == reads:
+            if _shown(verdict) == reads:
                 size = 0 if verdict.features is None else verdict.features.nbytes
                 if group and held + size > MAX_ARRAY_BYTES:
                     yield group
@@ -311,3 +312,8 @@ def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
                 group.append(verdict)
                 held += size
         yield group
+
+
+def _shown(verdict: Verdict) -> Reads | None:
+    """Return what the features are that come with a verdict; None if none do."""
+    return None if verdict.features is None else verdict.reads

@@ -152,7 +152,7 @@ class Verifier:
             )
         with self._spans.measure("prefill"):
             yield from self._prefill.recompute(session.log, reads, start, prefix)
-        session.reads = reads
+        session.reads, session.held = reads, []
 
     def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
@@ -199,6 +199,10 @@ class Verifier:
                     for item, logits in zip(items, passed.logits, strict=True)
                 ]
                 verdicts = _with_features(verdicts, passed)
+            verdicts = [
+                self._hold(item, verdict) if isinstance(verdict, Verdict) else verdict
+                for item, verdict in zip(items, verdicts, strict=True)
+            ]
         with self._spans.measure("commit"):
             return [
                 self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict
@@ -289,6 +293,23 @@ class Verifier:
             logprobs=logprobs,
         )
         return Verdict(verdict, session.reads)
+
+    def _hold(self, item: VerifyItem, verdict: Verdict) -> Verdict:
+        """Return a verdict with all features that had been held, or without its own if these are to
+        be held."""
+        held = self._sessions[item.session].held
+        if verdict.features is None:
+            return verdict
+        if item.hold:
+            held.append(verdict.features)
+            return replace(verdict, features=None)
+        if not held:
+            return verdict
+        features, rows = torch.cat([*held, verdict.features]), sum(map(len, held))
+        held.clear()
+        return replace(
+            verdict, item=verdict.item.model_copy(update={"held": rows}), features=features
+        )
 
     def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:
         try:

@@ -150,9 +150,14 @@ class Controller:
         return self._now.on_off is not None
 
     @property
+    def idle(self) -> bool:
+        """Return whether nothing is drafted at present, since that does not pay."""
+        return self._now.on_off is not None and not self._now.on_off.drafting
+
+    @property
     def off(self) -> str | None:
         """Return why nothing is drafted; None if something is."""
-        if self._now.on_off is None or self._now.on_off.drafting:
+        if not self.idle:
             return None
         return (
             f"session {self._number} is decoded without a draft: {self._names} are slower "
@@ -273,8 +278,9 @@ class Controller:
         due = sum(pair.rounds >= after for after in CONTROLS)
         return not (target.seen(1) >= due or (target.known and pair.controls >= due))
 
-    def sends(self, context: int, scores: Sequence[float], rows: int) -> None:
-        """Predict the round whose nodes of these scores are verified in a pass of so many rows."""
+    def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
+        """Predict the round whose nodes of these scores are verified in a pass of so many rows
+        behind so many tokens, in the mean of all who share it."""
         self._expected_nodes = nodes = sum(map(exp, scores))
         costs = self._now.costs
         if self._exposed_s is None or not costs.target.known or not costs.target_hop_s.known:

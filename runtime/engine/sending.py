@@ -239,17 +239,18 @@ class Dispatch:
         if isinstance(message, Draft | Verify):
             worker.traffic.ordered(size)
         worker.prompts += isinstance(message, Open | Feed | Refeed)
-        rows = 0
+        rows, context = 0, 0.0
         if isinstance(message, Verify):
             worker.held_until_ns = None
             rows = sum(1 + len(item.tokens) for item in message.items)
-            worker.passing = rows, sum(item.prefix for item in message.items) / len(message.items)
+            context = sum(item.prefix for item in message.items) / len(message.items)
+            worker.passing = rows, context
         for place, number in enumerate(sessions):
             if (live := self._live.get(number)) is None:
                 continue
             try:
                 if isinstance(message, Verify):
-                    _passing(live, message.items[place], rows)
+                    _passing(live, message.items[place], rows, context)
                 if isinstance(message, Feed):
                     live.passed_on(size)
                 elif live.awaits(worker, message):
@@ -341,9 +342,9 @@ class Dispatch:
         return counts
 
 
-def _passing(live: Live, item: VerifyItem, rows: int) -> None:
-    """A pass of so many rows begins: a session knows what of its own is in it, and what it is
-    expected to take."""
+def _passing(live: Live, item: VerifyItem, rows: int, context: float) -> None:
+    """A pass of so many rows, behind contexts of so many tokens on average, begins: a session knows
+    what of its own is in it, and what it is expected to take."""
     live.give(live.session.sent, len(item.tokens))
     live.other_rows = rows - len(item.tokens)
-    live.controller.sends(item.prefix, live.session.scores, rows)
+    live.controller.sends(context, live.session.scores, rows)

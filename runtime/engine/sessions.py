@@ -136,7 +136,7 @@ class Sessions:
         """Begin a session's next round, with another draft if there is one that it should get."""
         joining = self._carry_out(self._moving.seek(live))
         plan = self.plan(live) if joining is None and live.session.may_draft else None
-        return live.give(live.session.next_round, plan, joining)
+        return live.give(live.session.next_round, plan, joining, live.controller.idle)
 
     def plan(self, live: Live) -> Plan | None:
         """Return how to draft for a session's next round."""
@@ -144,10 +144,13 @@ class Sessions:
             return None
         session, controller = live.session, live.controller
         load = self._census.load(live)
-        live.joining &= live.draft.turns.busy_with(session.number)
+        if live.joining:
+            live.joining = live.draft.turns.busy_with(session.number)
         if not self._dispatch.can_draft(live, load):
             return controller.plan(session.length, load=load, ready=False)
         self._dispatch.resume(live)
+        if session.holding:  # what the draft is yet to read comes with the next verdict
+            return controller.plan(session.length, load=load, ready=False, patient=False)
         ready = not live.draft.turns.busy_with(session.number)
         worth_waiting = session.round == 1 and controller.awaits_draft(
             session.length, session.new_tokens

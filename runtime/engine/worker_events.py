@@ -288,11 +288,12 @@ class Answers:
     ) -> Effects[None]:
         live.answered(worker, now_ns, size, spans)
         times = self._learn(live, item)
-        if not live.session.readable(features, len(item.accepted)):
+        if not live.session.readable(item, features):
             yield from self._go_on_alone(
                 live,
                 worker,
-                f"features {features and features.shape} with a path of {len(item.accepted)}",
+                f"features {features and features.shape} with {item.held} held rows and a path of "
+                f"{len(item.accepted)}",
             )
         yield Follow(live, live.give(live.session.verified, item, features, times))
         yield from self._relieve(live)
@@ -387,7 +388,7 @@ def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
 def _shares(event: Verified) -> list[Array | None]:
     """Each item's rows of the features of a pass; where these are not as many as they should be,
     none."""
-    stops = [*itertools.accumulate(1 + len(item.accepted) for item in event.items)]
+    stops = [*itertools.accumulate(item.held + 1 + len(item.accepted) for item in event.items)]
     features = event.features
     if features is None or features.shape[:1] != (stops[-1],):
         return [None] * len(event.items)

@@ -191,7 +191,7 @@ class Replay:
                 return [plain[0], *(_base(base and From(**base)) for base in plain[1:])]
             case "next_round":
                 plan, joined = plain[0] and Plan(**plain[0]), plain[1] and Joined(**plain[1])
-                return [plan, joined and Joining(joined.reads, _base(joined.base))]
+                return [plan, joined and Joining(joined.reads, _base(joined.base)), *plain[2:]]
             case _:
                 return plain
 

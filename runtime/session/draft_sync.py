@@ -7,7 +7,7 @@ without a draft: what they commit is kept for the next order. Pure; looks into n
 
 from dataclasses import dataclass, field
 
-from dovetail.protocol.arrays import Array, stack
+from dovetail.protocol.arrays import ITEM_BYTES, Array, stack
 from dovetail.protocol.messages import Draft, Reads
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.fleet.prefix_cache import Base
@@ -44,7 +44,9 @@ class DraftSync:
     features: list[Array] = field(default_factory=list)
     """Features of the verdicts since the last order."""
     held_bytes: int = 0
-    """Size of `features`."""
+    """Size of `features`, and of those that the target holds."""
+    held: int = 0
+    """Rows of features that the target holds: those of its last verdicts."""
     rows: int = 0
     """Tokens of the log that it had when it made its last proposal; 0: it has made none."""
     fed: int = field(init=False)
@@ -57,6 +59,16 @@ class DraftSync:
     def complete(self) -> bool:
         """Return whether it has been fed all that it was opened with."""
         return self.reads is None or self.fed == self.tokens
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the size of the features of one position; 0 if it reads none."""
+        return 0 if self.reads is None else self.reads.row * ITEM_BYTES[self.reads.dtype]
+
+    def keep_held(self, rows: int) -> None:
+        """Note that the target holds so many rows more."""
+        self.held += rows
+        self.held_bytes += rows * self.row_bytes
 
     def fits(self, features: Array | None, rows: int) -> bool:
         """Return whether these are so many rows of what it reads. If it reads nothing, anything
@@ -72,10 +84,14 @@ class DraftSync:
         self, accepted: tuple[int, ...], bonus: int, features: Array | None, *, ordered: bool
     ) -> None:
         """Note what a round has committed. `ordered`: the draft was asked for a proposal, whether
-        or not that came in time; `features`: of the root and the accepted nodes."""
-        if self.reads is not None and features is not None:
+        or not that came in time; `features`: of what the target held, the root and the accepted
+        nodes; None: the target holds them."""
+        if self.reads is not None and features is None:
+            self.keep_held(1 + len(accepted))
+        elif self.reads is not None and features is not None:
             self.features.append(features)
-            self.held_bytes += len(features.data)
+            self.held_bytes += len(features.data) - self.held * self.row_bytes
+            self.held = 0
         if ordered:
             self.accepted, self.bonus = accepted, bonus
         else:

@@ -1,7 +1,7 @@
 """Features that a target shows of the token log while it reads it, and the draft that reads them.
 Pure; nothing looks into them."""
 
-from dovetail.protocol.arrays import Array
+from dovetail.protocol.arrays import Array, stack
 from dovetail.protocol.errors import ProtocolError, StaleError
 from dovetail.protocol.messages import Prefilled
 from dovetail.runtime.session.draft_sync import DraftSync
@@ -22,7 +22,7 @@ class FeatureRows:
     @property
     def of_root(self) -> Array | None:
         """Return the rows behind the draft's part of the log, if there are any."""
-        return self._root[0] if self._root else None
+        return stack(self._root) if self._root else None
 
     def forget_root(self) -> None:
         """Forget the rows behind the draft's part of the log: they come again."""

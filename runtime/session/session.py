@@ -110,10 +110,13 @@ class Session(OpeningSession):
         """Return the scores of these nodes."""
         return self.proposal.scores[: len(self._tree)] if self.proposal is not None else ()
 
-    def readable(self, features: Array | None, accepted: int) -> bool:
+    def readable(self, item: VerifiedItem, features: Array | None) -> bool:
         """Return whether the features that came with a verdict, or came not, are what the draft
         needs to go on."""
-        return self.brief is None or self.brief.fits(features, 1 + accepted)
+        if self.brief is None or (self._hold and features is None):
+            return True
+        rows = self.brief.held + 1 + len(item.accepted)
+        return item.held == self.brief.held and self.brief.fits(features, rows)
 
     def drafted(self, event: Drafted) -> list[Action]:
         """The draft worker proposes a tree: have it verified."""
@@ -186,9 +189,12 @@ class Session(OpeningSession):
             actions.insert(1, Note(self.ended.record()))
         return actions
 
-    def next_round(self, plan: Plan | None, joining: Joining | None = None) -> list[Action]:
+    def next_round(
+        self, plan: Plan | None, joining: Joining | None = None, hold: bool = False
+    ) -> list[Action]:
         """Begin the next round, drafted as in `plan`; None: not at all. `joining`: a draft that the
-        session gets now, and which this round does without."""
+        session gets now, and which this round does without; `hold`: a round without a draft whose
+        features the target holds, since the draft will not be asked soon."""
         if self.state not in (State.READY, State.BETWEEN):
             raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
         if joining is not None:
@@ -196,7 +202,7 @@ class Session(OpeningSession):
         brief = self.brief if self.may_draft else None
         self._ordered = brief is not None and plan is not None
         if brief is None or plan is None:
-            return self._verify(NO_TREE)
+            return self._verify(NO_TREE, hold=hold)
         self.state = State.DRAFTING
         order = brief.order(
             self.request,
@@ -296,16 +302,20 @@ class Session(OpeningSession):
             actions.append(Ask("target", command))
         return actions
 
-    def _verify(self, tree: TokenTree, drawn: Drafted | None = None) -> list[Action]:
+    def _verify(
+        self, tree: TokenTree, drawn: Drafted | None = None, *, hold: bool = False
+    ) -> list[Action]:
         """Have the target verify a tree. `drawn`: the proposal, if the target needs to know what
-        its nodes were drawn from."""
+        its nodes were drawn from; `hold`: it holds the features that the draft reads."""
         self.state, self._tree = State.VERIFYING, tree
+        self._hold = hold and self.brief is not None and self.brief.reads is not None
         item = VerifyItem(
             session=self.number,
             round=self.round,
             prefix=self.length,
             tokens=tree.tokens,
             parents=tree.parents,
+            hold=self._hold,
         )
         verify = Verify(
             epoch=self.epoch,

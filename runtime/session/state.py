@@ -67,6 +67,8 @@ class SessionState:
     """The tree that is being verified."""
     _ordered: bool = False
     """True if the draft was asked in this round."""
+    _hold: bool = False
+    """True if the target is to hold the features of this round."""
     _prompt_read: bool = False
     """True if a target has read the prompt."""
     _reused: int = 0
@@ -134,6 +136,12 @@ class SessionState:
         return self.brief.held_bytes if self.brief is not None else 0
 
     @property
+    def holding(self) -> bool:
+        """Return whether the target holds features that the draft has to read before it can be
+        asked."""
+        return self.brief is not None and self.brief.held > 0
+
+    @property
     def complete(self) -> bool:
         """Return whether the target has shown all that the draft reads of an opening."""
         unread = self.brief is None or self.brief.reads is None
@@ -145,7 +153,9 @@ class SessionState:
         what lies behind are to be shown."""
         if self.brief is None or self.brief.reads is None:
             return self.length
-        return self.length - 1 if self.brief.complete and self.tokens else self.brief.fed
+        if self.brief.complete and self.tokens:
+            return self.length - 1 - self.brief.held
+        return self.brief.fed
 
     @property
     def doubtful(self) -> bool:

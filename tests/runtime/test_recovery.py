@@ -28,6 +28,8 @@ from dovetail.protocol.messages import (
     Verify,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
+from dovetail.runtime.control.controller import Controller
+from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.running import MOST_BREAKS, MOST_LOSSES
 from support.houses import PROMPT, House
 from support.scripted import (
@@ -40,6 +42,8 @@ from support.scripted import (
     continuation,
 )
 
+RESTS = 5
+"""Rounds after which drafting is off for as many."""
 LONG = 200
 """Tokens, so that a draft is still worth its while when it comes in the midst. The scripted
 language ends sooner than that with some prompts."""
@@ -148,6 +152,44 @@ def test_a_target_that_is_lost_at_any_moment_is_followed_by_another_and_nobody_n
         assert finished.result.moves <= 1
         assert not finished.result.fingerprints
         check_all_is_over(house)
+
+
+@pytest.mark.parametrize("lost", range(5, 100, 9))
+def test_a_draft_that_rests_now_and_then_reads_every_row_whatever_becomes_of_the_target(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripted draft checks each row of features that it reads."""
+    planned: dict[int, int] = {}
+
+    def resting(self: Controller) -> bool:
+        return planned.get(id(self), 0) // RESTS % 2 == 1
+
+    plan = Controller.plan
+
+    def plan_now_and_then(self: Controller, *about: object, **more: object) -> Plan | None:
+        planned[id(self)] = planned.get(id(self), 0) + 1
+        made = plan(self, *about, **more)  # type: ignore[arg-type]
+        return None if resting(self) else made
+
+    monkeypatch.setattr(Controller, "plan", plan_now_and_then)
+    monkeypatch.setattr(Controller, "idle", property(resting))
+    house = House(reads=READS)
+    assert house.target is not None
+    another_target(house)
+    request = house.submit(prompt=ENDLESS, max_tokens=100)
+    small_steps(house, lost)
+    held = {
+        item.hold
+        for command in house.target.seen
+        if isinstance(command, Verify)
+        for item in command.items
+    }
+    house.lose(house.target)
+    assert told(house, request)[0] == continuation(ENDLESS, 100)
+    assert lost < 60 or held == {True, False}
+    orders = [command for command in house.workers[0].seen if isinstance(command, Draft)]
+    assert max(len(order.more) for order in orders) > RESTS
+    check_all_is_over(house)
 
 
 def test_the_draft_of_a_session_whose_target_is_lost_drafts_for_the_next_one() -> None:

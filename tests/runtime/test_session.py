@@ -653,3 +653,95 @@ def test_a_stop_string_that_what_follows_takes_back_was_none() -> None:
     )
     assert session.state is State.VERIFYING
     assert said == "a\ufffd\ufffd\ufffd b"
+
+
+# -- features that the target holds ----------------------------------------------------------------
+
+LOG = (9, 8, 3, 4, 5, 6, 7)
+
+
+def reading() -> Session:
+    """A session whose draft reads features, which have come for its prompt, in its second round."""
+    session = new_session()
+    assert session.brief is not None
+    session.brief.reads = READS
+    session.begin()
+    session.prefilled(
+        Prefilled(epoch=1, session=1, round=0, start=0, features=features(LOG, 0, 2, READS))
+    )
+    opened(session, plan=None)
+    return session
+
+
+def chosen(session: Session, bonus: int, *, held: int = 0, rows: int = 0) -> None:
+    """The target chooses one token more, and sends so many rows of features."""
+    item = VerifiedItem(
+        session=1, round=session.round, accepted=(), bonus=bonus, margins=(0.1,), held=held
+    )
+    at = session.length
+    sent = features(LOG, at - rows, at, READS) if rows else None
+    assert session.readable(item, sent)
+    session.verified(item, sent)
+
+
+def holding() -> Session:
+    """The same, with the features of two rounds held by its target."""
+    session = reading()
+    chosen(session, 4, rows=1)
+    for bonus in (5, 6):
+        (ask,) = session.next_round(None, None, hold=True)
+        assert isinstance(ask, Ask)
+        assert isinstance(ask.command, Verify)
+        assert ask.command.items[0].hold
+        chosen(session, bonus)
+    assert session.holding
+    return session
+
+
+def test_held_features_come_with_the_next_verdict_that_is_not_held() -> None:
+    session = holding()
+    row = READS.row * 2
+    assert session.held_bytes == 3 * row
+    session.next_round(None)
+    chosen(session, 7, held=2, rows=3)
+    assert not session.holding
+    assert session.held_bytes == 4 * row
+    (ask,) = session.next_round(Plan())
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.command, Draft)
+    assert (ask.command.more, ask.command.features) == (
+        (4, 5, 6, 7),
+        features(LOG, 2, 6, READS),
+    )
+
+
+def test_features_that_lack_held_rows_are_not_what_the_draft_reads() -> None:
+    session = holding()
+    session.next_round(None)
+    item = VerifiedItem(session=1, round=session.round, accepted=(), bonus=7, margins=(0.1,))
+    assert not session.readable(item, features(LOG, 5, 6, READS))
+    assert not session.readable(item, None)
+
+
+def test_another_target_shows_what_the_lost_one_held() -> None:
+    session = holding()
+    session.next_round(None)
+    session.target_lost()
+    (ask,) = session.recovered("another")
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.command, Open)
+    assert (ask.command.prompt, ask.command.features_from) == (LOG[:6], 3)
+    for start, stop in ((3, 5), (5, 6)):
+        session.prefilled(
+            Prefilled(
+                epoch=2,
+                session=1,
+                round=session.round,
+                start=start,
+                features=features(LOG, start, stop, READS),
+            )
+        )
+    assert session.complete
+    (ask,) = (a for a in opened(session, 7, round=session.round) if isinstance(a, Ask))
+    assert isinstance(ask.command, Draft)
+    assert ask.command.features == features(LOG, 2, 6, READS)

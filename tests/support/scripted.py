@@ -284,6 +284,8 @@ class ScriptedWorker:
 
 class ScriptedTarget(ScriptedWorker):
     opens: dict[int, Open]
+    held_rows: dict[int, int]
+    """Rows of features that it holds, by session."""
 
     def work(self, command: Command) -> list[Event]:
         if isinstance(command, Open):
@@ -291,20 +293,17 @@ class ScriptedTarget(ScriptedWorker):
         if isinstance(command, Refeed):
             return self.refeed(command)
         assert isinstance(command, Verify)
-        kinds = dict.fromkeys(self.opens[item.session].features for item in command.items)
-        return [
-            self.verify(
-                [item for item in command.items if self.opens[item.session].features == reads],
-                reads,
-            )
-            for reads in kinds
-        ]
+        kinds: dict[tuple[Reads | None, bool], list[VerifyItem]] = {}
+        for item in command.items:
+            kinds.setdefault((self.opens[item.session].features, item.hold), []).append(item)
+        return [self.verify(items, reads) for (reads, _), items in kinds.items()]
 
     def open(self, command: Open) -> list[Event]:
         if (refusal := self.take_over(command)) is not None:
             return [refusal]
         log = self.logs[command.session]
         self.rounds[command.session] = command.round
+        self.held_rows = {**getattr(self, "held_rows", {}), command.session: 0}
         self.opens = {**getattr(self, "opens", {}), command.session: command}
         shown_from = command.kept if command.features_from is None else command.features_from
         assert command.kept <= shown_from <= len(log)
@@ -327,6 +326,7 @@ class ScriptedTarget(ScriptedWorker):
         log, opened = self.logs[command.session], self.opens[command.session]
         assert (command.prefix, command.round) == (len(log), self.rounds[command.session] + 1)
         self.opens[command.session] = opened.model_copy(update={"features": command.features})
+        self.held_rows[command.session] = 0
         parts = self.show(command, command.features, command.start, command.prefix - 1)
         return [
             *parts,
@@ -402,10 +402,15 @@ class ScriptedTarget(ScriptedWorker):
                     bonus=bonus,
                     margins=margins,
                     logprobs=said,
+                    held=0 if item.hold else self.held_rows[item.session],
                 )
             )
-            if reads is not None:
-                read.append(features(log, item.prefix - 1, len(log) - 1, reads))
+            if reads is not None and item.hold:
+                self.held_rows[item.session] += tokens
+            elif reads is not None:
+                self.held_rows[item.session] = 0
+                first = item.prefix - 1 - items[-1].held
+                read.append(features(log, first, len(log) - 1, reads))
         return Verified(
             epoch=self.epoch,
             items=tuple(items),

@@ -183,6 +183,46 @@ def test_a_verdict_brings_the_features_of_the_root_and_the_accepted_nodes_in_a_m
         check(rows, expected(folder, log, reads)[positions], reads)
 
 
+def test_features_that_are_held_come_with_the_next_verdict_that_is_not(
+    worker: TargetWorker, folder: Path
+) -> None:
+    """Sessions 2 and 3 hold theirs for different rounds; session 4 reads none."""
+    truth = reference_tokens(folder, PROMPT, 7, key=bytes(16), sampling=Sampling())
+    log, found = [*PROMPT, *truth], dict[int, list[tuple[int, torch.Tensor | None]]]()
+    for session in (2, 3, 4):
+        list(worker.handle(opening(session, KINDS[session])))
+        found[session] = []
+    for round in (1, 2, 3, 4):
+        items = tuple(
+            VerifyItem(
+                session=session,
+                round=round,
+                prefix=len(PROMPT) + round,
+                tokens=(),
+                parents=(),
+                hold=round < {2: 4, 3: 3, 4: 4}[session],
+            )
+            for session in found
+        )
+        for event in worker.handle(Verify(epoch=1, items=items)):
+            assert isinstance(event, Verified)
+            for item in event.items:
+                features = None if event.features is None else to_tensor(event.features)
+                assert features is None or len(event.items) == 1
+                found[item.session].append((item.held, features))
+    assert found[4] == [(0, None)] * 4
+    root = len(PROMPT)
+    for session, brought in ((2, (0, 0, 0, 4)), (3, (0, 0, 3, 1))):
+        at, reads = root, KINDS[session]
+        assert reads is not None
+        for rows, (held, features) in zip(brought, found[session], strict=True):
+            assert (features is None) == (not rows)
+            if features is not None:
+                assert (held, len(features)) == (rows - 1, rows)
+                check(features, expected(folder, log, reads)[at : at + rows], reads)
+                at += rows
+
+
 @pytest.mark.parametrize(
     "change", [{"width": 65}, {"taps": (3,)}, {"vocabulary_size": VOCABULARY + 1}]
 )

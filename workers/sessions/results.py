@@ -44,5 +44,5 @@ class Verdict:
     item: VerifiedItem
     reads: Reads | None
     features: Tensor | None = None
-    """[1 + accepted, row], of the root and the accepted nodes; None: the session's draft reads
-    none."""
+    """[held + 1 + accepted, row], of what had been held, the root and the accepted nodes; None: the
+    session's draft reads none, or these are held."""

@@ -1,7 +1,7 @@
 """The state of a session of the target, and what is kept of one that has ended."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ class TargetSession:
     round: int = 0
     own: int = 0
     """Slots of the cache that verification writes to; those behind them are somebody else's."""
+    held: list[Tensor] = field(default_factory=list)
+    """Features of verdicts that were to be held, [n, row] each, in their order."""
 
     @property
     def places(self) -> Sequence[int]:
