@@ -33,8 +33,7 @@ RESTING = 16
 STALE = 0.95
 """tau of a head that grows ahead over that of one that does not: what is below the new root was
 guessed from guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and
-MT-bench, 0.94 to 1.00 on HumanEval and GSM8K. Scores do not show it, since they are fitted to both;
-and it is too little to be counted soon."""
+MT-bench, 0.94 to 1.00 on HumanEval and GSM8K. Scores, which are fitted to both, do not show it."""
 
 
 class Controller:
@@ -61,6 +60,8 @@ class Controller:
         self._pricing = Pricing(tree, self._now)
         self._era = 0
         """The era of the on/off when the round was planned."""
+        self.looks = True
+        """True if the round that runs is learned from."""
         self._unready = False
         """True if the round would have been drafted, had the draft read the prompt."""
         self._expected: tuple[float, float] | None = None
@@ -259,6 +260,7 @@ class Controller:
             self._pricing.forget()
             if now.crowd is not None:
                 now.crowd.on_off.begin()
+        self.looks = now.crowd is None or now.crowd.due(load.draft)
         self._era = now.on_off.era if now.on_off is not None else 0
 
     def _rests(self) -> bool:
@@ -281,6 +283,8 @@ class Controller:
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
         """Predict the round whose nodes of these scores are verified in a pass of so many rows
         behind so many tokens, in the mean of all who share it."""
+        if not self.looks:
+            return
         self._expected_nodes = nodes = sum(map(exp, scores))
         costs = self._now.costs
         if self._exposed_s is None or not costs.target.known or not costs.target_hop_s.known:
@@ -294,7 +298,7 @@ class Controller:
     # -- after it ----------------------------------------------------------------------------------
 
     def learn(self, done: Round) -> None:
-        """Learn from a round that has ended."""
+        """Learn from a round that has ended, which is one of those that `looks` says."""
         now, times = self._now, done.times
         seconds = times.own_ns / 1e9
         if seconds <= 0.0:
@@ -344,8 +348,6 @@ class Controller:
         if done.disturbed or (self._unready and drafting):
             alone_s = pricing.alone_s(done.context)
             crowd.on_off.catching_up(done.tokens, seconds, alone_s, among=load.draft)
-            return
-        if not crowd.due(load.draft):
             return
         expected_s = costs.alone_s(context=done.context, rows=load.target)
         if expected_s <= 0.0:

@@ -38,8 +38,8 @@ class Crowd:
         session pays for what others gain."""
         self._undrafted = Average(UNDRAFTED_PASSES)
         """Seconds of rounds without drafting, as shares of what was expected of them."""
-        self._rounds = 0
-        """Rounds without drafting since one was judged."""
+        self._rounds = -1
+        """Rounds without drafting since one was looked at."""
 
     def alone_s(self, expected_s: float) -> float:
         """Return the seconds of a round without drafting here. `expected_s`: those of a pass over
@@ -47,11 +47,11 @@ class Crowd:
         return expected_s * max(1.0, self._undrafted.value)
 
     def due(self, among: int) -> bool:
-        """Return whether a round is judged: each that was drafted, and of those that were not,
-        which are alike, one stands for all `among` sessions of its pass."""
+        """Return whether a round is looked at: each while drafting is on; else, since rounds
+        without a draft are alike, about one of the `among` in a pass, of each session in turn."""
         if self.on_off.drafting:
             return True
-        self._rounds = (self._rounds + 1) % max(1, among)
+        self._rounds = (self._rounds + 1) % (among + 1)
         return not self._rounds
 
     def drafted(

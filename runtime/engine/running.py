@@ -248,8 +248,8 @@ class Live:
         return ended
 
     def disturbed(self) -> bool:
-        """Return whether one of its workers has read a part of a prompt since this was last
-        asked."""
+        """Return whether one of its workers has read a part of a prompt since this was last asked,
+        or was reading one then."""
         before, self._prompts = self._prompts, sum(worker.prompts for worker in self.workers)
         read, self._read = self._read, any(worker.turns.reading for worker in self.workers)
         return read or self._prompts != before

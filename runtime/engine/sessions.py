@@ -136,6 +136,8 @@ class Sessions:
         """Begin a session's next round, with another draft if there is one that it should get."""
         joining = self._carry_out(self._moving.seek(live))
         plan = self.plan(live) if joining is None and live.session.may_draft else None
+        if live.controller.looks:
+            live.disturbed()  # asked again when the round has ended
         return live.give(live.session.next_round, plan, joining, live.controller.idle)
 
     def plan(self, live: Live) -> Plan | None:

@@ -65,7 +65,7 @@ def test_at_no_load_a_draft_makes_streams_slower(pace: str, tree: TreeSettings) 
     for streams in (3, 8):
         assert (
             middle(
-                [over_plain(house, streams, tree=tree, turn=turn, tokens=48) for turn in range(3)]
+                [over_plain(house, streams, tree=tree, turn=turn, tokens=48) for turn in range(5)]
             )
             >= 0.97
         )
