@@ -26,8 +26,7 @@ are many, where no profile tells it."""
 COLD = 2
 """Rounds of a new pair that are not judged: a draft's first passes find nothing in any cache."""
 EMPTY = 4
-"""Proposals of nothing, one after the other, after which what was learned of the draft is
-doubted."""
+"""Proposals of nothing in a row after which what was learned of the draft is doubted."""
 RESTING = 16
 """Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
 STALE = 0.95
@@ -358,6 +357,7 @@ class Controller:
                 seconds,
                 expected_s,
                 rate=lambda: pricing.rate_of_late(done.context),
+                settled=pricing.settled,
                 among=load.draft,
             )
         else:

@@ -61,16 +61,19 @@ class Crowd:
         expected_s: float,
         *,
         rate: Callable[[], float],
+        settled: bool,
         among: int,
     ) -> str | None:
         """Judge a session's round while drafting is on, with everything that it waited for. Return
         in words what follows, None if nothing does. `rate`: tokens a second of that session, this
-        round counted."""
+        round counted; `settled`: it has had rounds enough to be called behind."""
         self.tokens.add(tokens)
         self.seconds.add(seconds)
         alone_s = self.alone_s(expected_s)
-        change = MORE_CARE if rate() * alone_s < BEHIND else LESS_CARE
-        self.care = min(MOST_CARE, max(1.0, self.care * change ** (1.0 / among)))
+        if rate() * alone_s >= BEHIND:
+            self.care = max(1.0, self.care * LESS_CARE ** (1.0 / among))
+        elif settled:
+            self.care = min(MOST_CARE, self.care * MORE_CARE ** (1.0 / among))
         return self.on_off.drafted(tokens, seconds, alone_s, among=among)
 
     def undrafted(

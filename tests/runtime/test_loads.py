@@ -169,6 +169,14 @@ def test_a_node_is_priced_by_everybody_who_waits_for_its_row() -> None:
     assert sizes[0] > 1.1 * sizes[1] > 1.1 * 1.1 * sizes[2]
 
 
+def test_one_late_round_of_one_session_does_not_have_all_draft_less() -> None:
+    house = Crowded(
+        Pace(level_s=1e-4, pass_s=lambda rows: 0.01 + 0.001 * rows, right=lambda *_: 0.7)
+    )
+    house.run(1, 48)
+    assert middle([over_plain(house, 4, turn=turn) for turn in range(5)]) > 1.1
+
+
 def test_a_pass_waits_for_proposals_that_are_nearly_there() -> None:
     house = Crowded(Pace(level_s=0.0004, right=lambda *_: 0.9))
     house.run(4, 100)
