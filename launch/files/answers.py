@@ -23,7 +23,7 @@ BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
 ID = re.compile(rb'(?:[^"\\]|\\.)*')
 
 
-class Answers:
+class WorkerEvents:
     """The open file and the ids that are done."""
 
     def __init__(self, file: IO[bytes], path: Path, done: set[str]) -> None:
@@ -39,7 +39,7 @@ class Answers:
 
 
 @contextmanager
-def open_answers(path: Path) -> Iterator[Answers]:
+def open_answers(path: Path) -> Iterator[WorkerEvents]:
     """Open for appending, held against a second run; a torn last line is dropped. `UserError` if
     the file is something else."""
     if path.exists() and not path.is_file():
@@ -59,7 +59,7 @@ def open_answers(path: Path) -> Iterator[Answers]:
                 f"another run is writing its answers to {path}: wait for it, or choose another "
                 "--out"
             ) from None
-        yield Answers(file, path, _repair(path, file))
+        yield WorkerEvents(file, path, _repair(path, file))
 
 
 def _repair(path: Path, file: IO[bytes]) -> set[str]:

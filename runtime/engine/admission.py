@@ -10,7 +10,7 @@ from dovetail.protocol.messages import MAX_STRIKES, Event, Failed, Hello, Welcom
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.engine.client_requests import refusal
 from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone
-from dovetail.runtime.engine.outgoing import Post
+from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.registry import Registry
@@ -26,7 +26,7 @@ class Admission:
     """Decides who is listened to."""
 
     def __init__(
-        self, hub: Hub, post: Post, service: Service, registry: Registry, dropped: Dropped
+        self, hub: Hub, post: Outgoing, service: Service, registry: Registry, dropped: Dropped
     ) -> None:
         self._hub, self._post, self._service = hub, post, service
         self._registry, self._dropped = registry, dropped

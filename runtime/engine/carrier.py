@@ -30,7 +30,7 @@ from dovetail.runtime.engine.effects import (
     Tell,
     Unanswered,
 )
-from dovetail.runtime.engine.outgoing import Post
+from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.sessions import Sessions
@@ -51,7 +51,7 @@ class Carrier:
         service: Service,
         sessions: Sessions,
         peers: Peers,
-        post: Post,
+        post: Outgoing,
         *,
         decide: Callable[[str], None],
         defer: Elsewhere,

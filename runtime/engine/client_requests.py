@@ -31,7 +31,7 @@ from dovetail.runtime.engine import effects
 from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.requests import attempt
-from dovetail.runtime.engine.running import Live, waits
+from dovetail.runtime.engine.running import RunningRequest, waits
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -39,7 +39,7 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.request import Request
-from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Tally
 
 log = logging.getLogger("dovetail.coordinator")
@@ -49,18 +49,18 @@ MAX_READING = 1024
 """Prompts of a client that wait to be read: each is held in memory until it has been."""
 
 
-class Intake:
+class ClientRequests:
     """Takes the requests of clients."""
 
     def __init__(
         self,
         service: Service,
-        live: Mapping[int, Live],
+        live: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,
         moving: Moving,
         changes: Changes,
-        observing: Observing,
+        observing: EventLog,
         tally: Tally,
         *,
         user: Callable[[ClientPeer], PeerKey | None],
@@ -252,7 +252,7 @@ class Intake:
         return Tell(client, refusal(self._service.epoch, error, submit.request))
 
 
-def observe(observing: Observing, registry: Registry, epoch: int) -> Effects[None]:
+def observe(observing: EventLog, registry: Registry, epoch: int) -> Effects[None]:
     """Have the workers record what somebody looks for."""
     for worker, fine in observing.orders(registry.workers.values()):
         yield Send(worker, Observe(epoch=epoch, fine=fine))

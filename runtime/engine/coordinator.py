@@ -32,19 +32,19 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.admission import Admission
 from dovetail.runtime.engine.carrier import Carrier, Elsewhere
-from dovetail.runtime.engine.client_requests import Intake, observe
+from dovetail.runtime.engine.client_requests import ClientRequests, observe
 from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
-from dovetail.runtime.engine.outgoing import Later, Post
+from dovetail.runtime.engine.outgoing import Later, Outgoing
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.replies import Replies
-from dovetail.runtime.engine.running import Census, Live
-from dovetail.runtime.engine.sending import Dispatch
+from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.status import Status
-from dovetail.runtime.engine.worker_events import Answers
+from dovetail.runtime.engine.worker_events import WorkerEvents
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
@@ -52,7 +52,7 @@ from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request
-from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
 log = logging.getLogger("dovetail.coordinator")
@@ -91,10 +91,10 @@ class Coordinator:
         self.service = Service(self.epoch, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
         self._ticked_ns = clock_ns()
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, RunningRequest] = {}
         self._census = Census(self._live)
         self._tally, self._dropped = Tally(), Dropped()
-        self._failing, self._observing = FailingDrafts(), Observing(clock_ns)
+        self._failing, self._observing = FailingDrafts(), EventLog(clock_ns)
         self._placement = Placement(
             self.registry, self.epoch, reuse=settings.reuse, say=self.decide
         )
@@ -109,7 +109,7 @@ class Coordinator:
         self._changes = Changes(
             self.epoch, live, registry, self._placement, self._moving, self.now_ns
         )
-        self._post = Post(
+        self._post = Outgoing(
             self._hub,
             self._observing,
             later,
@@ -129,7 +129,7 @@ class Coordinator:
             self._tally,
             self.now_ns,
         )
-        self._dispatch = Dispatch(
+        self._dispatch = CommandSender(
             self._post,
             live,
             self._census,
@@ -152,7 +152,7 @@ class Coordinator:
             begun=self._begun,
             clock_ns=self.now_ns,
         )
-        self._answers = Answers(
+        self._answers = WorkerEvents(
             self.epoch,
             live,
             self._census,
@@ -197,7 +197,7 @@ class Coordinator:
             decide=self.decide,
             clock_ns=self.now_ns,
         )
-        self._intake = Intake(
+        self._intake = ClientRequests(
             self.service,
             live,
             registry,
@@ -345,7 +345,7 @@ class Coordinator:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def _begun(self, live: Live) -> None:
+    def _begun(self, live: RunningRequest) -> None:
         if not live.trial:
             self._record(lambda recorder: recorder.begin(live))
 
@@ -367,7 +367,7 @@ class Coordinator:
         return self._status.report()
 
     @property
-    def lives(self) -> Collection[Live]:
+    def lives(self) -> Collection[RunningRequest]:
         """All sessions, trials too."""
         return self._live.values()
 

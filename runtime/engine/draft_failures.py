@@ -8,7 +8,7 @@ its end. Knows workers by their addresses; no messages but what is reported of t
 from dataclasses import dataclass
 
 from dovetail.protocol.messages import DraftFailure, Fault
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 
 MAX_WORDS = 512
@@ -43,7 +43,7 @@ class FailingDrafts:
         """Failures in all, of whatever draft."""
         self._failing: dict[bytes, _Failing] = {}
 
-    def failed(self, draft: Worker, live: Live | None, why: str, now_ns: int) -> None:
+    def failed(self, draft: Worker, live: RunningRequest | None, why: str, now_ns: int) -> None:
         """Note that a draft failed, in a session or in what it does ahead of its orders, and when
         it was the session's first failure note it there."""
         where = (
@@ -59,7 +59,7 @@ class FailingDrafts:
         if live is not None:
             note_failure(live, draft, why, now_ns)
 
-    def drafted(self, live: Live, rounds: int) -> None:
+    def drafted(self, live: RunningRequest, rounds: int) -> None:
         """Note that a session has ended with its draft, after so many rounds with a proposal of
         it."""
         if live.draft is None or not rounds or live.draft_failure is not None:
@@ -77,7 +77,7 @@ class FailingDrafts:
         return [failing.fault(now_ns) for failing in self._failing.values()]
 
 
-def note_failure(live: Live, draft: Worker, why: str, now_ns: int) -> None:
+def note_failure(live: RunningRequest, draft: Worker, why: str, now_ns: int) -> None:
     """Have a session's result tell of the first failure of its draft."""
     if live.draft_failure is None:
         live.draft_failure = DraftFailure(

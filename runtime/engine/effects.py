@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Message
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
@@ -21,7 +21,7 @@ from dovetail.runtime.session.request import Request
 class Follow:
     """Carry out the actions of a session."""
 
-    live: Live
+    live: RunningRequest
     actions: Sequence[Action]
 
 
@@ -29,7 +29,7 @@ class Follow:
 class Forget:
     """Have a worker forget a session, if the worker is still there."""
 
-    live: Live
+    live: RunningRequest
     worker: Worker
 
 
@@ -37,7 +37,7 @@ class Forget:
 class Fail:
     """End a request with an error."""
 
-    live: Live
+    live: RunningRequest
     error: RequestError
 
 
@@ -45,7 +45,7 @@ class Fail:
 class Break:
     """End a request for a fault of the coordinator's."""
 
-    live: Live
+    live: RunningRequest
     error: BaseException
 
 
@@ -84,21 +84,21 @@ class Tell:
 class Start:
     """Begin a session."""
 
-    live: Live
+    live: RunningRequest
 
 
 @dataclass(frozen=True)
 class Cancel:
     """End a session as far as it has come."""
 
-    live: Live
+    live: RunningRequest
 
 
 @dataclass(frozen=True)
 class Abandon:
     """Forget a session that nobody waits for any more."""
 
-    live: Live
+    live: RunningRequest
 
 
 @dataclass(frozen=True)

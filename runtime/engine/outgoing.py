@@ -14,7 +14,7 @@ from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Message
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.event_log import EventLog
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -32,13 +32,13 @@ Sent = Callable[[Worker | ClientPeer, Message, Sequence[bytes]], None]
 """Hears of what was sent."""
 
 
-class Post:
+class Outgoing:
     """Encodes and sends."""
 
     def __init__(
         self,
         hub: Hub,
-        observing: Observing,
+        observing: EventLog,
         later: Later,
         *,
         sent: Sent,

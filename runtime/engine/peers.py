@@ -15,9 +15,9 @@ from dovetail.runtime.engine.client_requests import refusal
 from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, fault
-from dovetail.runtime.engine.outgoing import Post
+from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.running import Census
-from dovetail.runtime.engine.sending import Dispatch
+from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.sessions import CarryOut, Sessions
 from dovetail.runtime.engine.status import Status
@@ -39,13 +39,13 @@ class Peers:
     def __init__(
         self,
         hub: Hub,
-        post: Post,
+        post: Outgoing,
         service: Service,
         registry: Registry,
         admission: Admission,
         sessions: Sessions,
         census: Census,
-        dispatch: Dispatch,
+        dispatch: CommandSender,
         placement: Placement,
         moving: Moving,
         changes: Changes,

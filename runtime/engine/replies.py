@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from dovetail.protocol.messages import Emitted, Finished, PromptScored, Recorded
 from dovetail.runtime.engine.draft_failures import FailingDrafts
-from dovetail.runtime.engine.outgoing import Post
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.outgoing import Outgoing
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.actions import Action, Emit, Finish, Note, Score
-from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Tally
 
 
@@ -19,10 +19,10 @@ class Replies:
     def __init__(
         self,
         epoch: int,
-        post: Post,
+        post: Outgoing,
         failing: FailingDrafts,
         changes: Changes,
-        observing: Observing,
+        observing: EventLog,
         tally: Tally,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -30,7 +30,7 @@ class Replies:
         self._epoch, self._post, self._failing, self._changes = epoch, post, failing, changes
         self._observing, self._tally, self._now_ns = observing, tally, clock_ns
 
-    def tell(self, live: Live, action: Action, at_ns: int) -> None:
+    def tell(self, live: RunningRequest, action: Action, at_ns: int) -> None:
         """Tell a session's client of an action of the time `at_ns` that it is to hear of."""
         if isinstance(action, Emit):
             self._emit(live, action, at_ns)
@@ -52,7 +52,7 @@ class Replies:
         elif isinstance(action, Finish):
             self._finish(live, action)
 
-    def _emit(self, live: Live, emit: Emit, at_ns: int) -> None:
+    def _emit(self, live: RunningRequest, emit: Emit, at_ns: int) -> None:
         if live.told_ns is not None and not live.trial:
             self._changes.paused(at_ns - live.told_ns)
         live.told_ns = at_ns
@@ -69,7 +69,7 @@ class Replies:
             ),
         )
 
-    def _finish(self, live: Live, finish: Finish) -> None:
+    def _finish(self, live: RunningRequest, finish: Finish) -> None:
         now_ns = self._now_ns()
         live.over(now_ns)
         result = live.session.result(now_ns, finish.reason)

@@ -18,7 +18,7 @@ from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
-from dovetail.runtime.telemetry.event_log import Observing, Waits, offset
+from dovetail.runtime.telemetry.event_log import EventLog, Waits, offset
 from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
 
 P = ParamSpec("P")
@@ -70,7 +70,7 @@ class Loss:
 
 
 @dataclass
-class Live:
+class RunningRequest:
     """A session with its client, its workers, and the time up to which its life has been accounted
     for."""
 
@@ -85,7 +85,7 @@ class Live:
     controller: Controller
     queued: bool = False
     sent: bool = False
-    observing: Observing | None = None
+    observing: EventLog | None = None
     """Hears where its time goes."""
     recorded: Heard | None = None
     """Called with every event of the session."""
@@ -330,7 +330,7 @@ class Census:
     """Counts the sessions that run on the same workers as another one. What was counted holds until
     `forget` is called, since many ask while one message is handled."""
 
-    def __init__(self, lives: Mapping[int, Live]) -> None:
+    def __init__(self, lives: Mapping[int, RunningRequest]) -> None:
         """`lives`: the sessions by their numbers."""
         self._lives = lives
         self._counted: dict[tuple[int, int, bool], Load] = {}
@@ -339,7 +339,7 @@ class Census:
         """Count anew from now on, because sessions may have begun, ended or moved."""
         self._counted.clear()
 
-    def load(self, live: Live, *, opening: bool = False) -> Load:
+    def load(self, live: RunningRequest, *, opening: bool = False) -> Load:
         """Return how much runs on a session's workers. `opening`: sessions whose prompts are being
         read count, too."""
         key = id(live.target), id(live.draft), opening
@@ -347,7 +347,7 @@ class Census:
             known = self._counted[key] = self._count(live, opening)
         return known
 
-    def _count(self, live: Live, opening: bool) -> Load:
+    def _count(self, live: RunningRequest, opening: bool) -> Load:
         states = (*RUNNING, State.OPENING) if opening else RUNNING
         on_target = on_draft = 0
         for other in self._lives.values():
@@ -357,7 +357,7 @@ class Census:
         return Load(max(1, on_target), max(1, on_draft if live.draft is not None else 0))
 
 
-def waits(worker: Worker, lives: Iterable[Live]) -> Waits:
+def waits(worker: Worker, lives: Iterable[RunningRequest]) -> Waits:
     """Return what a worker waits for: nothing while it owes an answer; else what the sessions wait
     for that it holds."""
     if worker.turns.owed:

@@ -22,8 +22,8 @@ from dovetail.protocol.messages import (
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.faults import reraise_exits
-from dovetail.runtime.engine.outgoing import Post
-from dovetail.runtime.engine.running import JOIN_WORTH, Census, Live
+from dovetail.runtime.engine.outgoing import Outgoing
+from dovetail.runtime.engine.running import JOIN_WORTH, Census, RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.actions import Ask
@@ -40,25 +40,25 @@ LATE = 0.25
 log = logging.getLogger("dovetail.coordinator")
 
 
-class Dispatch:
+class CommandSender:
     """Asks the workers of sessions."""
 
     def __init__(
         self,
-        post: Post,
-        live: Mapping[int, Live],
+        post: Outgoing,
+        live: Mapping[int, RunningRequest],
         census: Census,
         registry: Registry,
         *,
         reuse: bool,
-        broken: Callable[[Live, BaseException], None],
+        broken: Callable[[RunningRequest, BaseException], None],
     ) -> None:
         """`live`: the sessions by their numbers; `reuse`: whether workers keep what they have of
         ended ones."""
         self._post, self._registry, self._reuse, self._broken = post, registry, reuse, broken
         self._live, self._census = live, census
 
-    def ask(self, live: Live, asks: Sequence[Ask]) -> None:
+    def ask(self, live: RunningRequest, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn. If the session ends at one of the commands, the
         others are not asked; only Close is for sessions that have ended."""
         for ask in asks:
@@ -66,7 +66,7 @@ class Dispatch:
             if running or isinstance(ask.command, Close):
                 self._ask(live, ask)
 
-    def end(self, live: Live, role: str) -> None:
+    def end(self, live: RunningRequest, role: str) -> None:
         """A worker forgets a session that nobody waits for, whatever state that is in."""
         worker = live.target if role == "target" else live.draft
         if worker is None or worker.peer not in self._registry.workers:
@@ -75,7 +75,7 @@ class Dispatch:
             worker.shelf.give_back(base.session)  # if it was not taken
         self.forget(worker, Close(epoch=live.session.epoch, session=live.session.number))
 
-    def _ask(self, live: Live, ask: Ask) -> None:
+    def _ask(self, live: RunningRequest, ask: Ask) -> None:
         worker = live.target if ask.role == "target" else live.draft
         if worker is None or worker.peer not in self._registry.workers:
             return
@@ -89,7 +89,7 @@ class Dispatch:
             worker.turns.ask(live.session.number, ask.command)
             self.next(worker)
 
-    def _can_wait(self, live: Live, worker: Worker, command: Open | Feed) -> bool:
+    def _can_wait(self, live: RunningRequest, worker: Worker, command: Open | Feed) -> bool:
         """Return whether a draft need not read a prompt yet. The first prompts of a burst wait
         until it is known how many there are, the others as long as nothing is drafted at this load.
         Features of a prompt wait with it while there is room."""
@@ -103,14 +103,14 @@ class Dispatch:
             self._coming(live)
         )
 
-    def _postpone(self, live: Live, worker: Worker, command: Open | Feed) -> None:
+    def _postpone(self, live: RunningRequest, worker: Worker, command: Open | Feed) -> None:
         worker.turns.postpone(live.session.number, command)
         if isinstance(command, Open):
             live.joining = False  # nobody waits for it, not even a change of drafts
             if live.session.state is State.OPENING:
                 self._post.later(BURST_S, lambda: self._read_after_all(live))
 
-    def _drafts_soon(self, live: Live) -> bool:
+    def _drafts_soon(self, live: RunningRequest) -> bool:
         """Return whether a session is drafted for once all sessions that are opening run, and it
         pays to have its draft read the prompt for that."""
         load = self._coming(live)
@@ -118,11 +118,11 @@ class Dispatch:
             live.session.to_brief, live.session.room, load
         )
 
-    def _coming(self, live: Live) -> Load:
+    def _coming(self, live: RunningRequest) -> Load:
         """Return the load of a session's workers once all sessions that are opening run."""
         return self._census.load(live, opening=True)
 
-    def _read_after_all(self, live: Live) -> None:
+    def _read_after_all(self, live: RunningRequest) -> None:
         """Have the draft read the prompt of a session that it will be asked about."""
         self._census.forget()
         try:
@@ -131,7 +131,7 @@ class Dispatch:
         except BaseException as error:
             self._broken(live, error)
 
-    def can_draft(self, live: Live, load: Load) -> bool:
+    def can_draft(self, live: RunningRequest, load: Load) -> bool:
         """Return whether a session is drafted for at the load that it runs at. If the draft has not
         read its prompt, it is not where so many others are about to run that drafting will stop,
         nor where the rest of the reply would not pay for that."""
@@ -142,7 +142,7 @@ class Dispatch:
         begins = live.session.round <= 1
         return self._drafts_soon(live) and (begins or live.session.room >= JOIN_WORTH)
 
-    def resume(self, live: Live) -> None:
+    def resume(self, live: RunningRequest) -> None:
         """Have a session's draft read the prompt, if that was put off; a session that has begun
         without it joins in when it has."""
         if live.draft is not None and live.draft.turns.resume(live.session.number):
@@ -150,7 +150,7 @@ class Dispatch:
                 live.joining, live.opened_ns = True, None
             self.next(live.draft)
 
-    def _close(self, live: Live, worker: Worker, role: str, command: Close) -> None:
+    def _close(self, live: RunningRequest, worker: Worker, role: str, command: Close) -> None:
         """End a session on a worker, which keeps what it has of it if it can; then others may have
         to go."""
         gone = None
@@ -168,7 +168,7 @@ class Dispatch:
             )
         self.forget(worker, command.model_copy(update={"keep": gone is not None}))
 
-    def _shelve(self, live: Live, worker: Worker, role: str) -> Sequence[int] | None:
+    def _shelve(self, live: RunningRequest, worker: Worker, role: str) -> Sequence[int] | None:
         """Have a worker keep an ended session: those that go for it, None if it is not kept. The
         client has its reply: a fault here ends nothing."""
         try:
@@ -342,7 +342,7 @@ class Dispatch:
         return counts
 
 
-def _passing(live: Live, item: VerifyItem, rows: int, context: float) -> None:
+def _passing(live: RunningRequest, item: VerifyItem, rows: int, context: float) -> None:
     """A pass of so many rows, behind contexts of so many tokens on average, begins: a session knows
     what of its own is in it, and what it is expected to take."""
     live.give(live.session.sent, len(item.tokens))

@@ -15,16 +15,16 @@ from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.client_requests import observe, refusal
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import as_raised, aside, fault, reraise_exits
-from dovetail.runtime.engine.outgoing import Post
+from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.replies import Replies
-from dovetail.runtime.engine.running import Census, Live
-from dovetail.runtime.engine.sending import Dispatch
+from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.actions import Action, Ask, NextRound
 from dovetail.runtime.session.state import State
-from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Tally
 
 log = logging.getLogger("dovetail.coordinator")
@@ -43,18 +43,18 @@ class Sessions:
     def __init__(
         self,
         epoch: int,
-        live: dict[int, Live],
+        live: dict[int, RunningRequest],
         census: Census,
         registry: Registry,
         moving: Moving,
-        dispatch: Dispatch,
-        post: Post,
+        dispatch: CommandSender,
+        post: Outgoing,
         replies: Replies,
-        observing: Observing,
+        observing: EventLog,
         tally: Tally,
         *,
         carry_out: CarryOut,
-        begun: Callable[[Live], None],
+        begun: Callable[[RunningRequest], None],
         clock_ns: Callable[[], int],
     ) -> None:
         """`live`: the sessions by their numbers; `begun` hears of each before its first event."""
@@ -62,18 +62,18 @@ class Sessions:
         self._moving, self._dispatch, self._post, self._replies = moving, dispatch, post, replies
         self._observing, self._tally, self._begun = observing, tally, begun
         self._carry_out, self._now_ns = carry_out, clock_ns
-        self._unsettled: deque[Live] = deque()
+        self._unsettled: deque[RunningRequest] = deque()
 
     @property
-    def all(self) -> Collection[Live]:
+    def all(self) -> Collection[RunningRequest]:
         """Return all sessions, trials too."""
         return self._live.values()
 
-    def get(self, number: int) -> Live | None:
+    def get(self, number: int) -> RunningRequest | None:
         """Return the session of this number, if it runs."""
         return self._live.get(number)
 
-    def start(self, live: Live) -> None:
+    def start(self, live: RunningRequest) -> None:
         """Begin a session."""
         self._live[live.session.number] = live
         self._census.forget()
@@ -81,18 +81,18 @@ class Sessions:
             worker.sessions += 1
         self.attempt(live, lambda: self._start(live))
 
-    def _start(self, live: Live) -> None:
+    def _start(self, live: RunningRequest) -> None:
         self._observing.begin(live.session, trace=live.trace)
         live.observing = self._observing
         self._carry_out(observe(self._observing, self._registry, self._epoch))
         self._begun(live)
         self.perform(live, live.give(live.session.begin))
 
-    def perform(self, live: Live, actions: Sequence[Action]) -> None:
+    def perform(self, live: RunningRequest, actions: Sequence[Action]) -> None:
         """Carry out what a session decided; nothing is raised."""
         self.attempt(live, lambda: self._perform(live, actions))
 
-    def _perform(self, live: Live, actions: Sequence[Action]) -> None:
+    def _perform(self, live: RunningRequest, actions: Sequence[Action]) -> None:
         """Ask workers first, so that they begin: what clients and onlookers are told waits for
         `settle`. At the end of the session they are told before."""
         self._leave_behind(live, actions)
@@ -106,7 +106,7 @@ class Sessions:
         if not over and not live.sent and not live.queued:
             live.waits(self._now_ns())
 
-    def _leave_behind(self, live: Live, actions: Sequence[Action]) -> None:
+    def _leave_behind(self, live: RunningRequest, actions: Sequence[Action]) -> None:
         """Note what is to be told of a session once workers have been asked."""
         if (news := live.round_news()) is not None:
             live.behind.append(news)
@@ -124,7 +124,7 @@ class Sessions:
             live = self._unsettled.popleft()
             self.attempt(live, partial(self._settle, live))
 
-    def _settle(self, live: Live) -> None:
+    def _settle(self, live: RunningRequest) -> None:
         try:
             while live.behind:
                 live.behind.popleft()()
@@ -132,7 +132,7 @@ class Sessions:
             live.behind.clear()
             raise
 
-    def _next_round(self, live: Live) -> Sequence[Action]:
+    def _next_round(self, live: RunningRequest) -> Sequence[Action]:
         """Begin a session's next round, with another draft if there is one that it should get."""
         joining = self._carry_out(self._moving.seek(live))
         plan = self.plan(live) if joining is None and live.session.may_draft else None
@@ -140,7 +140,7 @@ class Sessions:
             live.disturbed()  # asked again when the round has ended
         return live.give(live.session.next_round, plan, joining, live.controller.idle)
 
-    def plan(self, live: Live) -> Plan | None:
+    def plan(self, live: RunningRequest) -> Plan | None:
         """Return how to draft for a session's next round."""
         if live.draft is None:
             return None
@@ -168,7 +168,7 @@ class Sessions:
         self._observing.finely("plan", began_ns, session)
         return plan
 
-    def fail(self, live: Live, error: RequestError) -> None:
+    def fail(self, live: RunningRequest, error: RequestError) -> None:
         """End a request with an error; both workers forget it. Nothing happens to one that has
         ended."""
         if self._live.get(live.session.number) is not live:
@@ -178,7 +178,7 @@ class Sessions:
         aside(self._post.to_client, live.client, refusal(self._epoch, error, live.request))
         self.drop(live)
 
-    def drop(self, live: Live) -> None:
+    def drop(self, live: RunningRequest) -> None:
         """Forget a session that nobody waits for any more, here and on its workers, whatever state
         it was in."""
         live.behind.clear()
@@ -187,7 +187,7 @@ class Sessions:
         for role in ("target", "draft"):
             aside(self._dispatch.end, live, role)
 
-    def _forget(self, live: Live) -> None:
+    def _forget(self, live: RunningRequest) -> None:
         if self._live.pop(live.session.number, None) is None:
             return
         self._census.forget()
@@ -196,7 +196,7 @@ class Sessions:
             worker.sessions -= 1
         self._observing.traced(live.session.number)
 
-    def cancel(self, live: Live) -> None:
+    def cancel(self, live: RunningRequest) -> None:
         """End a session as far as it has come."""
 
         def end() -> None:
@@ -205,14 +205,14 @@ class Sessions:
 
         self.attempt(live, end)
 
-    def close_on(self, worker: Worker, live: Live) -> None:
+    def close_on(self, worker: Worker, live: RunningRequest) -> None:
         """Have a worker forget a session, if the worker is still there."""
         if worker.peer in self._registry.workers:
             self._dispatch.forget(worker, Close(epoch=self._epoch, session=live.session.number))
 
     # -- faults of our own -------------------------------------------------------------------------
 
-    def broken(self, live: Live, error: BaseException) -> None:
+    def broken(self, live: RunningRequest, error: BaseException) -> None:
         """End a session with one error, for a fault of our own; nobody else notices."""
         reraise_exits(error)
         error = as_raised(error)
@@ -221,7 +221,7 @@ class Sessions:
         )
         aside(self.fail, live, fault(error))
 
-    def attempt(self, live: Live, action: Callable[[], object]) -> None:
+    def attempt(self, live: RunningRequest, action: Callable[[], object]) -> None:
         """Do something about one session; whatever goes wrong ends it, and nothing else."""
         try:
             action()

@@ -15,7 +15,7 @@ from dovetail.protocol.messages import (
     Totals,
 )
 from dovetail.runtime.engine.draft_failures import FailingDrafts
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import Worker
@@ -42,7 +42,7 @@ class Status:
         self,
         hub: Hub,
         service: Service,
-        live: Mapping[int, Live],
+        live: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,
         failing: FailingDrafts,
@@ -52,7 +52,7 @@ class Status:
         dropped: Dropped,
         *,
         clock_ns: Callable[[], int],
-        attempt: Callable[[Live, Callable[[], object]], None],
+        attempt: Callable[[RunningRequest, Callable[[], object]], None],
     ) -> None:
         """`live`: the sessions by their numbers; `attempt` does something about one session, and
         whatever goes wrong ends it alone."""

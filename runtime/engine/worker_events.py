@@ -33,7 +33,7 @@ from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Lose, Say
 from dovetail.runtime.engine.faults import reraise_exits
-from dovetail.runtime.engine.running import Census, Live
+from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.engine.scheduler import Owed
 from dovetail.runtime.engine.worker_failures import WorkerFailures
 from dovetail.runtime.fleet.moving import Moving
@@ -42,26 +42,26 @@ from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
-from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, RoundTimes, extent_ns
 
 log = logging.getLogger("dovetail.coordinator")
 E = TypeVar("E", Prefilled, Refed, Drafted)
 
 
-class Answers:
+class WorkerEvents:
     """Takes the events of workers."""
 
     def __init__(
         self,
         epoch: int,
-        live: Mapping[int, Live],
+        live: Mapping[int, RunningRequest],
         census: Census,
         registry: Registry,
         moving: Moving,
         failing: FailingDrafts,
         changes: Changes,
-        observing: Observing,
+        observing: EventLog,
         dropped: Dropped,
     ) -> None:
         """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
@@ -186,7 +186,7 @@ class Answers:
         yield from self._believe(live, lambda: live.give(live.session.scored, event))
 
     def _believe(
-        self, live: Live, handle: Callable[[], list[Action]], *, asked: bool = False
+        self, live: RunningRequest, handle: Callable[[], list[Action]], *, asked: bool = False
     ) -> Effects[None]:
         """Do what follows from the word of a session's target; one that makes no sense ends the
         request. `asked`: no other will come in its place."""
@@ -226,7 +226,7 @@ class Answers:
         yield from self._sensible(live, worker, live.session.drafted, event)
 
     def _sensible(
-        self, live: Live, worker: Worker, handle: Callable[[E], list[Action]], event: E
+        self, live: RunningRequest, worker: Worker, handle: Callable[[E], list[Action]], event: E
     ) -> Effects[None]:
         """Do what follows from a message that drafting needs; after one that makes no sense the
         session goes on without its draft."""
@@ -239,7 +239,7 @@ class Answers:
         else:
             yield Follow(live, actions)
 
-    def _go_on_alone(self, live: Live, worker: Worker, why: object) -> Effects[None]:
+    def _go_on_alone(self, live: RunningRequest, worker: Worker, why: object) -> Effects[None]:
         log.warning(
             "%s sent what cannot be (%s): session %d goes on without its draft",
             worker.name,
@@ -279,7 +279,7 @@ class Answers:
     def _verdict(
         self,
         worker: Worker,
-        live: Live,
+        live: RunningRequest,
         item: VerifiedItem,
         features: Array | None,
         now_ns: int,
@@ -308,7 +308,7 @@ class Answers:
             worker.traffic.answered(size, len(event.items))
             worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
 
-    def _learn(self, live: Live, item: VerifiedItem) -> RoundTimes:
+    def _learn(self, live: RunningRequest, item: VerifiedItem) -> RoundTimes:
         """A round has ended: what it cost and brought says how the next is drafted."""
         times, session = live.round_ended(), live.session
         if not live.controller.looks:
@@ -327,7 +327,7 @@ class Answers:
         live.controller.learn(done)
         return times
 
-    def _relieve(self, live: Live) -> Effects[None]:
+    def _relieve(self, live: RunningRequest) -> Effects[None]:
         """A draft that has not been asked for long would have too much to catch up with."""
         if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
             yield Say(
@@ -338,7 +338,7 @@ class Answers:
 
     def _answer(
         self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
-    ) -> Live:
+    ) -> RunningRequest:
         """The session that waits for this answer of this worker in one of these roles; `StaleError`
         if none does, and then it waits on."""
         live = self._live.get(session)

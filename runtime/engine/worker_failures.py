@@ -7,7 +7,7 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Close, Draft, Failed, Opened, Refed, Verified
 from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
 from dovetail.runtime.engine.effects import Effects, Fail, Follow, Send
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.registry import Registry
@@ -22,13 +22,13 @@ class WorkerFailures:
     def __init__(
         self,
         epoch: int,
-        live: Mapping[int, Live],
+        live: Mapping[int, RunningRequest],
         registry: Registry,
         moving: Moving,
         failing: FailingDrafts,
         changes: Changes,
         *,
-        go_on_alone: Callable[[Live, Worker, object], Effects[None]],
+        go_on_alone: Callable[[RunningRequest, Worker, object], Effects[None]],
         clock_ns: Callable[[], int],
     ) -> None:
         """`epoch`: the coordinator's; `live`: the sessions by their numbers; `go_on_alone`: what is
@@ -87,7 +87,7 @@ class WorkerFailures:
             if live.draft is worker:
                 note_failure(live, worker, why, now_ns)
 
-    def _open_anew(self, live: Live, worker: Worker, event: Failed) -> Effects[bool]:
+    def _open_anew(self, live: RunningRequest, worker: Worker, event: Failed) -> Effects[bool]:
         """Have a worker read the whole prompt if it does not have what its session should have gone
         on from; return whether that was so."""
         role = "target" if worker is live.target else "draft"
@@ -96,8 +96,8 @@ class WorkerFailures:
         yield Send(worker, Close(epoch=self._epoch, session=base.session))
         if event.code != "prefix" or (
             role == "draft"
-            and live.session.brief is not None
-            and live.session.brief.reads is not None
+            and live.session.draft_sync is not None
+            and live.session.draft_sync.reads is not None
         ):
             return False
         if role == "target":
@@ -111,7 +111,7 @@ class WorkerFailures:
             worker.turns.ask(live.session.number, order)
         return True
 
-    def _verify_without_tree(self, live: Live, why: str) -> Effects[None]:
+    def _verify_without_tree(self, live: RunningRequest, why: str) -> Effects[None]:
         """The target can make nothing of what the draft proposed, such as laws that its nodes
         cannot have been drawn from; that changed nothing there."""
         if live.draft is not None:

@@ -16,7 +16,7 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say
 from dovetail.runtime.engine.faults import reraise_exits
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
@@ -34,7 +34,7 @@ class Moving:
     def __init__(
         self,
         service: Service,
-        live: Mapping[int, Live],
+        live: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,
         failing: FailingDrafts,
@@ -49,7 +49,7 @@ class Moving:
 
     # -- drafts ------------------------------------------------------------------------------------
 
-    def seek(self, live: Live) -> Effects[Joining | None]:
+    def seek(self, live: RunningRequest) -> Effects[Joining | None]:
         """A draft for a session whose own was lost or is not available any more, or which never had
         one, where that is worth it."""
         if not live.drafts or (live.draft is not None and live.draft.available):
@@ -71,7 +71,7 @@ class Moving:
         )
         return Joining(draft.hello.reads, self._placement.draft_base(live, draft))
 
-    def drop_draft(self, live: Live, *, shun: bool = False) -> Effects[None]:
+    def drop_draft(self, live: RunningRequest, *, shun: bool = False) -> Effects[None]:
         """Go on with the target alone. `shun`: for good, as far as this draft is concerned."""
         if shun and live.draft is not None:
             live.shunned.add(live.draft.peer)
@@ -81,20 +81,20 @@ class Moving:
             live.interrupted(self._now_ns())
         yield Follow(live, live.give(live.session.draft_lost))
 
-    def draft_failed(self, live: Live, why: str) -> Effects[None]:
+    def draft_failed(self, live: RunningRequest, why: str) -> Effects[None]:
         """Go on with the target alone, since a session's draft cannot do what is asked of it: that
         is said, and it is not asked again."""
         if live.draft is not None and not live.trial:
             self._failing.failed(live.draft, live, why, self._now_ns())
         yield from self.drop_draft(live, shun=True)
 
-    def change_draft(self, live: Live) -> Effects[None]:
+    def change_draft(self, live: RunningRequest) -> Effects[None]:
         """Have a session part with its draft, which gets no more sessions: at the end of its round,
         and at once before its first."""
         if live.session.state in (State.OPENING, State.WAITING):
             yield from self._each([live], self.drop_draft)
 
-    def _forget_draft(self, live: Live) -> Effects[None]:
+    def _forget_draft(self, live: RunningRequest) -> Effects[None]:
         """A session's draft forgets it, if it has one, and the target need not compute anything for
         it."""
         draft, live.draft, live.joining = live.draft, None, False
@@ -103,7 +103,7 @@ class Moving:
             draft.sessions -= 1
             yield Forget(live, draft)
 
-    def _draft_stuck(self, live: Live) -> Effects[None]:
+    def _draft_stuck(self, live: RunningRequest) -> Effects[None]:
         """Nobody has to wait for a draft: go on without it."""
         if live.draft is not None and live.sent:
             live.draft.stuck = True
@@ -122,7 +122,7 @@ class Moving:
 
     # -- targets -----------------------------------------------------------------------------------
 
-    def lose_target(self, live: Live, why: str) -> Effects[None]:
+    def lose_target(self, live: RunningRequest, why: str) -> Effects[None]:
         """Have a session wait for another target than its own, which forgets it if it is still
         there."""
         now_ns = self._now_ns()
@@ -132,7 +132,7 @@ class Moving:
         yield Forget(live, live.target)
         yield Follow(live, live.give(live.session.target_lost))
 
-    def disconnect(self, live: Live) -> Effects[None]:
+    def disconnect(self, live: RunningRequest) -> Effects[None]:
         """Have a session wait for another target, since its own has gone before it began."""
         yield from self._each([live], partial(self.lose_target, why="disconnected"))
 
@@ -142,7 +142,7 @@ class Moving:
         waiting = [live for live in self._live.values() if live.loss is not None]
         yield from self._each(waiting, self._resettle)
 
-    def _resettle(self, live: Live) -> Effects[None]:
+    def _resettle(self, live: RunningRequest) -> Effects[None]:
         target = self._placement.target(
             partial(self._recovery.suits, live), context=live.session.length
         )
@@ -152,7 +152,7 @@ class Moving:
             log.warning("session %d ends: %s", live.session.number, error)
             yield Fail(live, error)
 
-    def _end_of(self, live: Live) -> RequestError | None:
+    def _end_of(self, live: RunningRequest) -> RequestError | None:
         """Why a session that waits for a target is not to wait any longer, if that is so."""
         assert live.loss is not None
         if self._service.given_up:
@@ -161,24 +161,24 @@ class Moving:
             )
         return self._recovery.end_of(live, self._registry.workers.values(), self._now_ns())
 
-    def refuge(self, live: Live) -> Worker | None:
+    def refuge(self, live: RunningRequest) -> Worker | None:
         """Another target on which a session may go on."""
         return self._placement.target(
             lambda other: other is not live.target and self._recovery.suits(live, other),
             context=live.session.length,
         )
 
-    def move(self, live: Live, target: Worker) -> Effects[None]:
+    def move(self, live: RunningRequest, target: Worker) -> Effects[None]:
         """Have a session go on on another target, though its own is there."""
         yield from self._each([live], partial(self._move, target=target))
 
-    def _move(self, live: Live, target: Worker) -> Effects[None]:
+    def _move(self, live: RunningRequest, target: Worker) -> Effects[None]:
         losses = [*live.losses]
         yield from self.lose_target(live, f"hands its session over to {target.name}")
         live.losses = losses
         yield from self._recover(live, target)
 
-    def _recover(self, live: Live, target: Worker) -> Effects[None]:
+    def _recover(self, live: RunningRequest, target: Worker) -> Effects[None]:
         """A session goes on on another target, which reads its log."""
         live.target, live.loss = target, None
         target.sessions += target is not live.draft
@@ -218,7 +218,7 @@ class Moving:
         yield from self.resettle()
 
     def _each(
-        self, lives: Iterable[Live], handle: Callable[[Live], Effects[None]]
+        self, lives: Iterable[RunningRequest], handle: Callable[[RunningRequest], Effects[None]]
     ) -> Effects[None]:
         """Do this for each of these sessions; a fault of ours at one ends it, and no other."""
         for live in lives:

@@ -10,7 +10,7 @@ from dovetail.runtime.control.costs import Average, RowCosts
 from dovetail.runtime.engine.outbox import Outbox
 from dovetail.runtime.engine.scheduler import Turns
 from dovetail.runtime.fleet.liveness import Liveness
-from dovetail.runtime.fleet.prefix_cache import Shelf
+from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.text.tokenizer import TextCodec
 
 LATE_TRIPS = 16
@@ -75,7 +75,7 @@ class Worker:
     """The worker gets no more sessions, and is let go when those that it has are over or
     elsewhere."""
     sessions: int = 0
-    shelf: Shelf = field(default_factory=lambda: Shelf(0))
+    shelf: PrefixCache = field(default_factory=lambda: PrefixCache(0))
     """The ended sessions that it keeps."""
     verifying: RowCosts = field(default_factory=RowCosts)
     """The cost of its passes as a target, by rows; `drafting`: as a draft."""

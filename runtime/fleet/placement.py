@@ -13,7 +13,7 @@ from dovetail.protocol.messages import PairState, Submit
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.control.pairs import Pair, share_device
-from dovetail.runtime.engine.running import JOIN_WORTH, Live
+from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, Base, bases
 from dovetail.runtime.fleet.registry import Registry
@@ -159,7 +159,7 @@ class Placement:
         request: Request,
         tally: Tally,
         now_ns: int,
-    ) -> Live:
+    ) -> RunningRequest:
         """A session for a request, on its target and on the draft worker that promises most."""
         drafts = submit.speculate and bool(submit.tree.gamma) and submit.max_tokens > 0
         draft = self.draft(target, context=len(request.prompt)) if drafts else None
@@ -170,13 +170,13 @@ class Placement:
             target_base, draft_base = bases(
                 request.packed, target.shelf, shelf, owner=request.owner, reads=reads is not None
             )
-        brief = (
+        draft_sync = (
             DraftSync(len(request.prompt), reads=reads, base=draft_base)
             if draft is not None
             else None
         )
         live = self._live(
-            client, submit, target, draft, request, brief, Accounts(now_ns, tally), now_ns
+            client, submit, target, draft, request, draft_sync, Accounts(now_ns, tally), now_ns
         )
         live.session.target_base, live.drafts = target_base, drafts
         return live
@@ -189,12 +189,14 @@ class Placement:
         draft: Worker | None,
         request: Request,
         now_ns: int,
-    ) -> Live:
+    ) -> RunningRequest:
         """A session on these workers, of which nothing counts."""
-        brief = (
+        draft_sync = (
             DraftSync(len(request.prompt), reads=draft.hello.reads) if draft is not None else None
         )
-        return self._live(client, submit, target, draft, request, brief, Accounts(now_ns), now_ns)
+        return self._live(
+            client, submit, target, draft, request, draft_sync, Accounts(now_ns), now_ns
+        )
 
     def _live(
         self,
@@ -203,10 +205,10 @@ class Placement:
         target: Worker,
         draft: Worker | None,
         request: Request,
-        brief: DraftSync | None,
+        draft_sync: DraftSync | None,
         accounts: Accounts,
         now_ns: int,
-    ) -> Live:
+    ) -> RunningRequest:
         self._sessions += 1
         session = Session(
             number=self._sessions,
@@ -215,7 +217,7 @@ class Placement:
             detokenizer=target.text.detokenizer(),
             accounts=accounts,
             fingerprint=str(target.hello.fingerprint),
-            brief=brief,
+            draft_sync=draft_sync,
         )
         pair, costs = self.pair(draft, target)
         greedy, drawn = request.sampling.temperature == 0.0, request.sampling.rejects
@@ -229,13 +231,13 @@ class Placement:
             say=self._say,
             drawn=drawn,
         )
-        return Live(
+        return RunningRequest(
             session, client, submit.request, target, draft, now_ns, submit.trace, controller
         )
 
     # -- who takes over ----------------------------------------------------------------------------
 
-    def joining(self, live: Live) -> Worker | None:
+    def joining(self, live: RunningRequest) -> Worker | None:
         """A draft for a session that has none, or whose own is not available any more, where that
         is worth it."""
         return self.draft(
@@ -244,7 +246,7 @@ class Placement:
             context=live.session.length,
         )
 
-    def _is_worth_joining(self, draft: Worker, live: Live) -> bool:
+    def _is_worth_joining(self, draft: Worker, live: RunningRequest) -> bool:
         """Return whether enough may still come for a draft to be worth what it has to read; one
         that reads its target is to have paid of late, too."""
         if draft.peer in live.shunned or draft is live.draft:
@@ -256,7 +258,7 @@ class Placement:
             live.session.room >= REFEED_WORTH and pair is not None and live.controller.hopeful(pair)
         )
 
-    def draft_base(self, live: Live, draft: Worker) -> Base | None:
+    def draft_base(self, live: RunningRequest, draft: Worker) -> Base | None:
         """Return what a draft that joins a session goes on from; its shelf lends it. It reads all
         but the last token of the log."""
         session = live.session
@@ -271,7 +273,7 @@ class Placement:
             draft.shelf.lend(base.session)
         return base
 
-    def target_base(self, live: Live, target: Worker) -> Base | None:
+    def target_base(self, live: RunningRequest, target: Worker) -> Base | None:
         """The same of another target of a session, which reads the whole log; nobody wants features
         any more of what it leaves out."""
         session = live.session

@@ -43,7 +43,7 @@ class Kept:
 
 
 @dataclass
-class Shelf:
+class PrefixCache:
     """The ended sessions that one worker keeps, oldest first."""
 
     limit: int
@@ -105,7 +105,7 @@ class Shelf:
 
 
 def bases(
-    prompt: bytes, target: Shelf, draft: Shelf | None, *, owner: str = "", reads: bool
+    prompt: bytes, target: PrefixCache, draft: PrefixCache | None, *, owner: str = "", reads: bool
 ) -> tuple[Base | None, Base | None]:
     """Return what a session's target and draft go on from; their shelves lend it.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.protocol.errors import RequestError
-from dovetail.runtime.engine.running import Live, Loss
+from dovetail.runtime.engine.running import Loss, RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 
 MARGIN_S = 30.0
@@ -27,7 +27,7 @@ class Recovery:
     recovery_s: float | Literal["auto"] = "auto"
     move: Literal["same", "any"] = "same"
 
-    def suits(self, live: Live, target: Worker) -> bool:
+    def suits(self, live: RunningRequest, target: Worker) -> bool:
         """Return whether a session may go on on this target."""
         if (
             not target.reads_as(live.target)
@@ -40,7 +40,7 @@ class Recovery:
             or target.hello.fingerprint == live.target.hello.fingerprint
         )
 
-    def patience_s(self, live: Live) -> float:
+    def patience_s(self, live: RunningRequest) -> float:
         """Return how long a session that lost its target waits for another one."""
         return (
             MARGIN_S + LOADS * live.target.hello.load_s
@@ -48,7 +48,7 @@ class Recovery:
             else self.recovery_s
         )
 
-    def lost(self, live: Live, why: str, now_ns: int) -> None:
+    def lost(self, live: RunningRequest, why: str, now_ns: int) -> None:
         """Note that its target has gone; with it a target was lost under the session if it was at
         work on it."""
         if live.sent and live.awaited() is live.target:
@@ -59,7 +59,9 @@ class Recovery:
             f"{len(live.session.tokens)} tokens",
         )
 
-    def end_of(self, live: Live, others: Iterable[Worker], now_ns: int) -> RequestError | None:
+    def end_of(
+        self, live: RunningRequest, others: Iterable[Worker], now_ns: int
+    ) -> RequestError | None:
         """Why a session that waits is not to wait any longer, if that is so. `others`: the workers
         that are here."""
         assert live.loss is not None
@@ -85,7 +87,7 @@ class Recovery:
             text = f"and within {waited} no other was free: start another and ask again"
         return RequestError("worker_lost", f"{live.loss.words}, {text}")
 
-    def words(self, live: Live, now_ns: int) -> str:
+    def words(self, live: RunningRequest, now_ns: int) -> str:
         """Return what `status` says of a session that waits."""
         assert live.loss is not None
         left_s = max(0.0, self.patience_s(live) - (now_ns - live.loss.since_ns) / 1e9)

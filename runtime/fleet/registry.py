@@ -12,7 +12,7 @@ from dovetail.runtime.control.costs import RowCosts
 from dovetail.runtime.engine.scheduler import Turns
 from dovetail.runtime.fleet.fit import check_fit, is_stranger, other_checkpoint, read_language
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.prefix_cache import Shelf
+from dovetail.runtime.fleet.prefix_cache import PrefixCache
 
 MAX_WORKERS = 64
 LOADING_NS = 60 * 10**9
@@ -183,7 +183,7 @@ class Registry:
             Turns(self._epoch),
             now_ns,
             standby=hello.standby,
-            shelf=Shelf(hello.limits.kept),
+            shelf=PrefixCache(hello.limits.kept),
         )
         if "target" in hello.roles:
             worker.verifying = RowCosts(hello.curves)

@@ -27,7 +27,7 @@ from dovetail.runtime.engine.effects import (
     Send,
     Tell,
 )
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
@@ -57,7 +57,7 @@ class Changes:
     def __init__(
         self,
         epoch: int,
-        live: Mapping[int, Live],
+        live: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,
         moving: Moving,
@@ -211,7 +211,7 @@ class Changes:
         if self._change is not None:
             yield from self._perform(self._change.lost(worker.peer, f"it {why}"))
 
-    def failed(self, live: Live, worker: Worker, why: str) -> Effects[bool]:
+    def failed(self, live: RunningRequest, worker: Worker, why: str) -> Effects[bool]:
         """A worker could not do for a session what was asked of it; whether it is the newcomer that
         is taken back for that."""
         if self._change is None or live.trial:
@@ -244,7 +244,7 @@ class Changes:
         }
         return bool(self._reading)
 
-    def _standing(self, live: Live) -> Standing:
+    def _standing(self, live: RunningRequest) -> Standing:
         assert self._change is not None
         if self._change.role == "draft":
             return (

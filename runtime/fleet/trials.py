@@ -11,7 +11,7 @@ from dovetail.protocol.messages import Failed, Finished, Hello, Message, Role, S
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.engine.effects import Abandon, Effects, Start
 from dovetail.runtime.engine.requests import attempt
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
@@ -37,7 +37,7 @@ class Trials:
         """`epoch`: the coordinator's."""
         self._epoch, self._registry = epoch, registry
         self._placement, self._now_ns = placement, clock_ns
-        self._running: dict[TrialName, Live] = {}
+        self._running: dict[TrialName, RunningRequest] = {}
         self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
         self._heard = False
 
@@ -129,7 +129,7 @@ class Trials:
 
     def session(
         self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
-    ) -> Live:
+    ) -> RunningRequest:
         """Return a session for a request of ours on these workers, which `hear` is told the replies
         to; `RequestError` if it cannot be read."""
         request = attempt(submit, target)
@@ -144,11 +144,13 @@ class Trials:
         at it."""
         self._heard = True
         if isinstance(message, Finished | Failed):
-            brief, gone = (
-                self._running[name].session.brief,
+            draft_sync, gone = (
+                self._running[name].session.draft_sync,
                 draft is not None and draft.peer not in self._registry.workers,
             )
-            self._ended.append((name, message, gone or (brief is not None and brief.rows > 0)))
+            self._ended.append(
+                (name, message, gone or (draft_sync is not None and draft_sync.rows > 0))
+            )
 
 
 def _decides_as(one: Worker, other: Worker) -> bool:

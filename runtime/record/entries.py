@@ -44,16 +44,16 @@ def begun(session: Session, began: datetime) -> dict[str, Any]:
         "epoch": session.epoch,
         "request": wanted,
         "fingerprint": session.fingerprint,
-        "draft": None if session.brief is None else _drafting(session.brief),
+        "draft": None if session.draft_sync is None else _drafting(session.draft_sync),
         "target_base": _base(session.target_base),
     }
 
 
-def _drafting(brief: DraftSync) -> dict[str, Any]:
+def _drafting(draft_sync: DraftSync) -> dict[str, Any]:
     return {
-        "tokens": brief.tokens,
-        "reads": brief.reads and brief.reads.model_dump(),
-        "base": _base(brief.base),
+        "tokens": draft_sync.tokens,
+        "reads": draft_sync.reads and draft_sync.reads.model_dump(),
+        "base": _base(draft_sync.base),
     }
 
 

@@ -26,7 +26,7 @@ from dovetail.protocol.messages import (
     Verified,
     Verify,
 )
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.record import recording
 from dovetail.runtime.record.entries import MAX_WORDS, begun, outline, plain
@@ -86,7 +86,7 @@ class Recorder:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def begin(self, live: Live) -> None:
+    def begin(self, live: RunningRequest) -> None:
         """A session is about to begin: from now on its steps are noted, and the messages about
         it."""
         session, began = live.session, datetime.now(UTC)

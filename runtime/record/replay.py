@@ -314,7 +314,7 @@ def _session(recording: Recording) -> Session:
         detokenizer=open_detokenizer(recording.tokenizer),
         accounts=Accounts(0),
         fingerprint=begin.fingerprint,
-        brief=None
+        draft_sync=None
         if begin.draft is None
         else DraftSync(begin.draft.tokens, reads=begin.draft.reads, base=_base(begin.draft.base)),
         target_base=_base(begin.target_base),

@@ -28,7 +28,9 @@ class FeatureRows:
         """Forget the rows behind the draft's part of the log: they come again."""
         self._root = []
 
-    def take(self, event: Prefilled, brief: DraftSync, length: int) -> tuple[int, Array] | None:
+    def take(
+        self, event: Prefilled, draft_sync: DraftSync, length: int
+    ) -> tuple[int, Array] | None:
         """Return the position and the rows that the draft is to be fed; None if the draft was not
         opened with any of them. `length`: tokens of the log. Raise `ProtocolError` if the rows are
         not those that the draft reads, `StaleError` if they came before."""
@@ -37,18 +39,18 @@ class FeatureRows:
             raise StaleError(
                 f"session {self._session} did not wait for features of position {start}"
             )
-        rows, until = (*features.shape, 0)[0], brief.tokens if self.recomputing else length
-        read = brief.reads is not None and start == self.next and self.next + rows <= until
-        if not read or not brief.fits(features, rows):
+        rows, until = (*features.shape, 0)[0], draft_sync.tokens if self.recomputing else length
+        read = draft_sync.reads is not None and start == self.next and self.next + rows <= until
+        if not read or not draft_sync.fits(features, rows):
             raise ProtocolError(
                 f"features {features.dtype} {features.shape} from position {start} on are not "
                 "those that the draft reads"
             )
         self.next += rows
-        to_feed = min(rows, max(0, brief.tokens - start))
+        to_feed = min(rows, max(0, draft_sync.tokens - start))
         if to_feed < rows:
             self._root.append(features.rows(to_feed, rows))
         if not to_feed:
             return None
-        brief.fed += to_feed
+        draft_sync.fed += to_feed
         return start, features if to_feed == rows else features.rows(0, to_feed)

@@ -23,9 +23,9 @@ class OpeningSession(SessionState):
         if role == "target":
             self.target_base = None
             return [self._open_target()]
-        assert self.brief is not None
-        self.brief.base = None
-        return [self._open_draft(self.brief.tokens, self.brief.round)]
+        assert self.draft_sync is not None
+        self.draft_sync.base = None
+        return [self._open_draft(self.draft_sync.tokens, self.draft_sync.round)]
 
     def _open(self, tokens: int, round: int) -> Open:
         return self.request.open_command(
@@ -33,7 +33,7 @@ class OpeningSession(SessionState):
             epoch=self.epoch,
             session=self.number,
             round=round,
-            reads=self.brief.reads if self.brief is not None else None,
+            reads=self.draft_sync.reads if self.draft_sync is not None else None,
         )
 
     def _open_target(self) -> Ask:
@@ -41,7 +41,7 @@ class OpeningSession(SessionState):
         those of the root, which come with a verdict else."""
         self._features.forget_root()
         features_from = None
-        if self.brief is not None and self.brief.reads is not None:
+        if self.draft_sync is not None and self.draft_sync.reads is not None:
             self._features.next = features_from = self.shown_from
         command = self.request.for_target(
             self._open(self.length, self.round),
@@ -54,7 +54,7 @@ class OpeningSession(SessionState):
     def _open_draft(self, tokens: int, round: int) -> Ask:
         """Have the draft read so many tokens of the log; `round`: the one that the token behind
         them ends."""
-        base = self.brief.base if self.brief is not None else None
+        base = self.draft_sync.base if self.draft_sync is not None else None
         return Ask("draft", for_draft(self._open(tokens, round), base))
 
     def prefilled(self, event: Prefilled) -> list[Action]:
@@ -65,16 +65,16 @@ class OpeningSession(SessionState):
             raise StaleError(
                 f"session {self.number} did not wait for features in round {event.round}"
             )
-        if self.brief is None:
+        if self.draft_sync is None:
             return []
-        fed = self._features.take(event, self.brief, self.length)
+        fed = self._features.take(event, self.draft_sync, self.length)
         if fed is None:
             return []
         start, features = fed
         command = Feed(
             epoch=self.epoch,
             session=self.number,
-            round=self.brief.round,
+            round=self.draft_sync.round,
             start=start,
             features=features,
         )
@@ -87,9 +87,10 @@ class OpeningSession(SessionState):
                 f"session {self.number} did not wait for features in round {event.round}"
             )
         self._features.recomputing = False
-        if self.brief is not None and not self.brief.complete:
+        if self.draft_sync is not None and not self.draft_sync.complete:
             raise ProtocolError(
-                f"features of {self.brief.fed} tokens where {self.brief.tokens} were asked for"
+                f"features of {self.draft_sync.fed} tokens where {self.draft_sync.tokens} were "
+                "asked for"
             )
         return []
 

@@ -76,8 +76,8 @@ class Session(OpeningSession):
         self._prompt_read = True
         if not self.request.max_tokens:
             return self._finish("length")
-        if self.brief is not None:
-            self.brief.bonus = event.bonus
+        if self.draft_sync is not None:
+            self.draft_sync.bonus = event.bonus
         return self._commit([event.bonus], margins, logprobs, drafted=0)
 
     def _take_over(self) -> None:
@@ -94,7 +94,7 @@ class Session(OpeningSession):
     def may_draft(self) -> bool:
         """Return whether the session's draft can be asked for a tree for the next round."""
         left = self.request.max_tokens - len(self.tokens)
-        return self.brief is not None and self.request.tree.gamma > 0 and left > 1
+        return self.draft_sync is not None and self.request.tree.gamma > 0 and left > 1
 
     def wants_proposal(self, round: int) -> bool:
         """Return whether a proposal of this round is waited for."""
@@ -113,10 +113,10 @@ class Session(OpeningSession):
     def readable(self, item: VerifiedItem, features: Array | None) -> bool:
         """Return whether the features that came with a verdict, or came not, are what the draft
         needs to go on."""
-        if self.brief is None or (self._hold and features is None):
+        if self.draft_sync is None or (self._hold and features is None):
             return True
-        rows = self.brief.held + 1 + len(item.accepted)
-        return item.held == self.brief.held and self.brief.fits(features, rows)
+        rows = self.draft_sync.held + 1 + len(item.accepted)
+        return item.held == self.draft_sync.held and self.draft_sync.fits(features, rows)
 
     def drafted(self, event: Drafted) -> list[Action]:
         """The draft worker proposes a tree: have it verified."""
@@ -127,8 +127,8 @@ class Session(OpeningSession):
         tree = read_proposal(event, self.request)
         self.accounts.proposal(event)
         self.proposal = event
-        if self.brief is not None:
-            self.brief.rows = self.length - 1
+        if self.draft_sync is not None:
+            self.draft_sync.rows = self.length - 1
         return self._verify(tree, event if self.request.rejects and tree else None)
 
     def sent(self, nodes: int) -> list[Action]:
@@ -178,8 +178,8 @@ class Session(OpeningSession):
             tokens[-1],
             times or RoundTimes(),
         )
-        if self.brief is not None:
-            self.brief.committed(accepted, tokens[-1], features, ordered=self._ordered)
+        if self.draft_sync is not None:
+            self.draft_sync.committed(accepted, tokens[-1], features, ordered=self._ordered)
         before, drafted = len(self.tokens), len(self._tree)
         actions = self._commit(tokens, margins, logprobs, drafted=len(accepted))
         committed = len(self.tokens) - before
@@ -199,12 +199,12 @@ class Session(OpeningSession):
             raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
         if joining is not None:
             return [*self._join(joining), *self._verify(NO_TREE)]
-        brief = self.brief if self.may_draft else None
-        self._ordered = brief is not None and plan is not None
-        if brief is None or plan is None:
+        draft_sync = self.draft_sync if self.may_draft else None
+        self._ordered = draft_sync is not None and plan is not None
+        if draft_sync is None or plan is None:
             return self._verify(NO_TREE, hold=hold)
         self.state = State.DRAFTING
-        order = brief.order(
+        order = draft_sync.order(
             self.request,
             plan,
             epoch=self.epoch,
@@ -217,7 +217,7 @@ class Session(OpeningSession):
     def draft_lost(self) -> list[Action]:
         """Go on with the target alone; the round in which the draft worker was lost is verified
         without a tree."""
-        self.brief, self._features.recomputing = None, False
+        self.draft_sync, self._features.recomputing = None, False
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def target_lost(self) -> list[Action]:
@@ -237,7 +237,7 @@ class Session(OpeningSession):
     def tree_refused(self) -> list[Action]:
         """The target can make nothing of the proposal: the same round without it, and from now on
         the target alone."""
-        self.brief = None
+        self.draft_sync = None
         return self._verify(NO_TREE)
 
     def cancel(self) -> list[Action]:
@@ -287,15 +287,17 @@ class Session(OpeningSession):
         round goes by without it."""
         reads, base = joining.reads, joining.base
         self._ordered = False
-        self.brief = DraftSync(self.length - 1, self.round - 1, reads, base, bonus=self.tokens[-1])
-        actions: list[Action] = [self._open_draft(self.brief.tokens, self.brief.round)]
+        self.draft_sync = DraftSync(
+            self.length - 1, self.round - 1, reads, base, bonus=self.tokens[-1]
+        )
+        actions: list[Action] = [self._open_draft(self.draft_sync.tokens, self.draft_sync.round)]
         if reads is not None:
-            self._features.recomputing, self._features.next = True, self.brief.fed
+            self._features.recomputing, self._features.next = True, self.draft_sync.fed
             command = Refeed(
                 epoch=self.epoch,
                 session=self.number,
                 round=self.round,
-                start=self.brief.fed,
+                start=self.draft_sync.fed,
                 prefix=self.length,
                 features=reads,
             )
@@ -308,7 +310,7 @@ class Session(OpeningSession):
         """Have the target verify a tree. `drawn`: the proposal, if the target needs to know what
         its nodes were drawn from; `hold`: it holds the features that the draft reads."""
         self.state, self._tree = State.VERIFYING, tree
-        self._hold = hold and self.brief is not None and self.brief.reads is not None
+        self._hold = hold and self.draft_sync is not None and self.draft_sync.reads is not None
         item = VerifyItem(
             session=self.number,
             round=self.round,

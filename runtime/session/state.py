@@ -47,7 +47,7 @@ class SessionState:
     accounts: Accounts
     fingerprint: str = ""
     """The fingerprint of its target."""
-    brief: DraftSync | None = None
+    draft_sync: DraftSync | None = None
     """What its draft has of the log; None: there is no draft."""
     target_base: Base | None = None
     """What the target goes on from; as many tokens as the draft if that reads its target."""
@@ -98,7 +98,7 @@ class SessionState:
     @property
     def speculating(self) -> bool:
         """Return whether it has a draft."""
-        return self.brief is not None
+        return self.draft_sync is not None
 
     @property
     def new_tokens(self) -> int:
@@ -111,14 +111,16 @@ class SessionState:
     def to_brief(self) -> int:
         """Return how many tokens the draft has to read before it can be asked, since it does not
         have them from an ended session."""
-        if self.brief is None:
+        if self.draft_sync is None:
             return 0
-        return self.brief.tokens - (self.brief.base.tokens if self.brief.base is not None else 0)
+        return self.draft_sync.tokens - (
+            self.draft_sync.base.tokens if self.draft_sync.base is not None else 0
+        )
 
     @property
     def briefed(self) -> bool:
         """Return whether the draft has been given all that it has to read."""
-        return self.brief is not None and self.brief.complete
+        return self.draft_sync is not None and self.draft_sync.complete
 
     @property
     def unheard(self) -> bool:
@@ -133,29 +135,29 @@ class SessionState:
     @property
     def held_bytes(self) -> int:
         """Return the size of the features that wait for the draft."""
-        return self.brief.held_bytes if self.brief is not None else 0
+        return self.draft_sync.held_bytes if self.draft_sync is not None else 0
 
     @property
     def holding(self) -> bool:
         """Return whether the target holds features that the draft has to read before it can be
         asked."""
-        return self.brief is not None and self.brief.held > 0
+        return self.draft_sync is not None and self.draft_sync.held > 0
 
     @property
     def complete(self) -> bool:
         """Return whether the target has shown all that the draft reads of an opening."""
-        unread = self.brief is None or self.brief.reads is None
+        unread = self.draft_sync is None or self.draft_sync.reads is None
         return unread or self._features.next == self.length
 
     @property
     def shown_from(self) -> int:
         """Return the position up to which another target may go on from what it has: features of
         what lies behind are to be shown."""
-        if self.brief is None or self.brief.reads is None:
+        if self.draft_sync is None or self.draft_sync.reads is None:
             return self.length
-        if self.brief.complete and self.tokens:
-            return self.length - 1 - self.brief.held
-        return self.brief.fed
+        if self.draft_sync.complete and self.tokens:
+            return self.length - 1 - self.draft_sync.held
+        return self.draft_sync.fed
 
     @property
     def doubtful(self) -> bool:
@@ -173,8 +175,12 @@ class SessionState:
         """
         rows = len(self.request.prompt) + max(0, len(self.tokens) - 1)
         if role == "draft":
-            brief = self.brief
-            rows = 0 if brief is None else brief.rows or (brief.tokens - 1 if idle else 0)
+            draft_sync = self.draft_sync
+            rows = (
+                0
+                if draft_sync is None
+                else draft_sync.rows or (draft_sync.tokens - 1 if idle else 0)
+            )
         return Kept(
             self.number,
             self.packed(),
@@ -192,7 +198,7 @@ class SessionState:
         """Return the ended session that a worker goes on from."""
         if role == "target":
             return self.target_base
-        return self.brief.base if self.brief is not None else None
+        return self.draft_sync.base if self.draft_sync is not None else None
 
     def result(self, now_ns: int, reason: FinishReason) -> Result:
         """Return the reply and its figures."""

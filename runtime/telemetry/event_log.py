@@ -88,7 +88,7 @@ class _Batch(NamedTuple):
             )
 
 
-class Observing:
+class EventLog:
     """The ring, and who looks."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -272,7 +272,7 @@ class Observing:
 class Timed:
     """A detokenizer with a stopwatch."""
 
-    def __init__(self, detokenizer: Writer, observing: Observing, session: Session) -> None:
+    def __init__(self, detokenizer: Writer, observing: EventLog, session: Session) -> None:
         self._detokenizer, self._observing, self._session = detokenizer, observing, session
 
     def push(self, token: int) -> str:

@@ -33,7 +33,7 @@ from dovetail.protocol.messages import Drafted, SeenRound, SeenSpan
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.client import Client
-from dovetail.runtime.telemetry.event_log import OURS, Observing
+from dovetail.runtime.telemetry.event_log import OURS, EventLog
 
 BETWEEN = ("handle", "queue", "link", "lost")
 """What a round has beside the work that it waits for."""
@@ -146,7 +146,7 @@ def cost_of_a_workers_span() -> float:
 
 def cost_of_our_span() -> float:
     """The same of a span of the coordinator, which is only kept."""
-    observing = Observing()
+    observing = EventLog()
     return _cpu_ns(lambda: observing.add_ours((("handle", 1, 2),), 3, 4))
 
 

@@ -28,14 +28,14 @@ from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.engine import outgoing as post
 from dovetail.runtime.engine.coordinator import DEFAULTS
-from dovetail.runtime.engine.running import Live
-from dovetail.runtime.engine.sending import Dispatch
-from dovetail.runtime.engine.worker_events import Answers
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.engine.sending import CommandSender
+from dovetail.runtime.engine.worker_events import WorkerEvents
 from dovetail.runtime.fleet.liveness import DEAF
 from dovetail.runtime.fleet.steps import Change
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.session import Session
-from dovetail.runtime.telemetry.event_log import Observing
+from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.text.tokenizer import TextCodec
 from support import scripted
 from support.faulty import CarefulTarget
@@ -107,7 +107,7 @@ def in_live(owner: type, name: str, error: BaseException) -> Callable[[pytest.Mo
         real = getattr(owner, name)
 
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            lives = [one for one in (self, *arguments) if isinstance(one, Live)]
+            lives = [one for one in (self, *arguments) if isinstance(one, RunningRequest)]
             if any(is_guilty(live.session) and live.session.round >= 2 for live in lives):
                 raise error
             return real(self, *arguments, **named)
@@ -220,15 +220,15 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "sabotage",
     [
-        in_live(Live, "answered", KeyError("x")),
-        in_live(Live, "left", KeyError("x")),
-        in_live(Live, "round_news", Panic("x")),
-        in_live(Live, "over", KeyError("x")),
-        in_live(Live, "round_ended", KeyError("x")),
-        in_live(Live, "awaits", KeyError("x")),
-        in_live(Answers, "_relieve", KeyError("x")),
-        in_live(Answers, "_learn", AssertionError()),
-        in_live(Dispatch, "ask", KeyError("x")),
+        in_live(RunningRequest, "answered", KeyError("x")),
+        in_live(RunningRequest, "left", KeyError("x")),
+        in_live(RunningRequest, "round_news", Panic("x")),
+        in_live(RunningRequest, "over", KeyError("x")),
+        in_live(RunningRequest, "round_ended", KeyError("x")),
+        in_live(RunningRequest, "awaits", KeyError("x")),
+        in_live(WorkerEvents, "_relieve", KeyError("x")),
+        in_live(WorkerEvents, "_learn", AssertionError()),
+        in_live(CommandSender, "ask", KeyError("x")),
         in_controller("learn", ZeroDivisionError()),
         in_controller("plan", ZeroDivisionError()),
         in_controller("sends", ZeroDivisionError()),
@@ -349,8 +349,8 @@ def test_an_observer_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyError("x")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Observing, "event", fail)
-        patch.setattr(Answers, "_passed", fail)
+        patch.setattr(EventLog, "event", fail)
+        patch.setattr(WorkerEvents, "_passed", fail)
         assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     check_clean(house)
 
@@ -731,14 +731,14 @@ def test_a_session_that_raises_when_it_is_looked_after_ends_alone(
     house.coordinator.look_around()
     house.coordinator.pump()
     with monkeypatch.context() as patch:
-        real = Live.awaited
+        real = RunningRequest.awaited
 
-        def awaited(live: Live) -> object:
+        def awaited(live: RunningRequest) -> object:
             if is_guilty(live.session):
                 raise KeyError("x")
             return real(live)
 
-        patch.setattr(Live, "awaited", awaited)
+        patch.setattr(RunningRequest, "awaited", awaited)
         house.coordinator.tick()
     ends = [reply for reply in house.replies() if isinstance(reply, Finished | Failed)]
     assert [(type(end), getattr(end, "request", None)) for end in ends] == [

@@ -42,7 +42,7 @@ from dovetail.runtime.client import Client
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine import outgoing, worker_events
 from dovetail.runtime.engine.coordinator import DEFAULTS
-from dovetail.runtime.engine.running import Live
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.registry import MAX_CLIENTS, MAX_WORKERS, Registry
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
@@ -1090,7 +1090,7 @@ def flickering(house: House, seed: int) -> list[int]:
     rng, planned = random.Random(seed), []
     plan = house.coordinator._sessions.plan
 
-    def decide(live: Live) -> Plan | None:
+    def decide(live: RunningRequest) -> Plan | None:
         planned.append(live.session.round)
         return plan(live) if rng.random() < 0.4 else None
 

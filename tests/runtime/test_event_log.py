@@ -29,7 +29,7 @@ from dovetail.protocol.spans import NAMES, ClockOffset, Span
 from dovetail.runtime.client import Client
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.telemetry.event_log import LATEST_NS, LOOKED_NS, MAX_HELD, Observing, offset
+from dovetail.runtime.telemetry.event_log import LATEST_NS, LOOKED_NS, MAX_HELD, EventLog, offset
 from support.houses import PROMPT, House, pumped
 from support.scripted import ScriptedDraft, hello
 
@@ -59,7 +59,7 @@ def worker(role: str = "target", *, epoch: int = 1, clock: ClockOffset | None = 
     return admitted
 
 
-def look(observing: Observing, after: int = 0, *, spans: bool = False, **options: Any) -> Seen:
+def look(observing: EventLog, after: int = 0, *, spans: bool = False, **options: Any) -> Seen:
     return observing.look(
         Look(epoch=1, request=1, after=after, spans=spans), EPOCH, [], lambda _: "", **options
     )
@@ -84,7 +84,7 @@ def test_who_asks_again_with_the_last_number_hears_of_everything_once_and_in_ord
     steps: list[int], data: st.DataObject
 ) -> None:
     """A step of 0 is a round, one of n a message with n spans."""
-    observing, expected, heard, after = Observing(lambda: 0), list[str](), list[str](), 0
+    observing, expected, heard, after = EventLog(lambda: 0), list[str](), list[str](), 0
     target = worker()
     for place, step in enumerate(steps, start=1):
         if step == 0:
@@ -119,7 +119,7 @@ def test_who_asks_again_with_the_last_number_hears_of_everything_once_and_in_ord
 
 
 def test_what_is_gone_is_counted() -> None:
-    observing, target = Observing(lambda: 0), worker()
+    observing, target = EventLog(lambda: 0), worker()
     observing.round_ended(1, None, target, 0, lambda: record(1))
     first = look(observing)
     for _ in range(MAX_HELD + 5):
@@ -130,7 +130,7 @@ def test_what_is_gone_is_counted() -> None:
 
 
 def test_one_answer_is_bounded_and_says_that_there_is_more() -> None:
-    observing, target = Observing(lambda: 0), worker()
+    observing, target = EventLog(lambda: 0), worker()
     for n in range(10):
         observing.event(
             target,
@@ -155,7 +155,7 @@ def test_one_answer_is_bounded_and_says_that_there_is_more() -> None:
 
 
 def test_tokens_that_are_kept_from_whoever_looks_are_said_to_be() -> None:
-    observing, target = Observing(lambda: 0), worker()
+    observing, target = EventLog(lambda: 0), worker()
     for session in (1, 2):
         observing.round_ended(session, None, target, 0, lambda: record(1))
     own, other = observing.look(Look(epoch=1, request=1), 1, [], lambda _: "", own={1}).rounds
@@ -167,14 +167,14 @@ def test_tokens_that_are_kept_from_whoever_looks_are_said_to_be() -> None:
 
 
 def test_a_number_from_before_a_restart_gets_what_comes_from_now_on() -> None:
-    observing, target = Observing(lambda: 0), worker()
+    observing, target = EventLog(lambda: 0), worker()
     observing.round_ended(1, None, target, 0, lambda: record(1))
     seen = look(observing, 1000)
     assert (seen.rounds, seen.next, seen.missed) == ((), 1, 0)
 
 
 def test_a_pass_for_several_sessions_is_there_once_and_says_which() -> None:
-    observing, target = Observing(lambda: 0), worker()
+    observing, target = EventLog(lambda: 0), worker()
     items = tuple(
         VerifiedItem(session=n, round=4, accepted=(), bonus=1, margins=(1.0,)) for n in (3, 5)
     )
@@ -190,7 +190,7 @@ def test_a_pass_for_several_sessions_is_there_once_and_says_which() -> None:
 
 
 def test_what_a_worker_did_beside_its_commands_is_what_it_was_about() -> None:
-    observing, draft = Observing(lambda: 0), worker("draft")
+    observing, draft = EventLog(lambda: 0), worker("draft")
     beside = ((3, 7, ("grow", 40, 5)), (None, None, ("send", 50, 1)))
     observing.event(
         draft,
@@ -229,7 +229,7 @@ def test_the_spans_of_another_machine_stand_where_they_were_within_the_bound(
 
 @pytest.mark.parametrize("jumped_ns", [0, LATEST_NS])
 def test_a_clock_that_jumps_keeps_nobody_from_being_seen(jumped_ns: int) -> None:
-    now_ns, observing, target = 10**15, Observing(lambda: 10**15), worker()
+    now_ns, observing, target = 10**15, EventLog(lambda: 10**15), worker()
     target.clock.add(now_ns, LATEST_NS - jumped_ns, now_ns)
     target.probed = Probed(
         epoch=1,
@@ -410,7 +410,7 @@ def test_trials_are_in_no_round() -> None:
 
 def test_looking_takes_the_coordinator_little() -> None:
     """What stands in an answer is made when it is asked for, some microseconds a span."""
-    observing, target = Observing(time.monotonic_ns), worker()
+    observing, target = EventLog(time.monotonic_ns), worker()
     item = VerifiedItem(session=1, round=1, accepted=(), bonus=1, margins=(1.0,))
     event = Verified(epoch=1, items=(item,), spans=(("verify", 10, 20), ("commit", 30, 2)))
     began = time.thread_time_ns()

@@ -12,7 +12,7 @@ from dovetail.runtime.fleet.prefix_cache import (
     WORTH,
     Base,
     Kept,
-    Shelf,
+    PrefixCache,
     bases,
     common_tokens,
     pack,
@@ -30,8 +30,8 @@ def kept(session: int, log: Sequence[int], rows: int | None = None) -> Kept:
     return Kept(session, pack(log), len(log) - 1 if rows is None else rows, len(log))
 
 
-def shelf(*sessions: Kept, limit: int = 1 << 20) -> Shelf:
-    filled = Shelf(limit)
+def shelf(*sessions: Kept, limit: int = 1 << 20) -> PrefixCache:
+    filled = PrefixCache(limit)
     for session in sessions:
         assert filled.add(session) == []
     return filled
@@ -61,7 +61,7 @@ def test_the_last_token_of_a_prompt_is_always_read() -> None:
 def test_what_begins_alike_for_a_few_tokens_is_not_worth_it() -> None:
     assert shelf(kept(1, LOG[: WORTH + 1])).find(pack((*LOG[:WORTH], 7))) == Base(1, WORTH)
     assert shelf(kept(1, LOG[: WORTH + 1])).find(pack((*LOG[: WORTH - 1], 7, 8))) is None
-    assert Shelf(1000).add(kept(1, LOG[:WORTH])) is None
+    assert PrefixCache(1000).add(kept(1, LOG[:WORTH])) is None
 
 
 def test_a_long_session_is_not_lost_for_what_many_prompts_begin_with() -> None:
@@ -115,8 +115,8 @@ def test_a_target_and_a_draft_that_does_not_read_it_each_go_on_from_what_they_ha
 
 def test_a_draft_that_reads_its_target_goes_on_from_where_the_target_does_or_neither_does() -> None:
     target, draft = shelf(kept(1, LOG)), shelf(kept(1, LOG, rows=30))
-    assert bases(pack((*LOG, 1)), target, Shelf(0), reads=True) == (None, None)
-    assert bases(pack((*LOG, 1)), Shelf(0), draft, reads=True) == (None, None)
+    assert bases(pack((*LOG, 1)), target, PrefixCache(0), reads=True) == (None, None)
+    assert bases(pack((*LOG, 1)), PrefixCache(0), draft, reads=True) == (None, None)
     assert bases(pack((*LOG, 1)), target, draft, reads=True) == (Base(1, 30), Base(1, 30))
 
 
@@ -130,7 +130,7 @@ def test_whatever_is_found_has_the_rows_that_the_prompt_begins_with(
     held: list[tuple[list[int], int]], prompt: list[int], reads: bool
 ) -> None:
     sessions = {number: (log, min(rows, len(log))) for number, (log, rows) in enumerate(held)}
-    target, draft = Shelf(100), Shelf(1000)
+    target, draft = PrefixCache(100), PrefixCache(1000)
     for number, (log, rows) in sessions.items():
         target.add(kept(number, log, rows))
         draft.add(kept(number, log, rows))

@@ -61,7 +61,7 @@ def new_session(
         logprobs=logprobs,
         scored=scored,
     )
-    brief = DraftSync(len(request.prompt)) if speculating else None
+    draft_sync = DraftSync(len(request.prompt)) if speculating else None
     detokenizer = Detokenizer(Tokenizer.from_buffer(tokenizer_bytes()))
     return Session(
         number=1,
@@ -69,7 +69,7 @@ def new_session(
         request=request,
         detokenizer=detokenizer,
         accounts=Accounts(0),
-        brief=brief,
+        draft_sync=draft_sync,
     )
 
 
@@ -663,8 +663,8 @@ LOG = (9, 8, 3, 4, 5, 6, 7)
 def reading() -> Session:
     """A session whose draft reads features, which have come for its prompt, in its second round."""
     session = new_session()
-    assert session.brief is not None
-    session.brief.reads = READS
+    assert session.draft_sync is not None
+    session.draft_sync.reads = READS
     session.begin()
     session.prefilled(
         Prefilled(epoch=1, session=1, round=0, start=0, features=features(LOG, 0, 2, READS))
