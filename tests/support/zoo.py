@@ -43,9 +43,9 @@ NO_ROPE_AT = {"no_rope_layers": [1, 0, 0, 1]}
 BY_LAYERS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
 
 COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "smollm3": ("SmolLM3", {}, "library"),
-    "smollm3 by a list": ("SmolLM3", NO_ROPE_AT, "library"),
-    "smollm3 with windows": ("SmolLM3", WINDOWED, "library"),
+    "smollm3": ("SmolLM3", {}, "kernels"),
+    "smollm3 by a list": ("SmolLM3", NO_ROPE_AT, "kernels"),
+    "smollm3 with windows": ("SmolLM3", WINDOWED, "kernels"),
     "ministral3": ("Ministral3", {"sliding_window": None, **SCALED}, "library"),
     "llama linear": ("Llama", rope("linear", factor=4.0), "kernels"),
     "llama dynamic": ("Llama", rope("dynamic", factor=4.0), "kernels"),
@@ -55,16 +55,16 @@ COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama rotated in part": ("Llama", rope("default", partial_rotary_factor=0.5), "kernels"),
     "gemma2 window 1": ("Gemma2", {"sliding_window": 1}, "kernels"),
     "gemma2 window beyond the context": ("Gemma2", {"sliding_window": 1000}, "kernels"),
-    "gemma3": ("Gemma3", {"sliding_window": 6, "num_hidden_layers": 6}, "library"),
+    "gemma3": ("Gemma3", {"sliding_window": 6, "num_hidden_layers": 6}, "kernels"),
     "qwen2 by layers": ("Qwen2", BY_LAYERS, "kernels"),
     "mistral window 1": ("Mistral", {"sliding_window": 1}, "kernels"),
     "mistral window 40": ("Mistral", {"sliding_window": 40}, "kernels"),
-    "cohere2": ("Cohere2", {"sliding_window": 6}, "library"),
-    "exaone4": ("Exaone4", {"sliding_window": 6, "sliding_window_pattern": 4}, "library"),
-    "olmo2": ("Olmo2", {}, "library"),
-    "olmo3": ("Olmo3", {"sliding_window": 6}, "library"),
+    "cohere2": ("Cohere2", {"sliding_window": 6}, "kernels"),
+    "exaone4": ("Exaone4", {"sliding_window": 6, "sliding_window_pattern": 4}, "kernels"),
+    "olmo2": ("Olmo2", {}, "kernels"),
+    "olmo3": ("Olmo3", {"sliding_window": 6}, "kernels"),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}, "library"),
-    "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3}, "library"),
+    "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3}, "kernels"),
     "starcoder2": ("Starcoder2", {"sliding_window": 6}, "kernels"),
 }
 """Family, what is changed of its configuration, and what computes it where the kernels are

@@ -17,19 +17,20 @@ a structure points to is kept alive beside it.
 """
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.workers.kernels import MatrixStruct, declare, library
+from dovetail.workers.kernels import BUILD, MatrixStruct, declare, library
 from dovetail.workers.kernels.layer_plan import (
     LANES,
     Activation,
     AttentionPlan,
     CacheRows,
+    HeadNorm,
     LayerPlan,
     Norm,
     NormKind,
@@ -80,6 +81,8 @@ class LayerStruct(Structure):
             )
         ),
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
+        ("residual", c_float),
+        *((name, c_int32) for name in ("head_norm", "parallel")),
     )
 
 
@@ -277,20 +280,35 @@ def normalise(kind: NormKind, norm: Norm, x: Tensor, epsilon: float) -> Tensor:
 
 def activate(activation: Activation, x: Tensor) -> Tensor:
     """[rows, width] from x [rows, 2 width], or [rows, width] where there is no gate."""
-    rows, width = x.shape[0], x.shape[1] // (1 if activation is Activation.GELU_TANH else 2)
+    rows, width = x.shape[0], x.shape[1] // (2 if activation.gated else 1)
     y = torch.empty(rows, width)
     _functions().dt_gate(activation, _address(x, tuple(x.shape)), y.data_ptr(), rows, width)
     return y
 
 
+@cache
+def _complete() -> bool:
+    """Return whether the library reads every field of a layer; one that was built from older
+    sources lacks the last ones."""
+    if not hasattr(library(), "dt_layer_bytes"):
+        return False
+    declare(library(), {"dt_layer_bytes": (c_int64, ())})
+    return int(library().dt_layer_bytes()) == sizeof(LayerStruct)
+
+
 def _layer_struct(plan: LayerPlan) -> LayerStruct:
     check_shapes(plan)
+    if plan.is_extended and not _complete():
+        raise ValueError(f"the C++ kernels are older than this program; build them anew: {BUILD}")
     struct = LayerStruct(
         hidden=plan.qkv.k,
         intermediate=plan.down.k,
         softcap=plan.softcap,
         window=plan.window,
         epsilon=plan.epsilon,
+        residual=0.0 if plan.residual == 1.0 else plan.residual,
+        head_norm=plan.head_norm,
+        parallel=plan.parallel,
     )
     for name in ("index", "heads", "kv_heads", "head_dim", "norm_kind", "activation"):
         setattr(struct, name, getattr(plan, name))
@@ -299,8 +317,10 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         _set_rotary(struct, plan.rotary)
     for name in ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
         setattr(struct, name, _norm_struct(getattr(plan, name), struct.hidden))
-    for name in ("query_norm", "key_norm"):
-        setattr(struct, name, _norm_struct(getattr(plan, name), plan.head_dim))
+    wide = plan.head_norm is HeadNorm.WIDE_BEFORE_ROPE
+    for name, heads in (("query_norm", plan.heads), ("key_norm", plan.kv_heads)):
+        width = plan.head_dim * (heads if wide else 1)
+        setattr(struct, name, _norm_struct(getattr(plan, name), width))
     for name in ("qkv", "output", "gate_up", "down"):
         setattr(struct, name, getattr(plan, name).struct)
     return struct

@@ -29,6 +29,21 @@ class Activation(IntEnum):
     SILU_GATED = 0
     GELU_TANH_GATED = 1
     GELU_TANH = 2
+    RELU2 = 3
+
+    @property
+    def gated(self) -> bool:
+        """True if the MLP has a gate."""
+        return self in (Activation.SILU_GATED, Activation.GELU_TANH_GATED)
+
+
+class HeadNorm(IntEnum):
+    """The place of the norms of queries and keys: on each head, before or after it is rotated, or
+    on all heads together before that."""
+
+    HEAD_BEFORE_ROPE = 0
+    HEAD_AFTER_ROPE = 1
+    WIDE_BEFORE_ROPE = 2
 
 
 @dataclass(frozen=True)
@@ -67,12 +82,14 @@ class LayerPlan:
     attention_norm: Norm | None
     """None: attention reads the hidden states as they are, as in the first layer of an EAGLE
     head."""
-    mlp_norm: Norm
+    mlp_norm: Norm | None
+    """None: the MLP reads the hidden states as they are, or what attention reads."""
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
     query_norm: Norm | None = None
-    """[head_dim], RMS, on each head before it is rotated."""
+    """RMS, [head_dim] or of all heads, by `head_norm`."""
     key_norm: Norm | None = None
+    head_norm: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
     rotary: Rotary | None = None
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU_GATED
@@ -83,6 +100,21 @@ class LayerPlan:
     """Scores become softcap tanh(score / softcap); 0: they do not."""
     window: int = 0
     """A position sees itself and window - 1 before it; 0: all."""
+    residual: float = 1.0
+    """The factor of what each half adds."""
+    parallel: bool = False
+    """The MLP reads what attention reads, and both are added."""
+
+    @property
+    def is_extended(self) -> bool:
+        """True if the layer needs more than the first versions of the kernels had."""
+        return (
+            self.residual != 1.0
+            or self.parallel
+            or self.mlp_norm is None
+            or self.head_norm is not HeadNorm.HEAD_BEFORE_ROPE
+            or self.activation is Activation.RELU2
+        )
 
 
 @dataclass(frozen=True)
@@ -153,7 +185,7 @@ def check_shapes(plan: LayerPlan) -> None:
         "qkv": ((plan.heads + 2 * plan.kv_heads) * plan.head_dim, hidden),
         "output": (hidden, plan.heads * plan.head_dim),
         "gate_up": (
-            intermediate if plan.activation is Activation.GELU_TANH else 2 * intermediate,
+            2 * intermediate if plan.activation.gated else intermediate,
             hidden,
         ),
         "down": (hidden, intermediate),

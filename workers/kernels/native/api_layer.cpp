@@ -62,6 +62,9 @@ void dt_gate(int32_t activation, const float* x, float* y, int64_t rows, int64_t
     active().gate(activation, x, y, rows, width);
 }
 
+// The bytes of a `Layer`; a caller that has more of them fills fields that are not read here.
+int64_t dt_layer_bytes() { return sizeof(Layer); }
+
 // cosines, sines [context, pairs]: of position times frequency, rounded to float as the models were trained with, and times scaling.
 void dt_rotary_table(const float* frequencies, int64_t pairs, float scaling, int64_t context, float* cosines, float* sines) {
     for (int64_t position = 0; position < context; position++)

@@ -81,6 +81,9 @@ static inline F16 gelu_tanh(F16 x) {
     return div(bounded(x), add(set1(1.0f), exp(mul(cubic, set1(-1.59576912f)))));
 }
 
+// What is no number stays so.
+static inline F16 relu2(F16 x) { return where_less(x, zero(), zero(), mul(x, x)); }
+
 // An odd polynomial where |x| is small, for 1 - 2 / (e^2x + 1) loses digits there.
 static inline F16 tanh(F16 x) {
     const F16 z = mul(x, x);
@@ -105,7 +108,7 @@ static inline void activate_range(const float* x, const float* up, float* y, int
 // y [rows, width] from x [rows, 2 width], gates first, or [rows, width] where there is no gate.
 static void gate(int activation, const float* x, float* y, int64_t rows, int64_t width) {
     constexpr int64_t PIECE = 1024;
-    const int64_t stride = activation == dovetail::GELU_TANH ? width : 2 * width;
+    const int64_t stride = dovetail::gated(activation) ? 2 * width : width;
     const int64_t pieces = (width + PIECE - 1) / PIECE;
     each(rows * pieces, rows * width, [&](int64_t unit) {
         const int64_t row = unit / pieces, from = unit % pieces * PIECE, n = width - from < PIECE ? width - from : PIECE;
@@ -113,6 +116,7 @@ static void gate(int activation, const float* x, float* y, int64_t rows, int64_t
         float* out = y + row * width + from;
         if (activation == dovetail::SILU_GATED) activate_range<silu, true>(in, in + width, out, n);
         else if (activation == dovetail::GELU_TANH_GATED) activate_range<gelu_tanh, true>(in, in + width, out, n);
+        else if (activation == dovetail::RELU2) activate_range<relu2, false>(in, nullptr, out, n);
         else activate_range<gelu_tanh, false>(in, nullptr, out, n);
     });
 }
@@ -126,6 +130,10 @@ static inline void rotate(float* x, const float* cosines, const float* sines, in
         put(x + j, sub(mul(a, c), mul(b, s)), n);
         put(x + half + j, add(mul(b, c), mul(a, s)), n);
     }
+}
+
+static inline void multiply(float* x, float by, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) put(x + i, mul(take(x + i, n - i), set1(by)), n - i);
 }
 
 static inline void accumulate(float* x, const float* y, int64_t n) {

@@ -13,7 +13,10 @@
 namespace dovetail {
 
 enum NormKind : int { RMS = 0, LAYER_NORM = 1 };
-enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2 };
+enum HeadNorm : int { HEAD_BEFORE_ROPE = 0, HEAD_AFTER_ROPE = 1, WIDE_BEFORE_ROPE = 2 };
+enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2, RELU2 = 3 };
+
+constexpr bool gated(int activation) { return activation == SILU_GATED || activation == GELU_TANH_GATED; }
 
 struct Norm {
     const float* weight;  // null: there is no such norm
@@ -30,12 +33,15 @@ struct Layer {
     int32_t reserved;
     const float* cosines;  // [context, rotary_dim / 2]
     const float* sines;
-    Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // all but mlp_norm may be missing; the post norms are Gemma-2's, on what a half adds
-    Norm query_norm, key_norm;                                          // [head_dim] on each head, always RMS
+    Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // each may be missing; the post norms are on what a half adds
+    Norm query_norm, key_norm;                                          // [head_dim] on each head, or [heads head_dim] and [kv_heads head_dim] if wide; always RMS
     Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden]
     Matrix output;   // [hidden, heads head_dim]
-    Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; of GELU_TANH [intermediate, hidden]
+    Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; without a gate [intermediate, hidden]
     Matrix down;     // [hidden, intermediate]
+    float residual;     // what a half adds is multiplied by it; 0: it is not
+    int32_t head_norm;  // where the norms of queries and keys stand
+    int32_t parallel;   // the MLP reads what attention read, and not its sum
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.

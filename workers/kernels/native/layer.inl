@@ -21,9 +21,10 @@ static inline Stretch stretch_of(const dovetail::Segment& s, int64_t number) {
 
 // Norm of a head, if there is one, and rotation; in place.
 static inline void place_head(const dovetail::Layer& l, const dovetail::Norm& norm, float* x, int64_t position) {
-    if (norm.weight) rms_norm(x, norm.weight, x, l.head_dim, l.epsilon);
+    if (norm.weight && l.head_norm == dovetail::HEAD_BEFORE_ROPE) rms_norm(x, norm.weight, x, l.head_dim, l.epsilon);
     const int64_t half = l.rotary_dim / 2;
     rotate(x, l.cosines + position * half, l.sines + position * half, l.rotary_dim);
+    if (norm.weight && l.head_norm == dovetail::HEAD_AFTER_ROPE) rms_norm(x, norm.weight, x, l.head_dim, l.epsilon);
 }
 
 // Where the key and the value of a slot are written; the floats of the key are sixteen apart.
@@ -61,8 +62,19 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
     }
 }
 
+// The norms of all queries, and of all keys, of a row together; in place.
+static void widely(const dovetail::Layer& l, int64_t rows, float* qkv) {
+    const int64_t queries = l.heads * l.head_dim, keys = l.kv_heads * l.head_dim, stride = queries + 2 * keys;
+    each(rows, rows * stride, [&](int64_t row) {
+        float* x = qkv + row * stride;
+        if (l.query_norm.weight) rms_norm(x, l.query_norm.weight, x, queries, l.epsilon);
+        if (l.key_norm.weight) rms_norm(x + queries, l.key_norm.weight, x + queries, keys, l.epsilon);
+    });
+}
+
 // qkv [rows, (heads + 2 kv_heads) head_dim]: queries and keys get their norms and rotation in place, keys and values go into the caches.
 static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* qkv) {
+    if (l.head_norm == dovetail::WIDE_BEFORE_ROPE) widely(l, pass.rows, qkv);
     int64_t stretches = 0;
     for (int32_t i = 0; i < pass.segment_count; i++) stretches += stretch_count(pass.segments[i]);
     each(stretches * l.kv_heads, (int64_t)pass.rows * (l.heads + 2 * l.kv_heads) * l.head_dim, [&](int64_t unit) {
@@ -96,6 +108,7 @@ static void add_half(const dovetail::Layer& l, float* hidden, float* update, con
     each(rows, rows * l.hidden, [&](int64_t row) {
         float *h = hidden + row * l.hidden, *u = update + row * l.hidden;
         if (post.weight) normalise(l.norm_kind, post, u, u, l.hidden, l.epsilon);
+        if (l.residual != 0.0f) multiply(u, l.residual, l.hidden);
         accumulate(h, u, l.hidden);
         if (next) normalise(l.norm_kind, *next, h, normed + row * l.hidden, l.hidden, l.epsilon);
     });
@@ -139,9 +152,11 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     laps.attention();
     linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);
     laps.matrix();
-    add_half(l, pass.hidden, b.update, l.post_attention_norm, &l.mlp_norm, b.normed, rows);
+    const bool norms = l.mlp_norm.weight && !l.parallel;
+    add_half(l, pass.hidden, b.update, l.post_attention_norm, norms ? &l.mlp_norm : nullptr, b.normed, rows);
+    if (!l.parallel) input = norms ? b.normed : pass.hidden;
     laps.other();
-    linear(l.gate_up, b.normed, l.hidden, b.wide, l.gate_up.n, rows);
+    linear(l.gate_up, input, l.hidden, b.wide, l.gate_up.n, rows);
     laps.matrix();
     gate(l.activation, b.wide, b.narrow, rows, l.intermediate);
     laps.other();

@@ -17,13 +17,21 @@ from torch.nn.functional import (
     layer_norm,
     linear,
     pad,
+    relu,
     rms_norm,
     scaled_dot_product_attention,
     silu,
 )
 
 from dovetail.workers.kernels import Kind
-from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, Norm, NormKind, Rotary
+from dovetail.workers.kernels.layer_plan import (
+    Activation,
+    HeadNorm,
+    LayerPlan,
+    Norm,
+    NormKind,
+    Rotary,
+)
 from dovetail.workers.models.attention import Block, attend_blocks, attend_capped
 from dovetail.workers.models.backends.blob import Matrix
 
@@ -185,31 +193,44 @@ def _padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
 
 
 class Angles:
-    """The rotary table of a model on a device."""
+    """The rotary tables of a model on a device."""
 
-    def __init__(self, rotary: Rotary, device: torch.device) -> None:
-        self._cosines, self._sines = rotary.cosines.to(device), rotary.sines.to(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tables: dict[int, tuple[Rotary, Tensor, Tensor]] = {}
 
-    def at(self, positions: Tensor) -> "Turn":
-        """Those of rows, for all layers of a pass: positions int64 [T]."""
-        return Turn(self._cosines[positions].unsqueeze(1), self._sines[positions].unsqueeze(1))
+    def add(self, rotary: Rotary) -> None:
+        """Take a table over, if it is a new one."""
+        if id(rotary) not in self._tables:
+            tables = rotary.cosines.to(self._device), rotary.sines.to(self._device)
+            self._tables[id(rotary)] = (rotary, *tables)
+
+    def at(self, positions: Tensor) -> "Turn | None":
+        """Return the angles of rows, for all layers of a pass: positions int64 [T]; None without
+        tables."""
+        found = {
+            key: (cosines[positions].unsqueeze(1), sines[positions].unsqueeze(1))
+            for key, (_, cosines, sines) in self._tables.items()
+        }
+        return Turn(found) if found else None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The angles of the rows of a pass: [T, 1, rotary_dim / 2]."""
+    """The angles of the rows of a pass."""
 
-    cosines: Tensor
-    sines: Tensor
+    angles: Mapping[int, tuple[Tensor, Tensor]]
+    """Cosines and sines [T, 1, rotary_dim / 2], by the id of their table."""
 
-    def of(self, heads: Tensor) -> Tensor:
-        """heads [T, H, head_dim], the first part of each turned by the angles of its row's
-        position."""
-        half = self.cosines.shape[-1]
+    def of(self, heads: Tensor, rotary: Rotary) -> Tensor:
+        """heads [T, H, head_dim], the first part of each turned by the angles that a table has for
+        its row's position."""
+        cosines, sines = self.angles[id(rotary)]
+        half = cosines.shape[-1]
         a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         first, second = (
-            torch.addcmul(a * self.cosines, b, self.sines, value=-1),
-            torch.addcmul(b * self.cosines, a, self.sines),
+            torch.addcmul(a * cosines, b, sines, value=-1),
+            torch.addcmul(b * cosines, a, sines),
         )
         return torch.cat([first, second, rest] if rest.shape[-1] else [first, second], dim=-1)
 
@@ -228,20 +249,21 @@ class DeviceLayer:
             norm(plan.post_attention_norm),
             norm(plan.post_mlp_norm),
         )
-        self._query_norm, self._key_norm = (
-            norm(plan.query_norm, NormKind.RMS),
-            norm(plan.key_norm, NormKind.RMS),
-        )
+        self._query_norm = norm(plan.query_norm, NormKind.RMS)
+        self._key_norm = norm(plan.key_norm, NormKind.RMS)
 
     def run(self, rows: Seen, states: Tensor, multiply: Multiply) -> None:
         """states [T, hidden] through the layer, in place; keys and values of the rows go into the
         caches. Each matrix is asked for once."""
-        mixed = self._attend(rows, multiply("qkv", _through(self._attention_norm, states)))
-        states += _through(self._post_attention_norm, multiply("output", mixed))
-        inner = _activate(
-            self._plan.activation, multiply("gate_up", _through(self._mlp_norm, states))
-        )
-        states += _through(self._post_mlp_norm, multiply("down", inner))
+        plan, normed = self._plan, _through(self._attention_norm, states)
+        mixed = self._attend(rows, multiply("qkv", normed))
+        self._add(states, _through(self._post_attention_norm, multiply("output", mixed)))
+        read = normed if plan.parallel else _through(self._mlp_norm, states)
+        inner = _activate(plan.activation, multiply("gate_up", read))
+        self._add(states, _through(self._post_mlp_norm, multiply("down", inner)))
+
+    def _add(self, states: Tensor, update: Tensor) -> None:
+        states += update if self._plan.residual == 1.0 else update * self._plan.residual
 
     def _attend(self, rows: Seen, qkv: Tensor) -> Tensor:
         plan = self._plan
@@ -250,21 +272,30 @@ class DeviceLayer:
             heads[:, : plan.heads + plan.kv_heads],
             heads[:, plan.heads + plan.kv_heads :],
         )
-        if self._query_norm is not None or self._key_norm is not None:
-            turned = torch.cat(
-                [
-                    _through(self._query_norm, turned[:, : plan.heads]),
-                    _through(self._key_norm, turned[:, plan.heads :]),
-                ],
-                dim=1,
-            )
+        if plan.head_norm is not HeadNorm.HEAD_AFTER_ROPE:
+            turned = self._norm_heads(turned)
         if plan.rotary is not None:
             assert rows.turn is not None
-            turned = rows.turn.of(turned)
+            turned = rows.turn.of(turned, plan.rotary)
+        if plan.head_norm is HeadNorm.HEAD_AFTER_ROPE:
+            turned = self._norm_heads(turned)
         query, key = turned[:, : plan.heads], turned[:, plan.heads :]
         return rows.attend(
             plan, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         ).flatten(1)
+
+    def _norm_heads(self, heads: Tensor) -> Tensor:
+        """Queries and keys [T, heads + kv_heads, head_dim] with their norms."""
+        if self._query_norm is None and self._key_norm is None:
+            return heads
+        parts = []
+        for norm, part in (
+            (self._query_norm, heads[:, : self._plan.heads]),
+            (self._key_norm, heads[:, self._plan.heads :]),
+        ):
+            wide = self._plan.head_norm is HeadNorm.WIDE_BEFORE_ROPE
+            parts.append(_through(norm, part.flatten(1) if wide else part).view(part.shape))
+        return torch.cat(parts, dim=1)
 
 
 def _through(norm: DeviceNorm | None, x: Tensor) -> Tensor:
@@ -273,6 +304,8 @@ def _through(norm: DeviceNorm | None, x: Tensor) -> Tensor:
 
 def _activate(activation: Activation, x: Tensor) -> Tensor:
     """[T, units] of [T, 2 units], the gate first, or of [T, units]."""
+    if activation is Activation.RELU2:
+        return relu(x).square()
     if activation is Activation.GELU_TANH:
         return gelu(x, approximate="tanh")
     gate, up = x.chunk(2, dim=1)

@@ -11,7 +11,6 @@ With these kernels a token's keys, values, hidden states and logits are the same
 are computed beside it. Knows layers and slots.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,22 +19,31 @@ from torch import Tensor, nn
 
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise, rotary_table
-from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind, Rotary
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
+from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
 from dovetail.workers.models.backends.layer_parts import (
     DTYPES,
     LayerParts,
+    described_norm,
     exact_kind,
     pack,
     pack_and_drop,
     read_norm,
 )
 from dovetail.workers.models.backends.library import transformers_pass
-from dovetail.workers.models.backends.proof import LAYER_TOLERANCE, LayerProof, Product
+from dovetail.workers.models.backends.proof import (
+    LAYER_TOLERANCE,
+    LayerProof,
+    Product,
+    check_attention,
+)
+from dovetail.workers.models.backends.rotary_tables import RotaryTables
 from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.families.description import LayerSpec, Rope
+from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import (
@@ -50,10 +58,6 @@ from dovetail.workers.progress import beat
 VERSION = "dovetail-1"
 """The version of the functions that the kernels compute, down to the last bit; part of the
 fingerprint."""
-TABLE_ROWS = 512
-"""Positions, spread over the context, at which the table of angles is compared with the model's
-own."""
-TABLE_TOLERANCE = 1e-5
 
 
 class KernelLinear(nn.Module):
@@ -127,6 +131,8 @@ class Kernels:
     prompt_rows: int = PROMPT_ROWS
     reads_apart: int = 0
 
+    _reorders = True
+    """True if the rows of queries and keys may be packed in another order than the checkpoint's."""
     _computes_here = True
     """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
@@ -134,20 +140,28 @@ class Kernels:
         """`model`: the skeleton, where all that is not a layer has its numbers."""
         kernels.set_threads(torch.get_num_threads())
         self._model, self._kind = model, kind
-        self._oracle = Oracle(model, decoder_layers(model)[1], context)
+        self._family = FAMILIES.get(model.config.model_type)
+        self._oracle = Oracle(
+            model,
+            decoder_layers(model)[1],
+            context,
+            () if self._family is None else self._family.thresholds(model.config),
+        )
         if not self._oracle.isolated:
             raise UnsupportedError(
                 "transformers computes something between its layers, or not each of them in turn"
             )
-        self._rotary = _rotary(model, context)
+        self._tables = RotaryTables(model, context)
         self._layers: list[DecoderLayer] = []
         self._taken = 0
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """Return what stands in the layer's place until all are there; the layer has its numbers
         and is not needed afterwards."""
-        parts = LayerParts(layer)
-        proof = LayerProof(self._oracle, layer, index, parts.linears)
+        spec = None if self._family is None else self._family.layer(self._model.config, index)
+        parts = LayerParts(layer, spec)
+        self._arrange(parts)
+        proof = LayerProof(self._oracle, layer, index, parts.linears, parts.order)
         proving = (
             None
             if self._computes_here
@@ -157,11 +171,28 @@ class Kernels:
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
         noted = proof.note(proving or matrices)
+        if spec is not None:
+            check_attention(spec.attention, noted, index)
         plan = self._plan(parts, index, noted, matrices)
         proof.check(plan if proving is None else self._plan(parts, index, noted, proving))
         self._take(plan)
         self._taken += 1
         return nn.Identity()
+
+    def _arrange(self, parts: LayerParts) -> None:
+        """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
+        linears change in place."""
+        if parts.spec is None:
+            return
+        attention = parts.spec.attention
+        if attention.rope is not None and attention.rope.interleaved:
+            if not self._reorders:
+                raise UnsupportedError(
+                    "queries and keys that are rotated in pairs of neighbours are not reordered in "
+                    "the codes of a substitute"
+                )
+            pairs = self._tables.of(attention.rope).cosines.shape[1]
+            parts.interleave(2 * pairs, attention.head_dim)
 
     def finish(self, model: Any) -> None:
         """Take the rest over, which has its numbers too: the norm and the head are replaced, and
@@ -172,7 +203,7 @@ class Kernels:
             if isinstance(module, nn.ModuleList) and len(module) == self._taken:
                 setattr(base, name, nn.ModuleList([self._fused]))
         name, norm = _final_norm(base)
-        kind, numbers, epsilon = read_norm(norm)
+        kind, numbers, epsilon = self._read_final(norm)
         states = self._finally(KernelNorm(kind, numbers, epsilon))
         self._norm = self._final_norm(kind, numbers, epsilon)
         setattr(base, name, self._norm)
@@ -183,10 +214,16 @@ class Kernels:
         product(states)
         self._head = self._final_linear(matrix)
         model.set_output_embeddings(self._head)
-        if self._rotary is not None:
+        if self._tables.given:
             base.rotary_emb = NoAngles()
         widen_embeddings(model)
         self._direct = self._nothing_else()
+
+    def _read_final(self, norm: nn.Module) -> tuple[NormKind, Norm, float]:
+        """Return the final norm, which is one like those of the first layer."""
+        if self._family is None:
+            return read_norm(norm)
+        return described_norm(norm, self._family.layer(self._model.config, 0).norms)
 
     def _finally(self, norm: KernelNorm) -> Tensor:
         """The final states [T, hidden] of the oracle, which this norm has to give too."""
@@ -282,12 +319,25 @@ class Kernels:
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
 
+    def _described(self, spec: LayerSpec | None) -> dict[str, Any]:
+        """Return the parts of a plan that a description alone tells."""
+        if spec is None:
+            return {"rotary": self._tables.of(Rope()) if self._tables.given else None}
+        rope = spec.attention.rope
+        return {
+            "rotary": None if rope is None else self._tables.of(rope),
+            "head_norm": spec.attention.norm_place,
+            "residual": spec.residual_scale,
+            "parallel": spec.parallel,
+        }
+
     def _plan(
         self, parts: "LayerParts", index: int, noted: Noted, matrices: Mapping[str, PackedMatrix]
     ) -> LayerPlan:
-        norms, kinds, epsilons = {}, set(), set()
+        norms: dict[str, Any] = {"attention_norm": None, "mlp_norm": None}
+        kinds, epsilons = set(), set()
         for name, module in parts.norms.items():
-            norm_kind, norms[name], epsilon = read_norm(module)
+            norm_kind, norms[name], epsilon = parts.norm(module)
             kinds.add(norm_kind)
             epsilons.add(epsilon)
         if len(kinds) > 1 or len(epsilons) > 1:
@@ -302,7 +352,7 @@ class Kernels:
             gate_up=matrices["gate_up"],
             down=matrices["down"],
             **norms,
-            rotary=self._rotary,
+            **self._described(parts.spec),
             norm_kind=kinds.pop(),
             activation=parts.activation,
             epsilon=epsilons.pop(),
@@ -310,40 +360,6 @@ class Kernels:
             softcap=noted.softcap or 0.0,
             window=noted.window or 0,
         )
-
-
-def _rotary(model: Any, context: int) -> Rotary | None:
-    """The angles of all positions of a model; None for one without a rotary embedding."""
-    embedding = getattr(model.base_model, "rotary_emb", None)
-    if embedding is None:
-        return None
-    frequencies = getattr(embedding, "inv_freq", None)
-    if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
-        raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
-    table = rotary_table(
-        frequencies.float(), context, scaling=float(getattr(embedding, "attention_scaling", 1.0))
-    )
-    _check_table(table, copy.deepcopy(embedding), context)
-    return table
-
-
-def _check_table(table: Rotary, embedding: nn.Module, context: int) -> None:
-    """`UnsupportedError` where a table has other angles than the model's own rotary embedding
-    gives."""
-    positions = torch.linspace(0, context - 1, min(context, TABLE_ROWS), dtype=torch.float64).long()
-    given = embedding(torch.zeros(1, 1), positions.unsqueeze(0))
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
-    for own, other in zip((table.cosines, table.sines), given, strict=True):
-        expected = own[positions].repeat(1, 2)
-        if other.shape[1:] != expected.shape:
-            raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
-        far = (other[0] - expected).abs().amax(-1) > TABLE_TOLERANCE
-        if bool(far.any()):
-            position = int(positions[far][0])
-            raise UnsupportedError(
-                f"the angles of position {position} differ from those of {type(embedding).__name__}"
-            )
 
 
 def _final_norm(base: Any) -> tuple[str, nn.Module]:

@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, silu
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import normalise
 from dovetail.workers.kernels.layer_plan import Activation, Norm, NormKind
+from dovetail.workers.models.families.description import LayerSpec, Norms
 from dovetail.workers.models.parity.following import UnsupportedError
 
 DTYPES = {
@@ -28,9 +29,64 @@ PIECE_WEIGHTS = 1 << 22
 
 
 class LayerParts:
-    """The parts of a decoder layer, found by their names."""
+    """The parts of a decoder layer: those that a description names, or without one found by their
+    usual names."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, spec: LayerSpec | None = None) -> None:
+        self.spec = spec
+        self.order: Tensor | None = None
+        """int64 [head_dim]: where each number of a head of queries and keys stands in the
+        checkpoint; None: in place."""
+        if spec is None:
+            self._find(layer)
+        else:
+            self._take(layer, spec)
+
+    def _take(self, layer: nn.Module, spec: LayerSpec) -> None:
+        attention, mlp, norms = spec.attention, spec.mlp, spec.norms
+        self.linears = {
+            "qkv": [_linear(layer, name) for name in attention.qkv],
+            "output": [_linear(layer, attention.output)],
+            "gate_up": [_linear(layer, name) for name in mlp.gate_up],
+            "down": [_linear(layer, mlp.down)],
+        }
+        if mlp.activation is None:
+            raise UnsupportedError("the activation is none that the kernels have")
+        self.activation = mlp.activation
+        query, key = attention.norms or (None, None)
+        named = {
+            "attention_norm": norms.pre_mixer,
+            "post_attention_norm": norms.post_mixer,
+            "mlp_norm": norms.pre_mlp,
+            "post_mlp_norm": norms.post_mlp,
+            "query_norm": query,
+            "key_norm": key,
+        }
+        self.norms = {part: _part(layer, name) for part, name in named.items() if name is not None}
+
+    def interleave(self, rotated: int, head_dim: int) -> None:
+        """Reorder the rows of queries and keys, of whose heads the first `rotated` numbers are
+        turned in pairs of neighbours, so that pairs are halves: scores are the same sums."""
+        if len(self.linears["qkv"]) != 3 or "query_norm" in self.norms:
+            raise UnsupportedError("neighbours are rotated in fused or normed queries and keys")
+        self.order = torch.cat(
+            [
+                torch.arange(0, rotated, 2),
+                torch.arange(1, rotated, 2),
+                torch.arange(rotated, head_dim),
+            ]
+        )
+        for part in self.linears["qkv"][:2]:
+            rows = by_heads(self.order, part.out_features)
+            part.weight = nn.Parameter(part.weight.detach()[rows], requires_grad=False)
+            if part.bias is not None:
+                part.bias = nn.Parameter(part.bias.detach()[rows], requires_grad=False)
+
+    def norm(self, module: nn.Module) -> tuple[NormKind, Norm, float]:
+        """Return kind, weights and epsilon of one of the norms around the halves."""
+        return read_norm(module) if self.spec is None else described_norm(module, self.spec.norms)
+
+    def _find(self, layer: nn.Module) -> None:
         self.attention: Any = part_named(layer, "self_attn", "attn")
         mlp = part_named(layer, "mlp")
         self.linears = {
@@ -58,6 +114,40 @@ class LayerParts:
         if hasattr(self.attention, "q_norm"):
             names |= {"query_norm": self.attention.q_norm, "key_norm": self.attention.k_norm}
         return names
+
+
+def _part(layer: nn.Module, name: str) -> nn.Module:
+    try:
+        return layer.get_submodule(name)
+    except AttributeError:
+        raise UnsupportedError(f"{type(layer).__name__} has no {name}") from None
+
+
+def _linear(layer: nn.Module, name: str) -> nn.Linear:
+    found = _part(layer, name)
+    if type(found) is not nn.Linear:
+        raise UnsupportedError(f"{name} of {type(layer).__name__} is no linear")
+    return found
+
+
+def by_heads(order: Tensor, width: int) -> Tensor:
+    """Return the order [width] of the numbers of all heads, by that of one."""
+    return (torch.arange(0, width, len(order)).unsqueeze(1) + order).flatten()
+
+
+def described_norm(module: nn.Module, norms: Norms) -> tuple[NormKind, Norm, float]:
+    """Return kind, weights and epsilon of a norm that a description knows."""
+    weight: Any = getattr(module, "weight", None)
+    bias: Any = getattr(module, "bias", None)
+    if not isinstance(weight, Tensor):
+        raise UnsupportedError(f"a norm of type {type(module).__name__} without weights")
+    weight = weight.detach().float().contiguous()
+    weight = 1.0 + weight if norms.plus_one else weight
+    return (
+        norms.kind,
+        Norm(weight, None if bias is None else bias.detach().float().contiguous()),
+        norms.epsilon,
+    )
 
 
 def part_named(module: nn.Module, *names: str) -> Any:

@@ -8,6 +8,7 @@ difference in the scores, which would be lost in what a layer adds, shows there.
 packs nothing.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
+from dovetail.workers.models.backends.layer_parts import by_heads
+from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.parity.following import (
     UnprovableError,
     UnsupportedError,
@@ -45,9 +48,12 @@ class Product:
     """A matrix of a layer as its proof computes with it: remembers what it was given last, and
     gave."""
 
-    def __init__(self, name: str, linears: Sequence[nn.Linear]) -> None:
+    def __init__(
+        self, name: str, linears: Sequence[nn.Linear], order: Tensor | None = None
+    ) -> None:
         """`linears`: those that the matrix is packed of, below each other; a few of their rows are
-        kept."""
+        kept. `order`: that of the numbers of each head of the first two, which transformers' layer
+        is given in the checkpoint's."""
         self.name = name
         self.given, self.result = torch.empty(0), torch.empty(0)
         self._matrix: PackedMatrix | None = None
@@ -63,8 +69,15 @@ class Product:
             self._samples.append((picked, part.weight.detach()[picked].float(), bias))
             first += part.out_features
         self.stand_ins = [
-            _Rows(self, start, part.out_features)
-            for start, part in zip(self._first, linears, strict=True)
+            _Rows(
+                self,
+                start,
+                part.out_features,
+                by_heads(order, part.out_features).argsort() if index < 2 else None,
+            )
+            if order is not None
+            else _Rows(self, start, part.out_features)
+            for index, (start, part) in enumerate(zip(self._first, linears, strict=True))
         ]
 
     def use(self, matrix: PackedMatrix) -> None:
@@ -105,14 +118,35 @@ class Product:
 class _Rows(nn.Module):
     """A linear that is some rows of a packed matrix."""
 
-    def __init__(self, product: Product, first: int, count: int) -> None:
+    def __init__(
+        self, product: Product, first: int, count: int, order: Tensor | None = None
+    ) -> None:
         super().__init__()
+        self._order = order
         self._product, self._first, self._count = product, first, count
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         y = self._product(x.reshape(-1, x.shape[-1]))[:, self._first : self._first + self._count]
+        y = y if self._order is None else y[:, self._order]
         return y.reshape(*x.shape[:-1], self._count)
+
+
+def check_attention(said: Attention, noted: Noted, index: int) -> None:
+    """`UnsupportedError` where a description says another attention than transformers computes."""
+    pairs = {
+        "heads": (said.heads, noted.heads),
+        "key heads": (said.kv_heads, noted.kv_heads),
+        "numbers a head": (said.head_dim, noted.head_dim),
+        "a window of": (said.window, noted.window or 0),
+        "a scale of": (said.scale, noted.scaling),
+        "a softcap of": (said.softcap, noted.softcap or 0.0),
+    }
+    for what, (ours, theirs) in pairs.items():
+        if not math.isclose(ours, theirs, rel_tol=1e-6):
+            raise UnsupportedError(
+                f"layer {index} is described with {what} {ours}, where transformers has {theirs}"
+            )
 
 
 class _Enough(Exception):
@@ -128,15 +162,20 @@ class LayerProof:
         layer: nn.Module,
         index: int,
         linears: Mapping[str, Sequence[nn.Linear]],
+        order: Tensor | None = None,
     ) -> None:
         """`linears`: those of each matrix of the layer. To be made before their weights are
-        dropped."""
+        dropped. `order`: that of the numbers of each head of queries and keys."""
+        self._order = order
         self._oracle, self._index, self._what = (
             oracle,
             index,
             f"layer {index} ({type(layer).__name__})",
         )
-        self._products = {name: Product(name, parts) for name, parts in linears.items()}
+        self._products = {
+            name: Product(name, parts, order if name == "qkv" else None)
+            for name, parts in linears.items()
+        }
         others: dict[nn.Module, nn.Module] = {
             part: own
             for name, parts in linears.items()
@@ -155,7 +194,10 @@ class LayerProof:
 
         def note(noted: Noted, query: Tensor, key: Tensor) -> None:
             notes.append(noted)
-            self._rotated = [part[0].transpose(0, 1).flatten(1) for part in (query, key)]
+            heads = [part[0].transpose(0, 1) for part in (query, key)]
+            if self._order is not None:
+                heads = [part[..., self._order] for part in heads]
+            self._rotated = [part.flatten(1) for part in heads]
             raise _Enough
 
         try:

@@ -147,11 +147,11 @@ class TorchEngine:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._masks: Masks | None = None
-        self._angles: Angles | None = None
+        self._angles = Angles(device)
 
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
-        if self._angles is None and plan.rotary is not None:
-            self._angles = Angles(plan.rotary, self.device)  # a model has one table
+        if plan.rotary is not None:
+            self._angles.add(plan.rotary)
         if self._masks is None:
             self._masks = Masks(
                 groups=plan.heads // plan.kv_heads, device=self.device, dtype=torch.float32
@@ -178,7 +178,7 @@ class TorchEngine:
 
     def turn(self, positions: Tensor) -> Turn | None:
         """The angles of rows, positions int64 [T] on the device."""
-        return None if self._angles is None else self._angles.at(positions)
+        return self._angles.at(positions)
 
     def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
         assert isinstance(cache, KVCache)

@@ -166,6 +166,8 @@ class Substitutes:
 class KernelSubstitute(Kernels):
     """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
 
+    _reorders = False
+
     def __init__(self, model: Any, kind: Kind, *, context: int, substitutes: Substitutes) -> None:
         """`kind`: of the head."""
         super().__init__(model, kind, context=context)

@@ -1,0 +1,177 @@
+"""Every described family on the kernels: the function of transformers in all weights and in trees,
+the same bytes wherever a token is computed, and wrong descriptions that the proof finds."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers import kernels
+from dovetail.workers.kernels.layer_plan import HeadNorm
+from dovetail.workers.models.backends import fused
+from dovetail.workers.models.families.description import Family, LayerSpec, Rope
+from dovetail.workers.models.families.registry import FAMILIES
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Paths, Segment
+from support.architectures import VOCABULARY, write_tiny
+from support.models import reference_logits
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+
+PROMPT, PATH = 40, 12
+TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
+TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.25}
+NEW = ("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "arcee")
+"""Families that between them take every branch of a description."""
+FIELDS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_hidden_layers": 6},
+    "granite": {
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+}
+WAYS = [
+    pytest.param("fp32"),
+    pytest.param("half", marks=pytest.mark.slow),
+    pytest.param("int8", marks=pytest.mark.slow),
+]
+
+
+def tokens() -> list[int]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(3, VOCABULARY, (PROMPT + PATH,), generator=generator).tolist()
+
+
+def load(kind: str, folder: Path, weights: str, **given: Any) -> LanguageModel:
+    write_tiny(kind, folder, dtype=TYPES[weights], **FIELDS.get(kind, {}))
+    return load_language_model(
+        str(folder), weights=weights, device="cpu", backend="kernels", **given
+    )
+
+
+def read(model: LanguageModel, ids: list[int], chunks: list[int]) -> Tensor:
+    """The logits [T, V] of all tokens, read in chunks."""
+    cache, start, found = model.new_cache(len(ids)), 0, []
+    for count in chunks:
+        stop = min(len(ids), start + count)
+        rows = torch.arange(start, stop)
+        found.append(
+            model.forward(
+                torch.tensor(ids[start:stop]), rows, [Segment(cache, start, stop - start)]
+            )
+        )
+        cache.keep(range(start, stop), stop - start)
+        start = stop
+    return torch.cat(found)
+
+
+def read_in_a_tree(model: LanguageModel, ids: list[int]) -> Tensor:
+    """The logits [T, V] of all tokens: the last ones are a path whose nodes have siblings."""
+    cache = model.new_cache(PROMPT + 2 * PATH)
+    prompt = model.forward(
+        torch.tensor(ids[:PROMPT]), torch.arange(PROMPT), [Segment(cache, 0, PROMPT)]
+    )
+    cache.keep(range(PROMPT), PROMPT)
+    drawn, paths, above = [], [], list[int]()
+    for depth, token in enumerate(ids[PROMPT:]):
+        slot = PROMPT + 2 * depth
+        drawn += [(token + 7) % 45 + 3, token]
+        paths += [[*above, slot], [*above, slot + 1]]
+        above.append(slot + 1)
+    tree = Segment(cache, PROMPT, 2 * PATH, Paths.of(PROMPT, paths))
+    positions = torch.tensor([PROMPT + node // 2 for node in range(2 * PATH)])
+    return torch.cat([prompt, model.forward(torch.tensor(drawn), positions, [tree])[1::2]])
+
+
+@pytest.mark.parametrize("weights", WAYS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
+    kind: str, weights: str, tmp_path: Path
+) -> None:
+    model = load(kind, tmp_path / "model", weights)
+    assert model.backend == "kernels"
+    ids = tokens()
+    plain, tree = read(model, ids, [len(ids)]), read_in_a_tree(model, ids)
+    assert torch.equal(plain, tree), "a token in a tree is the token in a text, to the last byte"
+    expected = reference_logits(tmp_path / "model", ids)
+    shares = (plain - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(shares.mean() if weights == "int8" else shares.max()) < TOLERANCE[weights]
+
+
+@pytest.mark.parametrize("weights", WAYS)
+@pytest.mark.parametrize("kind", NEW)
+def test_a_row_has_the_same_bytes_in_any_chunk(kind: str, weights: str, tmp_path: Path) -> None:
+    model, ids = load(kind, tmp_path / "model", weights), tokens()
+    whole = read(model, ids, [len(ids)])
+    for chunks in ([1] * len(ids), [7] * 8, [17, 1, 34]):
+        assert torch.equal(read(model, ids, chunks), whole)
+
+
+def spoilt(spec: LayerSpec, how: str) -> LayerSpec:
+    attention = spec.attention
+    changed = {
+        "rope": replace(attention, rope=Rope() if attention.rope is None else None),
+        "pairs": replace(attention, rope=Rope(interleaved=True)),
+        "window": replace(attention, window=attention.window + 1),
+        "scale": replace(attention, scale=attention.scale * 1.5),
+        "place": replace(attention, norm_place=HeadNorm.HEAD_AFTER_ROPE),
+    }
+    if how in changed:
+        return replace(spec, attention=changed[how])
+    if how == "residual":
+        return replace(spec, residual_scale=0.9)
+    if how == "parallel":
+        return replace(spec, parallel=True)
+    return replace(spec, norms=replace(spec.norms, plus_one=True))
+
+
+def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec:
+    """A description that is wrong of the last layer alone."""
+    spec = family.layer(config, index)
+    return spoilt(spec, how) if index == config.num_hidden_layers - 1 else spec
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("smollm3", "rope"),
+        ("llama", "pairs"),
+        ("mistral", "window"),
+        ("qwen2", "scale"),
+        ("qwen3", "place"),
+        ("llama", "residual"),
+        ("llama", "parallel"),
+        ("llama", "plus one"),
+    ],
+)
+def test_a_wrong_description_of_one_layer_is_found(
+    kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FAMILIES[kind]
+    wrong = replace(family, layer=partial(spoilt_layer, family, how))
+    monkeypatch.setattr(fused, "FAMILIES", {kind: wrong})
+    with pytest.raises(CheckpointError, match=r"layer \d+ .*(differ|described)"):
+        load(kind, tmp_path / "model", "fp32")
+
+
+def test_descriptions_name_the_thresholds_of_their_configurations() -> None:
+    config = AutoConfig.for_model(
+        "llama",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    )
+    assert list(FAMILIES["llama"].thresholds(config)) == [16]
+    assert 6 in FAMILIES["gemma2"].thresholds(AutoConfig.for_model("gemma2", sliding_window=6))

@@ -1,0 +1,68 @@
+"""The rotary tables of a model, compared with the angles of transformers' own embedding."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.kernels.layer import rotary_table
+from dovetail.workers.kernels.layer_plan import Rotary
+from dovetail.workers.models.families.description import Rope
+from dovetail.workers.models.parity.following import UnsupportedError
+
+TABLE_ROWS = 512
+"""Positions, spread over the context, at which the table of angles is compared with the model's
+own."""
+TABLE_TOLERANCE = 1e-5
+
+
+class RotaryTables:
+    """The angles of all positions of a model, one table for each type of its layers that has its
+    own."""
+
+    def __init__(self, model: Any, context: int) -> None:
+        embedding = getattr(model.base_model, "rotary_emb", None)
+        self.given = embedding is not None
+        self._embedding, self._context = copy.deepcopy(embedding), context
+        self._tables: dict[Rope, Rotary] = {}
+
+    def of(self, rope: Rope) -> Rotary:
+        """Return the table of a layer."""
+        if rope not in self._tables:
+            self._tables[rope] = self._make(rope)
+        return self._tables[rope]
+
+    def _make(self, rope: Rope) -> Rotary:
+        embedding, prefix = self._embedding, f"{rope.table}_" if rope.table else ""
+        frequencies = getattr(embedding, f"{prefix}inv_freq", None)
+        if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
+            raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+        scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
+        table = rotary_table(frequencies.float(), self._context, scaling=scaling)
+        assert isinstance(embedding, nn.Module)
+        _check_table(table, embedding, self._context, rope)
+        return table
+
+
+def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) -> None:
+    """`UnsupportedError` where a table has other angles than the model's own rotary embedding
+    gives."""
+    positions = torch.linspace(0, context - 1, min(context, TABLE_ROWS), dtype=torch.float64).long()
+    which = (of.table,) if of.table else ()
+    given = embedding(torch.zeros(1, 1), positions.unsqueeze(0), *which)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+    for own, other in zip((table.cosines, table.sines), given, strict=True):
+        found = own[positions]
+        expected = found.repeat_interleave(2, 1) if of.interleaved else found.repeat(1, 2)
+        if of.interleaved and torch.equal(other[0, :, 0], other[0, :, other.shape[-1] // 2]):
+            expected = found.repeat(1, 2)
+        if other.shape[1:] != expected.shape:
+            raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
+        far = (other[0] - expected).abs().amax(-1) > TABLE_TOLERANCE
+        if bool(far.any()):
+            position = int(positions[far][0])
+            raise UnsupportedError(
+                f"the angles of position {position} differ from those of {type(embedding).__name__}"
+            )

@@ -1,0 +1,1 @@
+"""Descriptions of the families of models that the kernels compute."""

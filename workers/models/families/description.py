@@ -1,0 +1,144 @@
+"""The description of a family of models: what each decoder layer is, by its index, in the words of
+the kernels.
+
+A description names parts of transformers' layer and says how they are put together; the proof of
+every layer at load holds it against transformers. Knows configurations, and reads no weights.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, NormKind
+
+GELU_TANH = {"gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"}
+SILU = {"silu", "swish"}
+SEPARATE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a layer."""
+
+    table: str = ""
+    """The layer type whose angles are taken, where a model has several tables."""
+    interleaved: bool = False
+    """Neighbours are rotated together, 0 with 1 and 2 with 3; else both halves of a head."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a layer; parts by their names within it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = field(default_factory=Rope)
+    window: int = 0
+    """A position sees itself and window - 1 before it; 0: all."""
+    softcap: float = 0.0
+    qkv: Sequence[str] = SEPARATE
+    output: str = "self_attn.o_proj"
+    norms: tuple[str, str] | None = None
+    """Those of queries and keys, RMS."""
+    norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The MLP of a layer."""
+
+    activation: Activation | None
+    """None: one that the kernels do not have."""
+    gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms around both halves of a layer by name, None where there is none."""
+
+    epsilon: float
+    pre_mixer: str | None = "input_layernorm"
+    post_mixer: str | None = None
+    """On what attention adds."""
+    pre_mlp: str | None = "post_attention_layernorm"
+    post_mlp: str | None = None
+    kind: NormKind = NormKind.RMS
+    plus_one: bool = False
+    """The checkpoint stores weights minus one."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer."""
+
+    attention: Attention
+    mlp: Mlp
+    norms: Norms
+    residual_scale: float = 1.0
+    """The factor of what each half adds."""
+    parallel: bool = False
+    """The MLP reads what attention reads."""
+
+
+def thresholds_of(config: Any) -> Sequence[int]:
+    """Return the positions at which layers with windows or scaled angles change."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [config.to_dict(), rope, *(part for part in rope.values() if isinstance(part, dict))]
+    names = ("sliding_window", "original_max_position_embeddings")
+    return sorted({int(part[name]) for part in parts for name in names if part.get(name)})
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models; embeddings, logits and the names of tensors are transformers'."""
+
+    layer: Callable[[Any, int], LayerSpec]
+    """The layer of a configuration at an index; a pure function."""
+    thresholds: Callable[[Any], Sequence[int]] = thresholds_of
+    """Positions at which the function changes: each layer is proved on both sides of them."""
+
+
+# what most families have in common
+
+
+def attention(config: Any, index: int, **fields: Any) -> Attention:
+    """Return attention as Llama's, with the heads and the window that a configuration says."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    given: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "window": window(config, index),
+    }
+    return Attention(**(given | fields))
+
+
+def window(config: Any, index: int) -> int:
+    """Return the window of a layer; 0: it sees all."""
+    if not slides(config, index):
+        return 0
+    return getattr(config, "sliding_window", None) or 0
+
+
+def slides(config: Any, index: int) -> bool:
+    """Return whether the type of a layer is one with a window, or no types are given."""
+    types = getattr(config, "layer_types", None)
+    return not types or types[index] == "sliding_attention"
+
+
+def gated(name: str, **fields: Any) -> Mlp:
+    """Return a gated MLP with the activation of this name."""
+    activation = (
+        Activation.SILU_GATED
+        if name in SILU
+        else Activation.GELU_TANH_GATED
+        if name in GELU_TANH
+        else None
+    )
+    return Mlp(activation, **fields)

@@ -1,0 +1,68 @@
+"""Gemma 1 to 3: weights of norms are stored minus one; from the second on norms stand on both sides
+of each half."""
+
+from typing import Any
+
+from dovetail.workers.models.families.description import (
+    HEAD_NORMS,
+    Family,
+    LayerSpec,
+    Norms,
+    Rope,
+    attention,
+    gated,
+)
+
+
+def _gemma(config: Any, index: int) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index, window=0),
+        gated(config.hidden_act),
+        Norms(config.rms_norm_eps, plus_one=True),
+    )
+
+
+def _norms(config: Any) -> Norms:
+    return Norms(
+        config.rms_norm_eps,
+        post_mixer="post_attention_layernorm",
+        pre_mlp="pre_feedforward_layernorm",
+        post_mlp="post_feedforward_layernorm",
+        plus_one=True,
+    )
+
+
+def _gemma2(config: Any, index: int) -> LayerSpec:
+    return LayerSpec(
+        attention(
+            config,
+            index,
+            scale=config.query_pre_attn_scalar**-0.5,
+            softcap=config.attn_logit_softcapping or 0.0,
+        ),
+        gated(config.hidden_activation),
+        _norms(config),
+    )
+
+
+def _gemma3(config: Any, index: int) -> LayerSpec:
+    """Layers with a window and without have tables of angles of their own."""
+    return LayerSpec(
+        attention(
+            config,
+            index,
+            scale=config.query_pre_attn_scalar**-0.5,
+            softcap=config.attn_logit_softcapping or 0.0,
+            norms=HEAD_NORMS,
+            rope=Rope(config.layer_types[index]),
+        ),
+        gated(config.hidden_activation),
+        _norms(config),
+    )
+
+
+FAMILIES = {
+    "gemma": Family(_gemma),
+    "gemma2": Family(_gemma2),
+    "gemma3_text": Family(_gemma3),
+}

@@ -1,0 +1,94 @@
+"""Llama and the families that are Llama but for a detail."""
+
+from typing import Any
+
+from dovetail.workers.kernels.layer_plan import Activation, HeadNorm
+from dovetail.workers.models.families.description import (
+    HEAD_NORMS,
+    Family,
+    LayerSpec,
+    Mlp,
+    Norms,
+    Rope,
+    attention,
+    gated,
+)
+
+
+def _llama(config: Any, index: int, **fields: Any) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index, **fields), gated(config.hidden_act), Norms(config.rms_norm_eps)
+    )
+
+
+def _full(config: Any, index: int) -> LayerSpec:
+    return _llama(config, index, window=0)
+
+
+def _head_norms(config: Any, index: int) -> LayerSpec:
+    return _llama(config, index, norms=HEAD_NORMS)
+
+
+def _smollm3(config: Any, index: int) -> LayerSpec:
+    """Every fourth layer rotates nothing; windows are used only if that is said."""
+    fields: dict[str, Any] = {"rope": Rope() if config.no_rope_layers[index] else None}
+    if not config.use_sliding_window:
+        fields["window"] = 0
+    return _llama(config, index, **fields)
+
+
+def _ernie(config: Any, index: int) -> LayerSpec:
+    return _llama(config, index, window=0, rope=Rope(interleaved=True))
+
+
+def _hunyuan(config: Any, index: int) -> LayerSpec:
+    """Queries and keys are normed after they are rotated."""
+    return _llama(
+        config,
+        index,
+        window=0,
+        norms=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+        norm_place=HeadNorm.HEAD_AFTER_ROPE,
+    )
+
+
+def _granite(config: Any, index: int) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index, window=0, scale=config.attention_multiplier),
+        gated(config.hidden_act),
+        Norms(config.rms_norm_eps),
+        residual_scale=config.residual_multiplier,
+    )
+
+
+def _arcee(config: Any, index: int) -> LayerSpec:
+    """No gate, and the squares of what is positive."""
+    return LayerSpec(
+        attention(config, index, window=0),
+        Mlp(Activation.RELU2 if config.hidden_act == "relu2" else None, gate_up=("mlp.up_proj",)),
+        Norms(config.rms_norm_eps),
+    )
+
+
+def _phi3(config: Any, index: int) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index, qkv=("self_attn.qkv_proj",)),
+        gated(config.hidden_act, gate_up=("mlp.gate_up_proj",)),
+        Norms(config.rms_norm_eps),
+    )
+
+
+FAMILIES = {
+    "llama": Family(_full),
+    "mistral": Family(_llama),
+    "ministral": Family(_llama),
+    "qwen2": Family(_llama),
+    "qwen3": Family(_head_norms),
+    "seed_oss": Family(_full),
+    "phi3": Family(_phi3),
+    "smollm3": Family(_smollm3),
+    "ernie4_5": Family(_ernie),
+    "hunyuan_v1_dense": Family(_hunyuan),
+    "granite": Family(_granite),
+    "arcee": Family(_arcee),
+}

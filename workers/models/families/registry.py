@@ -1,0 +1,10 @@
+"""All descriptions, by the model type of a configuration."""
+
+from collections.abc import Mapping
+
+from dovetail.workers.models.families import cohere, gemma, llama, post_normed
+from dovetail.workers.models.families.description import Family
+
+FAMILIES: Mapping[str, Family] = (
+    llama.FAMILIES | gemma.FAMILIES | post_normed.FAMILIES | cohere.FAMILIES
+)
