@@ -237,7 +237,7 @@ class Coordinator:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
             self.carry_out(self._admission.strike(peer, error))
-            self._peers.part()
+            self._rest()
             return
         if (known := worker or client) is not None:
             self._record(lambda recorder: recorder.received(known, message, frames))

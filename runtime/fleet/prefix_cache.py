@@ -1,10 +1,10 @@
 """The prefix cache: what a worker still holds of sessions that have ended, and which of them a
 prompt goes on from.
 
-A `Shelf` stands for one worker: it knows the logs of the sessions whose caches that worker keeps,
-and lets the oldest go when there is no more room. Logs are compared as bytes, so that a prompt of a
-hundred thousand tokens takes microseconds. Pure: which messages follow is the coordinator's
-business.
+A `PrefixCache` stands for one worker: it knows the logs of the sessions whose caches that worker
+keeps, and lets the oldest go when there is no more room. Logs are compared as bytes, so that a
+prompt of a hundred thousand tokens takes microseconds. Pure: which messages follow is the
+coordinator's business.
 """
 
 import struct

@@ -101,7 +101,7 @@ def in_step(
 
 
 def in_live(owner: type, name: str, error: BaseException) -> Callable[[pytest.MonkeyPatch], None]:
-    """What is done with the guilty session's `Live` raises."""
+    """What is done with the guilty session's `RunningRequest` raises."""
 
     def sabotage(patch: pytest.MonkeyPatch) -> None:
         real = getattr(owner, name)

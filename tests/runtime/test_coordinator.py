@@ -26,6 +26,7 @@ from dovetail.protocol.messages import (
     Fingerprint,
     Finished,
     Hello,
+    Message,
     Prefilled,
     Probe,
     Probed,
@@ -42,7 +43,9 @@ from dovetail.runtime.client import Client
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine import outgoing, worker_events
 from dovetail.runtime.engine.coordinator import DEFAULTS
+from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import MAX_CLIENTS, MAX_WORKERS, Registry
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
@@ -1233,3 +1236,35 @@ def test_thresholds_that_are_a_files_name_are_refused() -> None:
     (failed,) = (r for r in house.replies() if isinstance(r, Failed))
     assert failed.code == "settings"
     assert "bins.toml" in failed.text
+
+
+def test_all_sessions_of_a_pass_ask_for_the_next_one_before_a_client_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house, order = House(draft=False), list[str]()
+    receive, to_worker = house.coordinator._receive, Outgoing.to_worker
+    to_client = Outgoing.to_client
+
+    def received(peer: bytes, frames: list[bytes], now_ns: int) -> None:
+        order.append("arrived")
+        receive(peer, frames, now_ns)
+
+    def asked(self: Outgoing, worker: Worker, message: Message) -> tuple[int, int]:
+        order.append(f"{message.type} {len(getattr(message, 'items', ()))}")
+        return to_worker(self, worker, message)
+
+    def told(self: Outgoing, client: ClientPeer, message: Message) -> None:
+        order.append(message.type)
+        to_client(self, client, message)
+
+    monkeypatch.setattr(house.coordinator, "_receive", received)
+    monkeypatch.setattr(Outgoing, "to_worker", asked)
+    monkeypatch.setattr(Outgoing, "to_client", told)
+    requests = [house.submit(prompt=(1, 2, 3 + place), max_tokens=12) for place in range(3)]
+    for request in requests:
+        house.client.complete(request)
+    _, *passes = (place for place, what in enumerate(order) if what == "verify 3")
+    assert len(passes) > 4
+    for place in passes:
+        assert order[place - 1] == "arrived"
+        assert order[place + 1 : place + 4] == ["emitted"] * 3
