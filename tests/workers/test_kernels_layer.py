@@ -163,17 +163,16 @@ def test_a_layer_norm_is_torchs(width: int, biased: bool) -> None:
 @pytest.mark.parametrize("width", [7, 64, 1500])
 @pytest.mark.parametrize("activation", list(Activation))
 def test_an_activation_is_torchs(activation: Activation, width: int) -> None:
-    gated = activation is not Activation.GELU_TANH
+    gated = activation not in (Activation.GELU_TANH, Activation.RELU2)
     x = torch.randn(5, width * (1 + gated)) * 6
     x[0, :7] = torch.tensor([0.0, -0.0, 100.0, -100.0, 1e-30, 3e38, -3e38])
     gate, up = (
         (x[:, :width].double(), x[:, width:].double()) if gated else (x.double(), torch.tensor(1.0))
     )
-    function = (
-        nn.functional.silu
-        if activation is Activation.SILU_GATED
-        else lambda v: nn.functional.gelu(v, approximate="tanh")
-    )
+    function = {
+        Activation.SILU_GATED: nn.functional.silu,
+        Activation.RELU2: lambda v: nn.functional.relu(v).square(),
+    }.get(activation, lambda v: nn.functional.gelu(v, approximate="tanh"))
     found = _on_all_isas(lambda: activate(activation, x))
     torch.testing.assert_close(found, (function(gate) * up).float(), rtol=2e-6, atol=1e-6)
 

@@ -12,6 +12,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models import attention
+from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.language_model import LanguageModel
@@ -244,9 +245,11 @@ def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(
 
 @needs_kernels
 def test_a_layer_that_differs_from_transformers_is_refused_by_the_kernels(
-    llama_folder: Path,
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Granite's layers have Llama's parts and scale what they add."""
+    """Granite's layers have Llama's parts and scale what they add, which only their description
+    says."""
+    monkeypatch.setattr(fused, "FAMILIES", {})
     config = GraniteConfig(
         vocab_size=VOCABULARY, num_hidden_layers=2, residual_multiplier=0.5, **SHAPE
     )

@@ -198,12 +198,21 @@ class Angles:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tables: dict[int, tuple[Rotary, Tensor, Tensor]] = {}
+        self._alike: dict[int, tuple[Rotary, int]] = {}
+        """Tables with the numbers of another one, and the id of that."""
 
     def add(self, rotary: Rotary) -> None:
-        """Take a table over, if it is a new one."""
-        if id(rotary) not in self._tables:
-            tables = rotary.cosines.to(self._device), rotary.sines.to(self._device)
-            self._tables[id(rotary)] = (rotary, *tables)
+        """Take a table over, if it is a new one; one with the same numbers is not copied again."""
+        if id(rotary) in self._tables or id(rotary) in self._alike:
+            return
+        for key, (known, _, _) in self._tables.items():
+            if torch.equal(known.cosines, rotary.cosines) and torch.equal(
+                known.sines, rotary.sines
+            ):
+                self._alike[id(rotary)] = (rotary, key)
+                return
+        tables = rotary.cosines.to(self._device), rotary.sines.to(self._device)
+        self._tables[id(rotary)] = (rotary, *tables)
 
     def at(self, positions: Tensor) -> "Turn | None":
         """Return the angles of rows, for all layers of a pass: positions int64 [T]; None without
@@ -212,6 +221,7 @@ class Angles:
             key: (cosines[positions].unsqueeze(1), sines[positions].unsqueeze(1))
             for key, (_, cosines, sines) in self._tables.items()
         }
+        found |= {key: found[of] for key, (_, of) in self._alike.items()}
         return Turn(found) if found else None
 
 

@@ -149,9 +149,13 @@ class TorchEngine:
         self._masks: Masks | None = None
         self._angles = Angles(device)
 
-    def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
+    def take_angles(self, plan: LayerPlan) -> None:
+        """Have the angles of a layer at hand in every pass."""
         if plan.rotary is not None:
             self._angles.add(plan.rotary)
+
+    def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
+        self.take_angles(plan)
         if self._masks is None:
             self._masks = Masks(
                 groups=plan.heads // plan.kv_heads, device=self.device, dtype=torch.float32

@@ -220,6 +220,7 @@ class DeviceSubstitute(Kernels):
         if plan.index in self._target.settled:
             self._coded.append(SharedLayer(self._target.settled[plan.index]))
         else:
+            self._engine.take_angles(plan)
             products = dict(zip(("qkv", "output", "gate_up", "down"), self._products, strict=True))
             self._coded.append(CodedLayer(DeviceLayer(plan, self.device), products))
         self._plans.append(plan)
