@@ -19,7 +19,7 @@ from math import ceil
 from dovetail.protocol.policies import POLICIES
 
 Seconds = Callable[[int], float]
-"""Of a number of rows."""
+"""Returns the seconds of a pass over so many rows."""
 BUFFERS = 2
 """That streamed layers pass through (`workers/models/backends/placement.py`)."""
 DRAFTED_HOPS, PLAIN_HOPS = 4, 2
@@ -53,7 +53,8 @@ class Tree:
 
 
 Bytes = Callable[[int, int], int]
-"""Of a device that computes so many layers and keeps so many of them, or of the host beside it."""
+"""Returns the bytes of a device that computes so many layers and keeps so many of them, or those of
+the host beside it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Link:
     """The way of streamed layers."""
 
     layer_s: Seconds
-    """Of copying one, beside a pass over so many rows."""
+    """Seconds of copying one layer, beside a pass over so many rows."""
     overlaps: bool
     """True if copies cost the computing nothing; where the CPU stands for a GPU they take turns
     with it."""
@@ -89,7 +90,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is."""
+    """A machine: its device, its host, and the link between them."""
 
     host: Place | None
     device: Place | None
@@ -111,16 +112,16 @@ class Draft:
 
     name: str
     level_s: Callable[[int, int], float]
-    """Of a pass over so many rows, beside a target of which so many layers are resident."""
+    """Seconds of a pass over so many rows, beside a target of which so many layers are resident."""
     device_bytes: Callable[[int], int]
-    """What it needs of the device beside a target of which so many layers are resident;
+    """Bytes that it needs of the device beside a target of which so many layers are resident;
     `host_bytes` of the host."""
     host_bytes: int
     tokens: Callable[[Tree], float]
-    """What a round with a tree brings on average, its own token counted."""
+    """Returns the tokens that a round with a tree brings on average, its own counted."""
     trees: Sequence[Tree]
     proposal_s: float = 0.0
-    """What a proposal takes beside its passes."""
+    """Seconds of a proposal beside its passes."""
     shares: bool = False
     """True if it computes with the target's own resident layers, so that more of these may cost it
     more."""
@@ -145,7 +146,7 @@ class Option:
     device_bytes: int
     host_bytes: int
     copy_s: float
-    """What the link is busy in a round."""
+    """Seconds for which the link is busy in a round."""
 
     @property
     def round_s(self) -> float:
@@ -179,7 +180,7 @@ Places = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Planner:
-    """Of one target on one machine."""
+    """Plans the placement of one target on one machine."""
 
     target: Target
     machine: Machine

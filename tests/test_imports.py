@@ -49,7 +49,7 @@ OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"
 are pickled, and the user has to ask for it."""
 SORTED = ("launch", "workers", "runtime")
 """The folders that have rooms: few entries at the top, and no long file."""
-SPOKEN = ("launch", "workers")
+SPOKEN = ("launch", "workers", "runtime")
 """The folders whose docstrings are sentences."""
 MOST_ENTRIES, MOST_LINES = 20, 400
 FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where)\b")

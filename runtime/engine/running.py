@@ -114,7 +114,7 @@ class RunningRequest:
     told_ns: int | None = None
     """When its client was last told a token."""
     behind: deque[Callable[[], None]] = field(default_factory=deque)
-    """What is still to be told of its last events, since workers are asked before."""
+    """Calls that tell what is to be told of its last events, since workers are asked first."""
     _prompts: int = 0
     """That its workers had been given to read when the round began."""
     _read: bool = False

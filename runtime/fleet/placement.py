@@ -274,8 +274,8 @@ class Placement:
         return base
 
     def target_base(self, live: RunningRequest, target: Worker) -> Base | None:
-        """The same of another target of a session, which reads the whole log; nobody wants features
-        any more of what it leaves out."""
+        """Return what another target of a session goes on from, None if nothing: it reads the whole
+        log, and nobody wants features any more of what it leaves out."""
         session = live.session
         if not (self._reuse and session.request.may_reuse) or live.draft is target:
             return None

@@ -1,5 +1,5 @@
-"""What HTTP clients send: OpenAI's bodies, with what vLLM's clients add. Says what may be asked
-for; what it means for a target, `orders.py` knows.
+"""The bodies that HTTP clients send: OpenAI's, with what vLLM's clients add. They say what may be
+asked for; `orders.py` knows what that means for a target.
 
 Fields that are not served here are refused unless they ask for nothing, and so are fields that
 nobody knows (`fields.py`).
@@ -81,8 +81,8 @@ class Wishes(Body):
 
 
 class Decoding(Body):
-    """What both kinds of completions have in common. What is left out is as the server's settings
-    have it."""
+    """The fields that both kinds of completions share; those left out are as the server's settings
+    have them."""
 
     model: str | None = Field(
         None, max_length=512, description="name of the served model; left out: that one"

@@ -26,12 +26,12 @@ from dovetail.runtime.telemetry.picture import label
 Shown = Literal["full", "anonymous", "off"]
 
 EVERY_S = 1.0
-"""How often a page asks."""
+"""Seconds between two requests of a page."""
 FRESH_S = 0.5
-"""What was heard so lately is told to the next who asks too."""
+"""Seconds for which an answer is told to others who ask, too."""
 MOST_LOOKS = 8
-"""What has happened since the last time may not fit into one message; of more than so many the rest
-comes with the next."""
+"""Messages that are read at most to hear of what has happened since the last time; the rest comes
+with the next request."""
 STATE_PATH = "/dashboard/state"
 FOLDER = Path(__file__).parent / "page"
 TYPES = {
@@ -68,7 +68,7 @@ def page_files() -> dict[str, tuple[str, bytes]]:
 
 
 class Watch:
-    """What is seen of the coordinator, for all who look."""
+    """Asks the coordinator what it sees, for all who look."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class Run:
         self._gateway = gateway
         self._order: Order | None = None
         self._next = 0
-        """Of the replies, the first that has not been asked for."""
+        """The number of the first reply that has not been asked for."""
         self._numbers: dict[int, int] = {}
         """Reply -> number of its request with the coordinator, while it runs."""
         self._heard: deque[tuple[int, Told]] = deque()

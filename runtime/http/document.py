@@ -1,5 +1,5 @@
-"""What /openapi.json says of the answers; of the bodies, their models say it. Nothing here decides
-anything: a fuzzer holds the API to it."""
+"""The answers in /openapi.json; models describe the bodies. Nothing here decides anything: a fuzzer
+holds the API to it."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -31,7 +31,7 @@ class ErrorFields(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """What every error looks like."""
+    """The body of every error."""
 
     error: ErrorFields
 

@@ -1,5 +1,5 @@
-"""What an HTTP client is told when something cannot be done: OpenAI's error object and the status
-that goes with it. Knows no framework."""
+"""Errors as HTTP clients are told of them: OpenAI's error object and the status that goes with it.
+Knows no framework."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ BRANCHES = (
     "literal",
     "json",
 )
-"""How a union's branches begin in the place of a validation error; they are no part of a field's
-name."""
+"""Beginnings of a union's branches in the place of a validation error, which are no part of a
+field's name."""
 KEY = "[key]"
-"""What follows a key of a table that is wrong."""
+"""The part of a place that follows a wrong key of a table."""
 
 
 class ApiError(DovetailError):
@@ -123,7 +123,7 @@ KINDS = {
     "model_attributes": "an object",
     "model": "an object",
 }
-"""What is wanted, by the beginning of the type of a validation error."""
+"""Descriptions of wanted values, by the beginning of the type of a validation error."""
 MOST_SHOWN = 40
 
 

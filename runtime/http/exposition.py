@@ -1,5 +1,5 @@
-"""What /metrics says, in Prometheus's text form: under names of our own, and what existing
-dashboards and benchmarks look for under vLLM's.
+"""The metrics at /metrics, in Prometheus's text form: under names of our own, and, where existing
+dashboards and benchmarks look for them, under vLLM's.
 
 What the coordinator counts comes from its answer to Status, once a scrape; what only this process
 sees - the times that clients wait - is observed here. The only door to `prometheus_client`, with a
@@ -92,7 +92,7 @@ WHOLE_S = (
 
 
 class Counts:
-    """How many durations lay between two bounds, and what all of them add up to."""
+    """Counts of durations between bounds, and the sum of all of them."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -204,7 +204,7 @@ class Exposition:
 
 
 class _State(Collector):
-    """What the coordinator reported."""
+    """Collects the metrics of one report of the coordinator."""
 
     reported: Reported | None = None
     model: str = ""
@@ -313,7 +313,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
 
 
 def _known(reported: Reported, model: str) -> Iterable[Metric]:
-    """The same under the names that others look for."""
+    """Yield the metrics under the names that others look for."""
     totals, label = reported.totals, {"model_name": model}
     yield _gauge(
         "vllm:num_requests_running",

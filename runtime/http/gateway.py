@@ -52,8 +52,7 @@ from dovetail.runtime.text.tokenizer import TextCodec
 log = logging.getLogger("dovetail.http")
 
 RETRY_S, MOST_RETRY_S = 0.1, 2.0
-"""How long a coordinator that has gone is waited for before it is looked for again: at first, and
-at most."""
+"""Seconds before a coordinator that has gone is looked for again: at first, and at most."""
 ANSWER_S = 10.0
 """Within so long the coordinator says what it is asked."""
 FRESH_S = 0.5
@@ -69,7 +68,7 @@ Answer = Described | Reported | Seen
 
 @dataclass(frozen=True)
 class Target:
-    """What requests are decoded with at present."""
+    """The target that requests are decoded with at present."""
 
     described: Described
     text: TextCodec

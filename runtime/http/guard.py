@@ -1,4 +1,4 @@
-"""What stands before every route: who may ask, from where, and how much. A plain ASGI layer, since
+"""The guard before every route: who may ask, from where, and how much. A plain ASGI layer, since
 the token path leads through it.
 
 Knows headers and addresses, nothing of models.
@@ -24,13 +24,13 @@ OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")
 LOCAL_PATHS = ("/metrics",)
 """These answer on the machine itself without a key too."""
 STRAIGHT = "dovetail.send"
-"""Where a stream finds the way to its client past the layers of the framework, each of which would
+"""The key of a stream's way to its client past the layers of the framework, each of which would
 cost microseconds a token."""
 OWNER = "dovetail.owner"
-"""Where a request says whose it is: a digest of its API key; not there without one."""
+"""The key under which a request says whose it is: a digest of its API key; absent without one."""
 UNREAD = "dovetail.unread"
-"""Where a stream says what is to be called when its client reads nothing: it ends then, with an
-error for its last words."""
+"""The key under which a stream says what is to be called when its client reads nothing: it ends
+then, with an error for its last words."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 
 

@@ -1,4 +1,4 @@
-"""What a body asks for, in the terms of the target: prompts as token ids, and for each reply a
+"""The orders of a body, in the terms of the target: prompts as token ids, and for each reply a
 Submit. Pure; long prompts take their time.
 
 Knows bodies and the target's text, nothing of sockets. Whatever does not fit is an `ApiError` that
@@ -25,7 +25,7 @@ from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Target
 
 COMPLETION_TOKENS = 16
-"""Of a text completion that does not say how many: OpenAI's default."""
+"""Tokens of a text completion that does not say how many: OpenAI's default."""
 OVERRIDES = (
     "temperature",
     "top_p",
@@ -41,7 +41,7 @@ Kind = Literal["chat", "text"]
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds for a request that does not say otherwise."""
+    """The settings of a request that does not say otherwise."""
 
     sampling: SamplingSettings
     tree: TreeSettings

@@ -1,4 +1,4 @@
-"""What HTTP clients get: OpenAI's chunks and completions, byte for byte where clients look.
+"""Replies to HTTP clients: OpenAI's chunks and completions, byte for byte where clients look.
 Streamed lines are put together by hand: a line is a few microseconds, and nothing else of the HTTP
 process is done as often.
 
@@ -21,7 +21,7 @@ from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
-"""What OpenAI writes for a logarithm that JSON has no number for."""
+"""The number that OpenAI writes for a logarithm that JSON has none for."""
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -196,7 +196,7 @@ class Writer(ABC):
 
 
 class ChatWriter(Writer):
-    """Of /v1/chat/completions."""
+    """Writes the replies of /v1/chat/completions."""
 
     chunk_object, whole_object, id_prefix = "chat.completion.chunk", "chat.completion", "chatcmpl"
 
@@ -244,7 +244,7 @@ class ChatWriter(Writer):
 
 
 class TextWriter(Writer):
-    """Of /v1/completions."""
+    """Writes the replies of /v1/completions."""
 
     chunk_object, whole_object, id_prefix = "text_completion", "text_completion", "cmpl"
 

@@ -27,7 +27,7 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class Part:
-    """What is new of a reply; `ended`: there will be no more."""
+    """The new part of a reply; `ended`: it is the last."""
 
     text: str = ""
     tokens: Sequence[ShownToken] = ()
@@ -105,10 +105,10 @@ class Reply:
             self._submit.end if self._submit.end is not None else target.described.vocabulary.end
         )
         self._length = 0
-        """Of the text that has been shown, prompt not counted."""
+        """Characters of the text that has been shown, prompt not counted."""
         self._prompt = order.prompt(index)
         self._scores: list[TokenLogprobs | None] = [None]
-        """Of the prompt, whose first token follows nothing."""
+        """Log-probabilities of the prompt, whose first token follows nothing."""
         self._echoes = order.echoed
         wanted = order.logprobs is not None or order.wishes.drafted
         self._tokens = Tokens(target.text.detokenizer(), len(self._prompt)) if wanted else None

@@ -28,8 +28,8 @@ MAX_HEAD_BYTES = 64 << 10
 KEEP_ALIVE_S = 30
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 64 << 10
-"""What the kernel keeps for a client that does not read: enough for a stream of tokens, and little
-for thousands of connections."""
+"""Bytes that the kernel keeps for a client that does not read: enough for a stream of tokens, and
+little for thousands of connections."""
 GRACE_S = 5.0
 """After a signal, requests that run have so long to end."""
 LAST_WORDS_S = 2.0
@@ -44,7 +44,7 @@ OTHER_PORT = "choose another port with --http.port (0: any free one)"
 
 
 class Connections:
-    """What all connections of a server share: the limits, and the look at each of them."""
+    """The connections of a server: their limits, and a look at each of them."""
 
     def __init__(self, *, receive_s: float, most: int) -> None:
         self.receive_s, self.most = receive_s, most
@@ -120,7 +120,7 @@ class PatientProtocol(HttpToolsProtocol):
             )  # which the parser passes on as an error of its own
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is answered in our own words."""
+        """Answer what is no HTTP in our own words."""
         if self._head > MAX_HEAD_BYTES:
             self._refuse(
                 ApiError(

@@ -1,4 +1,4 @@
-"""What a recording of a session is made of, and reading it back.
+"""The parts of a recording of a session, and how it is read back.
 
 A recording is a file of MessagePack maps, one behind the other: the session as it began, the
 tokenizer of its target, the peers as they are first heard of or spoken to, then in order every
@@ -28,7 +28,7 @@ from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 FORMAT = 2
 SUFFIX = ".messages"
 MAX_FILE_BYTES = 64 << 20
-"""Of one recording, without its tokenizer."""
+"""Most bytes of one recording, without its tokenizer."""
 MAX_ENTRY_BYTES = MAX_FILE_BYTES + MAX_ARRAY_BYTES
 
 
@@ -58,7 +58,7 @@ class From(Frozen):
 
 
 class Drafting(Frozen):
-    """What a draft is told of the log when a session begins: the beginning of a
+    """The part of the log that a draft is told of when a session begins: the beginning of a
     `draft_sync.DraftSync`."""
 
     tokens: Count
@@ -131,9 +131,9 @@ class Step(Frozen):
     name: Name
     arguments: tuple[Any, ...] = ()
     actions: tuple[tuple[Any, ...], ...] = ()
-    """What followed, as `recording.outline` has it."""
+    """The actions that followed, as `recording.outline` has them."""
     raised: tuple[Name, Text] | None = None
-    """What went wrong instead: the name of an exception and its words."""
+    """The exception that it ended with instead: its name and its words."""
 
 
 class End(Frozen):

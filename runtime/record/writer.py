@@ -22,9 +22,9 @@ from dovetail.runtime.record import recording
 log = logging.getLogger("dovetail.coordinator")
 
 MAX_FOLDER_BYTES = 1 << 30
-"""Of all recordings in a folder, beside those that are being written."""
+"""Most bytes of all recordings in a folder, beside those that are being written."""
 MAX_WAITING_BYTES = 128 << 20
-"""What may wait for the disk."""
+"""Most bytes that wait for the disk."""
 
 
 @dataclass(frozen=True)

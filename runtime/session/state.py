@@ -48,9 +48,10 @@ class SessionState:
     fingerprint: str = ""
     """The fingerprint of its target."""
     draft_sync: DraftSync | None = None
-    """What its draft has of the log; None: there is no draft."""
+    """The part of the log that its draft has; None: there is no draft."""
     target_base: Base | None = None
-    """What the target goes on from; as many tokens as the draft if that reads its target."""
+    """The ended session that the target goes on from; as many tokens as the draft if that reads its
+    target."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -74,7 +75,7 @@ class SessionState:
     _reused: int = 0
     """Tokens of it that the target had read in an earlier session."""
     _placement: str = ""
-    """Where the layers of its target are, in words."""
+    """The devices of its target's layers, in words."""
     _read_by: str = ""
     """The device that read the log for it; empty: those that compute the model."""
     _moved: bool = False

@@ -1,1 +1,1 @@
-"""What the coordinator tells of its work: counts, recent rounds and spans, traces."""
+"""Telemetry of the coordinator: counts, recent rounds and spans, traces."""

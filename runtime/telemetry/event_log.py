@@ -1,5 +1,5 @@
-"""What has happened lately: a ring of rounds and spans, out of which Look is answered, and the
-spans of requests that are traced.
+"""The event log: a ring of recent rounds and spans, out of which Look is answered, and the spans of
+requests that are traced.
 
 What happens is only remembered, which takes a microsecond; what is shown is made when somebody
 asks. Rounds and spans share one numbering, so that whoever asks again with the last number gets
@@ -49,7 +49,7 @@ BOUND_TO = re.compile(r"^full: .*memory of node ([\d,-]+)")
 """The nodes in what a worker says of its binding."""
 
 Waits = Literal["", "draft", "target", "coordinator", "no work"]
-"""What a worker waits for; empty: it works."""
+"""The reason for which a worker waits; empty: it works."""
 Waiting = Callable[[Worker], Waits]
 
 
@@ -131,7 +131,7 @@ class EventLog:
         return now_ns
 
     def event(self, worker: Worker, event: Event) -> None:
-        """What an event says of its worker's time."""
+        """Note what an event says of its worker's time."""
         spans, beside = getattr(event, "spans", ()), getattr(event, "beside", ())
         if not spans and not beside:
             return

@@ -1,5 +1,5 @@
-"""What one request cost - every nanosecond of its life is put down to one account, and the sum is
-its wall time - and what all of them came to.
+"""Accounts of each request - every nanosecond of its life is put down to one of them, and their sum
+is its wall time - and totals over all requests.
 
 Knows no clock: all times are handed in, in nanoseconds on the coordinator's monotonic clock.
 """
@@ -13,7 +13,7 @@ from dovetail.protocol.messages import Drafted, FinishReason, Result, RoundRecor
 from dovetail.protocol.spans import Span
 
 OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")
-"""What a record has of a proposal."""
+"""Fields of a proposal that a record has."""
 
 Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"]
 
@@ -29,8 +29,8 @@ def extent_ns(spans: Sequence[Span]) -> int:
 
 @dataclass
 class RoundTimes:
-    """Where the time of a round went, from the verdict (or the first token) before it to its
-    own."""
+    """The times of a round, from the verdict (or the first token) before it to its own, in
+    nanoseconds."""
 
     draft_ns: int = 0
     """Drafting that was waited for."""
@@ -58,8 +58,8 @@ class RoundTimes:
 
     @property
     def missed_ns(self) -> int:
-        """Of that wait, what drafting is to blame for: without it a session asks as soon as it has
-        its verdict, and shares the next pass with whoever waits.
+        """Return how much of that wait is drafting's fault: without it a session asks as soon as it
+        has its verdict, and shares the next pass with whoever waits.
 
         A wait that is longer than a pass is for a prompt that is being read.
         """
@@ -111,8 +111,8 @@ class RoundFacts:
         )
 
     def light(self) -> "RoundFacts":
-        """The same without what the proposal's nodes were drawn from, which can be large and is in
-        no record."""
+        """Return the facts without what the proposal's nodes were drawn from, which can be large
+        and is in no record."""
         if self.proposal is None or self.proposal.candidates is None:
             return self
         return replace(
@@ -123,7 +123,7 @@ class RoundFacts:
 
 @dataclass
 class Tally:
-    """What all requests came to, of those that run as far as they have come."""
+    """Totals over all requests, of those that run as far as they have come."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -134,7 +134,7 @@ class Tally:
     accepted_at_depth: list[int] = field(default_factory=list)
     ended: Counter[FinishReason] = field(default_factory=Counter)
     rounds: int = 0
-    """Of requests that have ended with their reply; `round_tokens` those committed in them."""
+    """Rounds of requests that have ended with their reply; `round_tokens`: committed in them."""
     round_tokens: int = 0
     refused: int = 0
     """Requests that were turned down before anything was decoded."""
@@ -206,7 +206,7 @@ class Accounts:
 
     began_ns: int
     tally: Tally = field(default_factory=Tally)
-    """Of all requests, this one too."""
+    """Totals over all requests, this one too."""
     ns: dict[Account, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"), 0

@@ -9,13 +9,13 @@ from dovetail.protocol.messages import PairState, Reported, SeenRound
 from dovetail.protocol.tree import ROOT
 
 MAX_NODES = 256
-"""Of a tree, those that are drawn."""
+"""Nodes of a tree that are drawn at most."""
 MAX_LABEL = 24
 """Characters of a token that are shown."""
 SIGNS = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
 
 Spell = Callable[[int], str]
-"""What a token id stands for, as `label` writes it."""
+"""Returns the text of a token id, as `label` writes it."""
 """Spells a token id, as `label` writes it."""
 
 

@@ -20,8 +20,8 @@ from dovetail.protocol.messages import SeenSpan
 from dovetail.runtime.telemetry.event_log import OURS
 
 TRIP = ("draft", "handle", "verify", "commit")
-"""What a tree comes by in a round, in this order; then it is the coordinator's and the draft's
-again, in the next one."""
+"""Spans through which a tree passes in a round, in this order; then it is the coordinator's and the
+draft's again, in the next one."""
 
 
 Place = tuple[int, int]
@@ -136,7 +136,7 @@ def _slice(seen: SeenSpan, place: Place) -> dict[str, Any]:
 
 
 def _arrows(spans: Sequence[SeenSpan], where: Mapping[int, Place]) -> Iterator[dict[str, Any]]:
-    """Of every session one chain through its rounds, broken where a round had no draft."""
+    """Yield for each session one chain through its rounds, broken where a round had no draft."""
     stops: dict[tuple[int, int], dict[str, SeenSpan]] = {}
     for seen in spans:
         own = (

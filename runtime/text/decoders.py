@@ -16,7 +16,7 @@ from typing import Any
 
 Piece = tuple[str, bool]
 Rewrite = Callable[[str], str]
-"""What a decoder makes of a text that is one token."""
+"""Returns what a decoder makes of the text of one token."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 

@@ -49,7 +49,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
         self._matched = self._ahead = [0] * len(self._stops)
-        """How much of each stop string the text ends with; `_ahead`: the text with what is
+        """Characters of each stop string that the text ends with; `_ahead`: the text with what is
         foreseen."""
 
     def push(self, text: str) -> tuple[str, bool]:

@@ -25,14 +25,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CPU_S = 2.0
-"""Of one rendering. Templates of today's models take less than a millisecond a turn."""
+"""Processor seconds of one rendering. Templates of today's models take less than a millisecond."""
 TICKS = 16
 """Statements, or KiB that are made, between two looks at the clock."""
 MAX_MADE = 1 << 26
 """Characters, and items eight times, of all that a rendering makes: a dozen copies of the longest
 prompt that fits any context."""
 MAX_WIDTH = 1024
-"""Of what is filled up or set off to a width."""
+"""Most characters that something is filled up or indented to."""
 _ITEM = 8
 
 FILTERS = frozenset(
@@ -115,7 +115,7 @@ class ChatTemplate:
 
 
 class _Meter(threading.local):
-    """What the rendering in this thread may still use."""
+    """The processor time and memory that the rendering in this thread may still use."""
 
     left = ticks = 0
     until_s = 0.0
@@ -344,7 +344,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _size(value: Any) -> int:
-    """Of what was made."""
+    """Return the size of what was made."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):

@@ -141,7 +141,7 @@ class TextCodec:
 
 
 class Writer(Protocol):
-    """What makes text of tokens as they come: a Detokenizer, or what stands before one."""
+    """Makes text of tokens as they come: a Detokenizer, or what stands before one."""
 
     @property
     def fresh(self) -> str:
