@@ -113,7 +113,9 @@ class Session(OpeningSession):
     def readable(self, item: VerifiedItem, features: Array | None) -> bool:
         """Return whether the features that came with a verdict, or came not, are what the draft
         needs to go on."""
-        if self.draft_sync is None or (self._hold and features is None):
+        if self.draft_sync is None or self.draft_sync.reads is None:
+            return True  # those that were held for another draft concern nobody
+        if self._hold and features is None:
             return True
         rows = self.draft_sync.held + 1 + len(item.accepted)
         return item.held == self.draft_sync.held and self.draft_sync.fits(features, rows)

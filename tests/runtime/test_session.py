@@ -723,6 +723,22 @@ def test_features_that_lack_held_rows_are_not_what_the_draft_reads() -> None:
     assert not session.readable(item, None)
 
 
+def test_features_that_were_held_for_a_lost_draft_do_not_concern_the_next() -> None:
+    session = holding()
+    session.draft_lost()
+    session.next_round(None, Joining())
+    item = VerifiedItem(
+        session=1, round=session.round, accepted=(), bonus=7, margins=(0.1,), held=2
+    )
+    assert session.readable(item, features(LOG, 3, 6, READS))
+    session.verified(item, features(LOG, 3, 6, READS))
+    assert session.held_bytes == 0
+    (ask,) = session.next_round(Plan())
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.command, Draft)
+    assert ask.command.features is None
+
+
 def test_another_target_shows_what_the_lost_one_held() -> None:
     session = holding()
     session.next_round(None)
