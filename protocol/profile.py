@@ -12,9 +12,10 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise, takewhile
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,6 +30,8 @@ MAX_POINTS = 256
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
 Rate = Annotated[float, Field(gt=0.0)]
+WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
+"""Bytes that a pass reads of each weight of a type."""
 MACHINE_FIELDS = (
     "vendor_id",
     "model name",
@@ -94,6 +97,12 @@ class RowsSeconds(Frozen):
             )
         return self
 
+    @classmethod
+    def rising(cls, rows: Sequence[int], seconds: Iterable[float]) -> "RowsSeconds":
+        """A curve that never falls with the rows: what was measured noisily is raised to what came
+        before it."""
+        return cls(rows=tuple(rows), seconds=tuple(accumulate(seconds, max)))
+
     def at(self, rows: int) -> float:
         """Seconds of a pass over so many rows: linear between the measured ones, and level or along
         the last piece beyond them."""
@@ -113,6 +122,27 @@ class ContextCurve(Frozen):
     t_v: RowsSeconds
 
 
+@dataclass(frozen=True)
+class Roofline:
+    """The least time of a pass: the longer of reading its bytes and computing its products
+    (Williams et al., 2009)."""
+
+    reading_s: float
+    row_s: float
+    """Seconds of the arithmetic of one row."""
+
+    @classmethod
+    def of(
+        cls, *, size: float, operations: float, bandwidth_gb_s: float, gflop_s: float
+    ) -> "Roofline":
+        """Passes that read so many bytes, with so many operations a row."""
+        return cls(size / (bandwidth_gb_s * 1e9), operations / (gflop_s * 1e9))
+
+    def at(self, rows: float) -> float:
+        """Return the seconds of a pass over so many rows."""
+        return max(self.reading_s, rows * self.row_s)
+
+
 class Limits(Frozen):
     """What this machine can do on the cores in use, measured without a model."""
 
@@ -123,6 +153,22 @@ class Limits(Frozen):
     there are instructions, int8 (VNNI) and bf16."""
     probe: str
     """What measured them, in words: "kernels avx512-vnni" or "torch"."""
+
+    def peak_of(self, weights: str, *, library: bool) -> float:
+        """Return the peak of the arithmetic that multiplies such weights: 16-bit weights are
+        multiplied in fp32, but by a library's bf16, where there are instructions for it."""
+        own = {"int8": "int8", "int8-per-tensor": "int8", "bf16": "bf16" if library else "fp32"}
+        fp32 = self.peak_gflop_s["fp32"]
+        return self.peak_gflop_s.get(own.get(weights, "fp32"), fp32)
+
+    def roofline(self, parameters: int, weights: str, *, library: bool) -> Roofline:
+        """Return the least time of passes through so many weights of a type."""
+        return Roofline.of(
+            size=parameters * WEIGHT_BYTES.get(weights, 4),
+            operations=2 * parameters,
+            bandwidth_gb_s=self.bandwidth_gb_s,
+            gflop_s=self.peak_of(weights, library=library),
+        )
 
 
 class Calibration(Frozen):

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from dovetail.protocol.policies import POLICIES
+from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages
 
 Seconds = Callable[[int], float]
 """Returns the seconds of a pass over so many rows."""
 BUFFERS = 2
 """That streamed layers pass through (`workers/models/backends/placement.py`)."""
-DRAFTED_HOPS, PLAIN_HOPS = 4, 2
-"""Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
-coordinator handles every second of them."""
 LEAST_BUDGET = 128
 """Nodes of the trees that offloading with a draft is usually given (SpecExec, and the Dovetail
 paper's Table 4)."""
@@ -98,12 +96,7 @@ class Machine:
     device_bytes: int | None = None
     """The most that target and draft may take of the device; None: no limit."""
     host_bytes: int | None = None
-    hop_s: float = 0.0
-    coordinator_s: float = 0.0
-
-    def beside_s(self, hops: int) -> float:
-        """Messages of a round, and what the coordinator does with them."""
-        return hops * self.hop_s + hops / 2 * self.coordinator_s
+    messages: Messages = NO_MESSAGES
 
 
 @dataclass(frozen=True)
@@ -275,7 +268,7 @@ class Planner:
             tau=tokens,
             draft_s=draft_s,
             verify_s=self.pass_s(rows, computed, resident, draft_s),
-            beside_s=self.machine.beside_s(PLAIN_HOPS if tree is None else DRAFTED_HOPS),
+            beside_s=self.machine.messages.beside_s(drafted=tree is not None),
             device_bytes=self._device_bytes(computed, resident, draft),
             host_bytes=self._host_bytes(computed, resident, draft),
             copy_s=copy_s,

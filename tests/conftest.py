@@ -71,7 +71,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dovetail")
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_garbage() -> None:
     """What has been imported is no garbage: whoever looks for garbage, as each load of a model
     does, need not look through that again (a quarter second)."""
     gc.collect()

@@ -16,7 +16,7 @@ from dovetail.runtime.client import Client
 from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, submit, wait_for
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
-TOKENS = 80
+TOKENS = 56
 TEMPERATURES = (0.0, 1.0)
 QUIET_S = 0.3
 """A target from which nothing has come for so long, while it is stopped, owes something."""

@@ -130,6 +130,7 @@ def agreement_of(
     """Compare the target of a connection, on a text made of prompts; `text_tokens`: so many, None:
     as many as its configuration makes worth while."""
     from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+    from dovetail.workers.models.checkpoints.composite import text_part
     from dovetail.workers.models.checkpoints.files import read_json
     from dovetail.workers.models.parity.following import UnprovableError
     from dovetail.workers.models.parity.landmarks import landmarks
@@ -154,7 +155,7 @@ def agreement_of(
     marks = sorted(
         {
             mark
-            for mark in landmarks(read_json(checkpoint.folder / "config.json"))
+            for mark in landmarks(text_part(read_json(checkpoint.folder / "config.json")))
             if mark < context - REPLY - BEYOND
         }
     )

@@ -43,6 +43,7 @@ from dovetail.launch.simulation.runs import (
 from dovetail.launch.simulation.tables import chart_of, show_beside, show_ratios, show_rows
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
+from dovetail.runtime.costs.recorded import measured_costs
 
 LEVEL_ROWS = 10
 """Rows of the draft's level whose price is shown."""
@@ -160,11 +161,12 @@ def run(
     chosen = read_methods(configuration, methods, library.about)
     if costs is None and read_machine(machine).shared:
         chosen = [in_turns(method, machine) for method in chosen]
-    price, title = (
+    price = (
         costs_of(costs)
         if costs is not None
         else machine_costs(machine, target_size, weights, blocks)
     )
+    title = str(price.origin)
     if sweep == "ratio":
         if costs is None and read_machine(machine).shared:
             raise UserError(
@@ -242,7 +244,6 @@ def validate(
 
     The pair must be the recorded one; --inflate gives its target the cost of a larger one.
     """
-    from dovetail.launch.simulation.measured import measured_costs
     from dovetail.launch.simulation.validation import decode_all
 
     library = read_library(rounds, limit)
@@ -313,5 +314,5 @@ def _machine_row(name: str, target_size: str) -> Row:
         "weights": machine.weights,
         "shared": machine.shared,
         "t_v": t_v,
-        "t_d": costs.draft_s(LEVEL_ROWS),
+        "t_d": costs.t_d.at(LEVEL_ROWS),
     }

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.candidates import Candidate
-from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import ROWS
-from dovetail.protocol.profile import ContextCurve
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.costs.passes import PassCurves
+from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
 
 Step = Callable[[str], None]
@@ -163,13 +164,13 @@ def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: boo
     )
 
 
-def costs_of(planner: Planner, option: Option) -> Costs:
+def costs_of(planner: Planner, option: Option) -> PlacedCosts:
     """Return what rounds of an option cost, as the simulator takes it."""
     draft, machine = option.draft, planner.machine
     assert draft is not None
     t_v = [planner.pass_s(rows, option.computed, option.resident, option.draft_s) for rows in ROWS]
     t_d = [draft.level_s(rows, option.resident) for rows in ROWS]
-    passes = ContextCurve(context=0, t_v=curve(ROWS, t_v))
-    return Costs(
-        (passes,), curve(ROWS, t_d), draft.proposal_s, machine.hop_s, machine.coordinator_s
+    passes = ContextCurve(context=0, t_v=RowsSeconds.rising(ROWS, t_v))
+    return PlacedCosts(
+        PassCurves([passes]), RowsSeconds.rising(ROWS, t_d), draft.proposal_s, machine.messages
     )

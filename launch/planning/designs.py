@@ -24,6 +24,7 @@ from dovetail.workers.models.backends.placement import (
 )
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import refuse_content
+from dovetail.workers.models.checkpoints.composite import text_part
 
 HALF = 2
 """Bytes of a draft's number."""
@@ -49,6 +50,7 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{folder / 'config.json'} is no JSON: take the one that belongs to the model"
         ) from None
+    config = text_part(config) if isinstance(config, dict) else config
     if not isinstance(config, dict) or not has_sizes(config):
         if isinstance(config, dict):
             refuse_content(config, folder / "config.json")

@@ -12,10 +12,11 @@ from functools import cache
 from dovetail.launch.planning.designs import DraftSize, weight_bytes
 from dovetail.launch.simulation.machines import GIGA, MICRO
 from dovetail.launch.simulation.machines import Machine as Described
-from dovetail.protocol.profile import Calibration, DeviceCosts, RowsSeconds
+from dovetail.protocol.profile import Calibration, DeviceCosts, Roofline, RowsSeconds
+from dovetail.runtime.costs.rounds import Messages, Origin, Source
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
 
-HOP_S, COORDINATOR_S = 300e-6, 500e-6
+HERE = Messages(300e-6, 500e-6)
 """A message on its way over ipc, and what the coordinator does with one, right after a pass over
 half a gigabyte has emptied the caches: a round of the target alone took 0.95 ms beside its pass,
 one with a draft 2.4 ms (`python tests/benchmarks plan`). With nothing beside them they take a third
@@ -26,6 +27,9 @@ same rounds."""
 FP32_SHARE = 0.5
 """Share of a GPU's 16-bit arithmetic that it does in fp32, as its layers of a target are
 computed."""
+
+
+MEASURED = Origin(Source.PROFILED, "measured")
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,19 @@ class Engine:
     ) -> Seconds:
         """Return the seconds of so many weights in so many bytes, over rows."""
         beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
-        reading, row = size / (self.bandwidth_gb_s * GIGA), 2 * weights / (self.gflop_s * GIGA)
-        return lambda rows: max(reading, rows * row) + beside
-
-    def __str__(self) -> str:
-        return (
-            f"estimated from {self.bandwidth_gb_s:.4g} GB/s and {self.gflop_s:.4g} GFLOP/s "
-            f"({self.source})"
+        least = Roofline.of(
+            size=size,
+            operations=2 * weights,
+            bandwidth_gb_s=self.bandwidth_gb_s,
+            gflop_s=self.gflop_s,
         )
+        return lambda rows: least.at(rows) + beside
+
+    @property
+    def origin(self) -> Origin:
+        """Return the provenance of seconds that come of these limits."""
+        limits = f"{self.bandwidth_gb_s:.4g} GB/s and {self.gflop_s:.4g} GFLOP/s"
+        return Origin(Source.ESTIMATED, f"estimated from {limits} ({self.source})")
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,7 @@ class Hardware:
     overlaps: bool = True
     device_bytes: int | None = None
     host_bytes: int | None = None
-    hop_s: float = HOP_S
-    coordinator_s: float = COORDINATOR_S
+    messages: Messages = HERE
     level_s: float = LEVEL_S
     """Seconds that a level takes beside the draft's pass; `proposal_s` a proposal."""
     proposal_s: float = PROPOSAL_S
@@ -117,8 +125,7 @@ def described(machine: Described, weights: str, vram: int | None, ram: int | Non
         else round(memory.ram_gb * GIGA)
         if memory is not None
         else None,
-        hop_s=machine.link.hop_us * MICRO,
-        coordinator_s=machine.link.coordinator_us * MICRO,
+        messages=machine.link.messages,
         level_s=0.0,
         proposal_s=0.0,
     )
@@ -129,7 +136,7 @@ class Prices:
     """The machine as the planner takes it, and the origin of each of its numbers."""
 
     machine: Machine
-    origins: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
 
 
 def price(
@@ -140,7 +147,7 @@ def price(
     parts: DeviceCosts | None = None,
 ) -> Prices:
     """Costs of a target's parts: measured ones where there are any."""
-    origins: dict[str, str] = {}
+    origins: dict[str, Origin] = {}
     host = _host(hardware, target, weights, calibration, parts, origins)
     device = _device(hardware, target, weights, parts, origins)
     link = _link(hardware, target, parts, origins) if device is not None else None
@@ -150,8 +157,7 @@ def price(
         link,
         hardware.device_bytes,
         hardware.host_bytes,
-        hardware.hop_s,
-        hardware.coordinator_s,
+        hardware.messages,
     )
     return Prices(machine, origins)
 
@@ -162,17 +168,19 @@ def _host(
     weights: str,
     calibration: Calibration | None,
     parts: DeviceCosts | None,
-    origins: dict[str, str],
+    origins: dict[str, Origin],
 ) -> Place | None:
     if hardware.host is None:
         return None
     if calibration is not None:
-        origins["passes of the CPU"] = f"measured, {calibration.measured[:10]}"
+        origins["passes of the CPU"] = Origin(
+            Source.PROFILED, f"measured, {calibration.measured[:10]}"
+        )
         return _shared(calibration.t_v, target)
     if parts is not None:
-        origins["passes of the CPU"] = "measured"
+        origins["passes of the CPU"] = MEASURED
         return Place(cache(parts.host_layer.at), cache(parts.host_head.at))
-    origins["passes of the CPU"] = str(hardware.host)
+    origins["passes of the CPU"] = hardware.host.origin
     return _estimated(hardware.host, target, weights)
 
 
@@ -181,14 +189,14 @@ def _device(
     target: Target,
     weights: str,
     parts: DeviceCosts | None,
-    origins: dict[str, str],
+    origins: dict[str, Origin],
 ) -> Place | None:
     if hardware.device is None:
         return None
     if parts is not None:
-        origins["layers on the device"] = "measured"
+        origins["layers on the device"] = MEASURED
         return Place(cache(parts.layer.at), cache(parts.head.at))
-    origins["layers on the device"] = str(hardware.device)
+    origins["layers on the device"] = hardware.device.origin
     return _estimated(hardware.device, target, weights)
 
 
@@ -208,13 +216,14 @@ def _shared(t_v: RowsSeconds, target: Target) -> Place:
 
 
 def _link(
-    hardware: Hardware, target: Target, parts: DeviceCosts | None, origins: dict[str, str]
+    hardware: Hardware, target: Target, parts: DeviceCosts | None, origins: dict[str, Origin]
 ) -> Link:
     if parts is None:
-        origins["the link"] = f"{hardware.link_gb_s:.4g} GB/s ({hardware.link})"
+        rate = f"{hardware.link_gb_s:.4g} GB/s ({hardware.link})"
+        origins["the link"] = Origin(Source.ESTIMATED, rate)
         copy_s = target.layer / (hardware.link_gb_s * GIGA)
         return Link(lambda rows: copy_s, hardware.overlaps)
-    origins["the link"] = f"{parts.link_gb_s:.4g} GB/s (measured)"
+    origins["the link"] = Origin(Source.PROFILED, f"{parts.link_gb_s:.4g} GB/s (measured)")
     if hardware.overlaps:
         copy_s = target.layer / (parts.link_gb_s * GIGA)
         return Link(lambda rows: copy_s, overlaps=True)

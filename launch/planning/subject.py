@@ -12,7 +12,7 @@ from dovetail.launch.planning.alternatives import (
 )
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, read_config
-from dovetail.launch.planning.prices import Hardware, Prices, level, price
+from dovetail.launch.planning.prices import MEASURED, Hardware, Prices, level, price
 from dovetail.launch.planning.this_machine import Here, look_here
 from dovetail.launch.planning.words import (
     settings,
@@ -23,6 +23,7 @@ from dovetail.launch.processes.preflight import is_path
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import Settings
+from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.runtime.planner import Option, Planner
 
 GPU = "cuda:0"
@@ -49,7 +50,7 @@ class Subject:
         """Kinds of placements for which there is too little memory."""
         self.prices: Prices = price(hardware, self.target, weights)
         self.here: Here | None = None
-        self.levels: dict[str, str] = {}
+        self.levels: dict[str, Origin] = {}
         """The origin of t_D of each draft."""
 
     @property
@@ -78,7 +79,7 @@ class Subject:
         target."""
         measured = self.here.level(candidate) if self.here is not None else None
         self.levels[candidate.name] = (
-            "measured" if measured is not None else str(self.hardware.draft)
+            MEASURED if measured is not None else self.hardware.draft.origin
         )
         on_device = self.device is not None and self.draft_device == self.device
         beside_s = self.hardware.proposal_s
@@ -110,9 +111,9 @@ class Subject:
         """Return where the numbers are from, those of the drafts that stand in the table among
         them."""
         there = {one.candidate.name: one.candidate for one in every if one.candidate is not None}
-        levels = {f"a level of the {name}": self.levels[name] for name in there}
+        levels = {f"a level of the {name}": str(self.levels[name]) for name in there}
         return {
-            **self.prices.origins,
+            **{name: str(origin) for name, origin in self.prices.origins.items()},
             **levels,
             **{f"what the {name} brings": one.acceptance.origin for name, one in there.items()},
         }
@@ -121,7 +122,7 @@ class Subject:
         """The flags of the calibrations that would put measurements in the place of estimates;
         nothing for another machine."""
         if self.here is None or not any(
-            "estimated" in origin
+            origin.source is Source.ESTIMATED
             for origin in (*self.prices.origins.values(), *self.levels.values())
         ):
             return ""

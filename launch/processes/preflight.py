@@ -14,6 +14,7 @@ import psutil
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
+from dovetail.protocol.profile import WEIGHT_BYTES
 from dovetail.protocol.settings import (
     HOST_DEVICES,
     SUBSTITUTE_WEIGHTS,
@@ -25,10 +26,10 @@ from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
+from dovetail.workers.models.checkpoints.composite import text_part
 
 MAX_CONFIG_BYTES = 16 << 20
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
-BYTES_A_WEIGHT = {"fp32": 4, "half": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
 
 
 def check_files(what: str, least: int) -> None:
@@ -195,7 +196,7 @@ def estimated_bytes(target: TargetSettings) -> int:
     if folder is None or not folder.is_dir():
         return size
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return size + files * BYTES_A_WEIGHT.get(target.weights, 4) // _stored_bytes(folder)
+    return size + files * WEIGHT_BYTES.get(target.weights, 4) // _stored_bytes(folder)
 
 
 def draft_bytes(settings: Settings) -> int:
@@ -225,8 +226,9 @@ def _sizes(model: str) -> Sizes | None:
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
         return None
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        return sizes_of(config, "half") if isinstance(config, dict) and has_sizes(config) else None
+        content = json.loads(file.read_text(encoding="utf-8"))
+        config = text_part(content) if isinstance(content, dict) else {}
+        return sizes_of(config, "half") if has_sizes(config) else None
     except (ValueError, RecursionError):  # whoever loads it says so
         return None
 
@@ -247,7 +249,7 @@ def _stored_bytes(folder: Path) -> int:
     else 4."""
     try:
         with (folder / "config.json").open("rb") as file:
-            content = json.loads(file.read(MAX_CONFIG_BYTES))
+            content = text_part(json.loads(file.read(MAX_CONFIG_BYTES)))
         return 2 if str(content.get("dtype") or content.get("torch_dtype")).endswith("16") else 4
     except (OSError, ValueError, AttributeError, RecursionError):  # its worker will say so
         return 4

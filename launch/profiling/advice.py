@@ -240,7 +240,7 @@ def _layers(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     basis = "at most: if the card's own arithmetic cost nothing; dovetail plan measures it"
 
     def placed(what: str, flags: tuple[str, ...], verify_s: Callable[[int], float]) -> Advice:
-        outcome = forecast.of(tree, prices=replace(forecast.prices, verify_s=verify_s))
+        outcome = forecast.of(tree, prices=replace(forecast.prices, pass_s=verify_s))
         return replace(
             _advice("placement", what, flags, outcome, forecast.now), basis=basis, certain=False
         )

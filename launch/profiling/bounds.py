@@ -10,18 +10,22 @@ pass. Speculation across two devices is right where a token costs less than that
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.processes.preflight import BYTES_A_WEIGHT
-from dovetail.protocol.profile import Limits
+from dovetail.protocol import profile
+from dovetail.protocol.profile import WEIGHT_BYTES, Limits
 from dovetail.protocol.settings import byte_count
+from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
 
 FP32_BYTES = 4
 MAX_HEADER = 100 << 20
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "word_embeddings.weight")
 """Tables of which a pass reads a row a token, unless the output head is the same table."""
+TEXT = ("model.embed_tokens.", "model.layers.", "lm_head.")
+"""Beginnings of names in the language model of a checkpoint of several parts."""
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 BALANCED = 0.1
 """Closer to each other than this, neither T_c nor T_p is said to bound a round."""
@@ -37,7 +41,7 @@ class Model:
 
     @property
     def bytes(self) -> int:
-        return self.parameters * BYTES_A_WEIGHT.get(self.weights, FP32_BYTES)
+        return self.parameters * WEIGHT_BYTES.get(self.weights, FP32_BYTES)
 
     def with_weights(self, weights: str) -> "Model":
         return Model(self.parameters, weights)
@@ -69,7 +73,7 @@ def count_layers(folder: Path | None) -> int:
     """Decoder layers of the checkpoint in a folder; 0 where it does not say."""
     if folder is None or not (folder / "config.json").is_file():
         return 0
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    told = text_part(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return int(told.get("num_hidden_layers") or told.get("n_layer") or 0)
 
 
@@ -85,6 +89,10 @@ def linear_parameters(folder: Path) -> int:
                 if name != "__metadata__" and len(entry["shape"]) == 2
             }
         )
+    file = folder / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if is_composite(content):
+        sizes = {n: size for n, size in renamed(content, sizes).items() if n.startswith(TEXT)}
     tied = not any(name.endswith(HEADS) for name in sizes)
     tables = [name for name in sizes if name.endswith(EMBEDDINGS)]
     left_out = [name for name in tables if not tied or name.endswith("wpe.weight")]
@@ -110,31 +118,21 @@ class Roofline:
 
     @property
     def peak_gflop_s(self) -> float:
-        """Return the peak of the arithmetic that is used: 16-bit weights are multiplied in fp32,
-        but by a library's bf16."""
-        wanted = {
-            "int8": "int8",
-            "int8-per-tensor": "int8",
-            "bf16": "bf16" if self.library else "fp32",
-        }.get(self.model.weights, "fp32")
-        return self.limits.peak_gflop_s.get(wanted, self.limits.peak_gflop_s["fp32"])
+        """Return the peak of the arithmetic that is used."""
+        return self.limits.peak_of(self.model.weights, library=self.library)
 
-    @property
-    def reading_s(self) -> float:
-        """T_p at E_m = 1."""
-        return self.model.bytes / (self.limits.bandwidth_gb_s * 1e9)
-
-    def computing_s(self, rows: float) -> float:
-        """T_c at E_c = 1."""
-        return 2 * rows * self.model.parameters / (self.peak_gflop_s * 1e9)
+    @cached_property
+    def least(self) -> profile.Roofline:
+        """The least time of a pass: T_p at E_m = 1, and T_c at E_c = 1."""
+        return self.limits.roofline(self.model.parameters, self.model.weights, library=self.library)
 
     def least_s(self, rows: float) -> float:
-        return max(self.reading_s, self.computing_s(rows))
+        return self.least.at(rows)
 
     @property
     def crossover(self) -> float:
         """Rows at which reading and computing take the same time."""
-        return self.reading_s / self.computing_s(1)
+        return self.least.reading_s / self.least.row_s
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,8 @@ class Pass:
 
     @classmethod
     def of(cls, roofline: Roofline, rows: float, t_v_s: float) -> "Pass":
-        return cls(rows, t_v_s, roofline.reading_s, roofline.computing_s(rows), roofline.crossover)
+        least = roofline.least
+        return cls(rows, t_v_s, least.reading_s, rows * least.row_s, roofline.crossover)
 
     @property
     def bound(self) -> str:

@@ -43,7 +43,7 @@ from dovetail.launch.profiling.rounds import (
 from dovetail.launch.profiling.timeline import NS, Actor
 from dovetail.launch.profiling.verdict import bounds_told, of_transport, verdict
 from dovetail.protocol.messages import RoundRecord
-from dovetail.runtime.control.costs import RowCosts
+from dovetail.runtime.costs.passes import RowCosts
 
 CURVE_ROWS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 

@@ -4,16 +4,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean, median
 
 from dovetail.launch.profiling.rounds import PARTS
 from dovetail.launch.profiling.timeline import NS
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.control.costs import RowCosts
 from dovetail.runtime.control.pricing import cut
-from dovetail.runtime.planner import DRAFTED_HOPS, PLAIN_HOPS
+from dovetail.runtime.costs.passes import RowCosts
+from dovetail.runtime.costs.recorded import waited_for
+from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, RoundCosts
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
 SWITCHED = 8
@@ -67,9 +68,7 @@ class Offer:
     def of(cls, record: RoundRecord, foreseen: bool) -> "Offer":
         """Return the offer of the nodes that were verified: of the others it is not known whether
         the target would have chosen them."""
-        sums = [0, *accumulate(taken for _, taken in record.passes)]
-        own = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
-        passes = tuple(taken / NS for _, taken in record.passes[:own])
+        passes_ns, beside_ns = waited_for(record)
         levels, scores = (
             levels_of(record.parents[: record.verified]),
             record.scores[: record.verified],
@@ -79,8 +78,8 @@ class Offer:
             scores,
             record.accepted,
             foreseen,
-            passes,
-            record.draft_ns / NS - sum(passes),
+            tuple(taken / NS for taken in passes_ns),
+            beside_ns / NS,
             record.hit and record.ahead > 0,
         )
 
@@ -119,26 +118,25 @@ def offers_of(records: Sequence[Sequence[RoundRecord]]) -> list[Offer]:
 
 
 @dataclass(frozen=True)
-class Prices:
-    """The cost of everything in a round but drafting, which stands with each offer."""
+class Prices(RoundCosts):
+    """The costs of a run's rounds at its mean context; drafting stands with each offer."""
 
-    verify_s: Callable[[int], float]
+    pass_s: Callable[[int], float]
     """T_V over the rows that a session has in a pass."""
-    beside_s: float
-    """Messages and the coordinator, a drafted round; `plain_beside_s`: without a draft."""
-    plain_beside_s: float
+    drafted_s: float
+    """Messages and the coordinator, a drafted round; `undrafted_s`: without a draft."""
+    undrafted_s: float
     waiting: float = 0.0
-    """For workers that serve other sessions, over the rest of a round: the longer that is, the
-    longer are those of others."""
 
-    @property
-    def alone_s(self) -> float:
-        """A round of the target alone."""
-        return (self.verify_s(1) + self.plain_beside_s) * (1.0 + self.waiting)
+    def verify_s(self, rows: int, context: float = 0.0) -> float:
+        return self.pass_s(rows)
+
+    def beside_s(self, *, drafted: bool) -> float:
+        return self.drafted_s if drafted else self.undrafted_s
 
     def scaled(self, factor: Callable[[int], float]) -> "Prices":
-        """With passes that take `factor(rows)` times as long."""
-        return replace(self, verify_s=lambda rows: self.verify_s(rows) * factor(rows))
+        """Return these prices with passes that take `factor(rows)` times as long."""
+        return replace(self, pass_s=lambda rows: self.pass_s(rows) * factor(rows))
 
 
 def prices_of(
@@ -155,7 +153,7 @@ def prices_of(
     alone = (
         median(_beside(plain))
         if len(plain) >= LEAST_PLAIN or not records
-        else drafted * PLAIN_HOPS / DRAFTED_HOPS
+        else drafted * UNDRAFTED_HOPS / DRAFTED_HOPS
     )
     queue_ns = sum(record.queue_ns for record in every)
     rest_ns = sum(
@@ -229,7 +227,7 @@ class Forecast:
     @property
     def alone(self) -> Outcome:
         """The target without a draft."""
-        return Outcome(1.0, self.prices.alone_s, 1.0)
+        return Outcome(1.0, self.prices.alone_s(), 1.0)
 
     @property
     def off(self) -> float | None:
@@ -240,7 +238,7 @@ class Forecast:
         """Rounds with a tree of that size."""
         prices = prices or self.prices
         if not self.offers:
-            return Outcome(1.0, prices.alone_s, 1.0)
+            return Outcome(1.0, prices.alone_s(), 1.0)
         kept = [offer.kept(tree) for offer in self.offers]
         tokens = fmean(
             1 + offer.brings(nodes) for offer, nodes in zip(self.offers, kept, strict=True)
@@ -250,9 +248,7 @@ class Forecast:
         ]
         verify_s = fmean(prices.verify_s(count) for count in rows)
         exposed_s = self._waited_s(tree, self.ahead if ahead is None else ahead)
-        return Outcome(
-            tokens, (exposed_s + verify_s + prices.beside_s) * (1.0 + prices.waiting), fmean(rows)
-        )
+        return Outcome(tokens, prices.sum_s(verify_s, exposed_s, drafted=True), fmean(rows))
 
     def _rows(self, offer: Offer, kept: Sequence[int], tree: Tree) -> int:
         """Return the rows of the pass: where levels are left out, other nodes take their place, as
@@ -285,8 +281,8 @@ class Forecast:
             verify_s.append(self.prices.verify_s(1 + count))
             rows.append(1 + count)
         exposed_s = self._waited_s(tree, self.ahead)
-        seconds = exposed_s + fmean(verify_s) + self.prices.beside_s
-        return Outcome(fmean(tokens), seconds * (1.0 + self.prices.waiting), fmean(rows))
+        seconds = self.prices.sum_s(fmean(verify_s), exposed_s, drafted=True)
+        return Outcome(fmean(tokens), seconds, fmean(rows))
 
     def _exposed_s(self, tree: Tree, ahead: bool) -> float:
         """Drafting that a round waits for: as many passes as there are levels; ahead, on a hit,

@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from dovetail.launch.simulation.costs import Costs, in_ns
 from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import Command, Drain, Event, Failed, Hello, Probe, Probed, Welcome
 from dovetail.protocol.spans import Spans
+from dovetail.runtime.costs.rounds import Messages
 
 EPOCH_NS = 1_000_000_000
 """When simulations begin: not at 0, which is a time that nobody's clock shows."""
+
+
+def in_ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 class Clock:
@@ -93,9 +97,9 @@ class StillHub:
     """A `Hub` for a coordinator whose clock is `now_ns`; what it sends arrives later, at whoever
     joined."""
 
-    def __init__(self, agenda: Agenda, costs: Costs) -> None:
+    def __init__(self, agenda: Agenda, messages: Messages) -> None:
         self.clock = Clock()
-        self._agenda, self._costs = agenda, costs
+        self._agenda, self._messages = agenda, messages
         self._arrived: deque[tuple[bytes, list[bytes]]] = deque()
         self._peers: dict[bytes, Callable[[list[bytes], int], None]] = {}
         self._working = False
@@ -116,7 +120,7 @@ class StillHub:
             self._arrived.append((peer, frames))
             self.pump()
 
-        self._agenda.plan(sent_ns + in_ns(self._costs.hop_s), arrive)
+        self._agenda.plan(sent_ns + in_ns(self._messages.hop_s), arrive)
 
     def time(self) -> int:
         """The coordinator's clock. A message is handled at the time of its arrival; whatever is
@@ -124,7 +128,7 @@ class StillHub:
         now_ns = self.clock()
         if self._working:
             self._working = False
-            self.clock.advance(self._costs.coordinator_s)
+            self.clock.advance(self._messages.coordinator_s)
         return now_ns
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
@@ -147,7 +151,7 @@ class StillHub:
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
         sent = [bytes(frame) for frame in frames]
         self._agenda.plan(
-            self.clock() + in_ns(self._costs.hop_s),
+            self.clock() + in_ns(self._messages.hop_s),
             lambda time_ns: self._peers[peer](sent, time_ns),
         )
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 
 from dovetail.launch.simulation.clockwork import Clock, ClockSpans
-from dovetail.launch.simulation.costs import Costs
 from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
 from dovetail.protocol.messages import Open
+from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.ranking import Ranking
@@ -113,7 +113,7 @@ class RecordedDrafter(Grower[RecalledSession]):
         self,
         about: About,
         recordings: Sequence[Recording],
-        costs: Costs,
+        costs: PlacedCosts,
         clock: Clock,
         spans: ClockSpans,
         coverage: Coverage,
@@ -162,11 +162,11 @@ class RecordedDrafter(Grower[RecalledSession]):
         tree.root_expanded = tree.root_expanded and not session.head
 
     def _read_log(self, session: RecalledSession, shape: Shape) -> Any:
-        self._time.advance(self._costs.draft_s(session.missing_rows))
+        self._time.advance(self._costs.t_d.at(session.missing_rows))
         session.read += session.missing_rows
 
     def _read_nodes(self, session: RecalledSession, nodes: Nodes, shape: Shape) -> Any:
-        self._time.advance(self._costs.draft_s(len(nodes)))
+        self._time.advance(self._costs.t_d.at(len(nodes)))
         session.tree.give_rows(nodes)
 
     def _read_ahead(self, session: RecalledSession, nodes: Nodes, width: int) -> Any:
@@ -187,7 +187,11 @@ class RecordedDrafter(Grower[RecalledSession]):
 
 
 def open_draft(
-    about: About, recordings: Sequence[Recording], costs: Costs, clock: Clock, coverage: Coverage
+    about: About,
+    recordings: Sequence[Recording],
+    costs: PlacedCosts,
+    clock: Clock,
+    coverage: Coverage,
 ) -> DraftWorker[RecalledSession]:
     """The draft worker, on such an engine."""
     spans = ClockSpans(clock)

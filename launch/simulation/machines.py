@@ -14,14 +14,14 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
+from dovetail.protocol.profile import WEIGHT_BYTES, ContextCurve, Roofline, RowsSeconds
 from dovetail.protocol.settings import MAX_GAMMA, Frozen
+from dovetail.runtime.costs.passes import PassCurves
+from dovetail.runtime.costs.rounds import Messages, PlacedCosts
 
 FOLDER = DEMO_FOLDER / "machines"
-WEIGHT_BYTES = {"fp32": 4.0, "half": 2.0, "int8": 1.0}
 Weights = Literal["fp32", "half", "int8"]
 Rate = Annotated[float, Field(gt=0.0, le=1e12, strict=False)]
 Micros = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
@@ -105,6 +105,10 @@ class LinkPart(Frozen):
     hop_us: Micros
     coordinator_us: Micros
 
+    @property
+    def messages(self) -> Messages:
+        return Messages(self.hop_us * MICRO, self.coordinator_us * MICRO)
+
 
 class HostPart(Frozen):
     """The processor of a machine whose target runs elsewhere."""
@@ -138,7 +142,7 @@ class Machine(Frozen):
     host: HostPart | None = None
     """None: the target runs on it, or nothing is known of it."""
 
-    def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> Costs:
+    def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> PlacedCosts:
         """Return what rounds cost with a target of that size; `blocks`: of the head. `UserError` if
         the machine has no arithmetic for those weights."""
         if weights not in self.target.peak_gflop_s:
@@ -146,16 +150,11 @@ class Machine(Frozen):
                 f"{self.title} says nothing of {weights} weights: choose "
                 f"{' or '.join(self.target.peak_gflop_s)}"
             )
-        curves = tuple(
+        curves = [
             ContextCurve(context=context, t_v=self._t_v(size, weights, context))
             for context in CONTEXTS
-        )
-        return Costs(
-            curves,
-            self._t_d(size, blocks),
-            hop_s=self.link.hop_us * MICRO,
-            coordinator_s=self.link.coordinator_us * MICRO,
-        )
+        ]
+        return PlacedCosts(PassCurves(curves), self._t_d(size, blocks), messages=self.link.messages)
 
     def _t_v(self, size: Size, weights: Weights, context: int) -> RowsSeconds:
         part, total = self.target, size.weights * WEIGHT_BYTES[weights]
@@ -166,14 +165,8 @@ class Machine(Frozen):
             near * GIGA
         )
         operations = 2 * size.weights + 4 * context * size.hidden * size.layers
-        peak = part.peak_gflop_s[weights] * GIGA
-        return curve(
-            ROWS,
-            [
-                max(reading, rows * operations / peak) + size.layers * part.layer_us * MICRO
-                for rows in ROWS
-            ],
-        )
+        least = Roofline(reading, operations / (part.peak_gflop_s[weights] * GIGA))
+        return _curve(least, size.layers * part.layer_us)
 
     def _t_d(self, size: Size, blocks: int | None) -> RowsSeconds:
         part = self.draft
@@ -186,15 +179,17 @@ class Machine(Frozen):
                 part.bytes,
                 blocks,
             )
-        reading = weights * width / (part.bandwidth_gb_s * GIGA)
-        beside = (part.pass_us + layers * part.block_us) * MICRO
-        return curve(
-            ROWS,
-            [
-                max(reading, 2 * rows * weights / (part.peak_gflop_s * GIGA)) + beside
-                for rows in ROWS
-            ],
+        least = Roofline.of(
+            size=weights * width,
+            operations=2 * weights,
+            bandwidth_gb_s=part.bandwidth_gb_s,
+            gflop_s=part.peak_gflop_s,
         )
+        return _curve(least, part.pass_us + layers * part.block_us)
+
+
+def _curve(least: Roofline, beside_us: float) -> RowsSeconds:
+    return RowsSeconds.rising(ROWS, [least.at(rows) + beside_us * MICRO for rows in ROWS])
 
 
 def machine_names() -> list[str]:

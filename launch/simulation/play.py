@@ -8,7 +8,6 @@ Knows nothing of files and tables.
 from dataclasses import dataclass
 
 from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, Simulated, StillHub
-from dovetail.launch.simulation.costs import Costs
 from dovetail.launch.simulation.draft import Coverage, open_draft
 from dovetail.launch.simulation.recording import About, Library, Recording
 from dovetail.launch.simulation.target import Language, RecordedTarget
@@ -25,6 +24,7 @@ from dovetail.protocol.messages import (
     Submit,
 )
 from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.runtime.engine.coordinator import Coordinator
 
 TARGET, DRAFT, CLIENT = b"\1target", b"\2draft", b"\3client"
@@ -53,11 +53,11 @@ class Actor:
 class Stage:
     """A coordinator, a target, a draft and a client on simulated clocks."""
 
-    def __init__(self, about: About, costs: Costs, target: Actor, draft: Actor) -> None:
+    def __init__(self, about: About, costs: PlacedCosts, target: Actor, draft: Actor) -> None:
         """Both workers are registered when this returns."""
         self._about = about
         self._agenda = Agenda()
-        self._hub = StillHub(self._agenda, costs)
+        self._hub = StillHub(self._agenda, costs.messages)
         self._coordinator = Coordinator(self._hub, clock_ns=self._hub.time, later=self._hub.later)
         self._hub.pump = self._coordinator.pump
         self._hub.join(CLIENT, self._hear)
@@ -136,7 +136,7 @@ class Stage:
         self._hub.later(TICK_S, tick)
 
 
-def open_stage(library: Library, costs: Costs) -> tuple[Stage, Coverage]:
+def open_stage(library: Library, costs: PlacedCosts) -> tuple[Stage, Coverage]:
     """A stage whose workers have said before what they say, and what becomes known of how much of
     it was recorded."""
     about, coverage, clocks = library.about, Coverage(), (Clock(), Clock())
@@ -147,7 +147,7 @@ def open_stage(library: Library, costs: Costs) -> tuple[Stage, Coverage]:
 
 def play_all(
     library: Library,
-    costs: Costs,
+    costs: PlacedCosts,
     tree: TreeSettings,
     *,
     speculate: bool = True,

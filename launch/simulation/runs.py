@@ -1,6 +1,7 @@
 """Methods played on the costs of a machine: one by one, over a size, over ratios of T_D to T_V."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ from dovetail.launch.bench.sweep import read_sweep
 from dovetail.launch.console.terminal import (
     progress_bar,
 )
-from dovetail.launch.simulation.costs import Costs
 from dovetail.launch.simulation.figures import Figures, figures
 from dovetail.launch.simulation.machines import read_machine, read_size
 from dovetail.launch.simulation.methods import Method, vary
 from dovetail.launch.simulation.recording import Library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.costs.recorded import measured_costs
+from dovetail.runtime.costs.rounds import Origin, PlacedCosts, Source
 
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 """T_D over T_V."""
@@ -37,24 +39,22 @@ COLUMNS = {
 Row = dict[str, Any]
 
 
-def costs_of(path: Path) -> tuple[Costs, str]:
-    """Return the costs of measured rounds, and in words whose they are."""
+def costs_of(path: Path) -> PlacedCosts:
+    """Return the costs of measured rounds."""
     from dovetail.launch.files.records import read_records
-    from dovetail.launch.simulation.measured import measured_costs
 
     return measured_costs(
-        [record for reply in read_records(path) for record in reply.rounds]
-    ), f"costs of the rounds in {path}"
+        [record for reply in read_records(path) for record in reply.rounds],
+        f"costs of the rounds in {path}",
+    )
 
 
-def machine_costs(
-    machine: str, target_size: str, weights: Any, blocks: int | None
-) -> tuple[Costs, str]:
+def machine_costs(machine: str, target_size: str, weights: Any, blocks: int | None) -> PlacedCosts:
     found = read_machine(machine)
     weights = weights or found.weights
-    return found.costs(
-        read_size(target_size), weights, blocks
-    ), f"{found.title}; target {target_size} in {weights}"
+    costs = found.costs(read_size(target_size), weights, blocks)
+    title = f"{found.title}; target {target_size} in {weights}"
+    return replace(costs, origin=Origin(Source.ESTIMATED, title))
 
 
 def in_turns(method: Method, machine: str) -> Method:
@@ -101,7 +101,7 @@ def ratios_of(values: str | None) -> tuple[float, ...]:
 
 
 def play_methods(
-    library: Library, costs: Costs, points: Sequence[tuple[Method, int | None]]
+    library: Library, costs: PlacedCosts, points: Sequence[tuple[Method, int | None]]
 ) -> list[Row]:
     """A row for each point, and its speed-up over the target alone."""
     with progress_bar(1 + len(points), "methods") as step:
@@ -126,7 +126,7 @@ def _row(
 
 
 def play_ratios(
-    library: Library, costs: Costs, methods: Sequence[Method], ratios: Sequence[float]
+    library: Library, costs: PlacedCosts, methods: Sequence[Method], ratios: Sequence[float]
 ) -> list[Row]:
     """For each ratio and method, drafting ahead over not. T_D and T_V are those of the policy
     `dynamic` with the same tree, not ahead."""
@@ -160,7 +160,7 @@ def _ratio_row(
     }
 
 
-def _alone(library: Library, costs: Costs, step: Callable[[str], None]) -> Figures:
+def _alone(library: Library, costs: PlacedCosts, step: Callable[[str], None]) -> Figures:
     from dovetail.launch.simulation.play import play_all
 
     plays, _ = play_all(library, costs, TreeSettings(), speculate=False)
@@ -169,7 +169,7 @@ def _alone(library: Library, costs: Costs, step: Callable[[str], None]) -> Figur
 
 
 def figures_of(
-    library: Library, costs: Costs, method: Method, step: Callable[[str], None]
+    library: Library, costs: PlacedCosts, method: Method, step: Callable[[str], None]
 ) -> tuple[Figures, float]:
     """Return what a method comes to, and the share of what it expanded that was not recorded."""
     from dovetail.launch.simulation.play import play_all

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dovetail.launch.simulation.clockwork import Clock, ClockSpans
-from dovetail.launch.simulation.costs import Costs
 from dovetail.launch.simulation.recording import About, Recording
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError
@@ -29,6 +28,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.tree import ROOT
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.runtime.costs.rounds import PlacedCosts
 
 MARGIN = 1.0
 """The margin given for every choice: margins are not recorded."""
@@ -65,7 +65,7 @@ class RecordedTarget:
         about: About,
         language: Language,
         recordings: Sequence[Recording],
-        costs: Costs,
+        costs: PlacedCosts,
         clock: Clock,
     ) -> None:
         self._about, self._language, self._costs, self._clock = about, language, costs, clock
@@ -96,7 +96,7 @@ class RecordedTarget:
             limits=Limits(context=about.context, nodes=MAX_GAMMA),
             vocabulary=self._language.facts,
             tokenizer=Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
-            curves=self._costs.t_v,
+            curves=self._costs.t_v.curves,
         )
 
     def handle(self, command: Command) -> Iterable[Event]:

@@ -12,13 +12,14 @@ from math import exp
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.calibration import Calibration
-from dovetail.runtime.control.costs import PairCosts, add_all
 from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import Pricing, Situation
 from dovetail.runtime.control.rounds import Plan, Round
+from dovetail.runtime.costs.averages import add_all
+from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
 """Rounds of a pair before which the target's pass over a single row is measured, as often as they
@@ -59,7 +60,7 @@ class Controller:
         self._pricing = Pricing(tree, self._now)
         self._era = 0
         """The era of the on/off when the round was planned."""
-        self.looks = True
+        self.sampled = True
         """True if the round that runs is learned from."""
         self._unready = False
         """True if the round would have been drafted, had the draft read the prompt."""
@@ -105,7 +106,7 @@ class Controller:
     def _settle(self) -> None:
         """Look up what decides on drafting at the present load."""
         now = self._now
-        now.crowd, now.on_off = None, self._own
+        now.crowd, now.on_off, self.sampled = None, self._own, True
         if self._own is not None and now.pair is not None and not now.load.alone:
             now.crowd = now.pair.crowd(greedy=self._greedy, load=now.load)
             now.on_off = now.crowd.on_off
@@ -173,8 +174,7 @@ class Controller:
     def order_s(self) -> float:
         """Return the seconds from an order to its proposal if the draft is free; 0 if nothing is
         known."""
-        costs = self._now.costs
-        return costs.exposed_s.value + costs.draft_hop_s.value
+        return self._now.costs.order_s
 
     def rate(self, context: int) -> float:
         """Return what a second is worth to this session, in tokens; 0 if nothing is known."""
@@ -259,7 +259,7 @@ class Controller:
             self._pricing.forget()
             if now.crowd is not None:
                 now.crowd.on_off.begin()
-        self.looks = now.crowd is None or now.crowd.due(load.draft)
+        self.sampled = now.crowd is None or now.crowd.due(load.draft)
         self._era = now.on_off.era if now.on_off is not None else 0
 
     def _rests(self) -> bool:
@@ -282,8 +282,6 @@ class Controller:
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
         """Predict the round whose nodes of these scores are verified in a pass of so many rows
         behind so many tokens, in the mean of all who share it."""
-        if not self.looks:
-            return
         self._expected_nodes = nodes = sum(map(exp, scores))
         costs = self._now.costs
         if self._exposed_s is None or not costs.target.known or not costs.target_hop_s.known:
@@ -296,16 +294,19 @@ class Controller:
 
     # -- after it ----------------------------------------------------------------------------------
 
+    def count_prediction(self) -> None:
+        """Add the prediction of a round that has ended to those before it."""
+        if self._expected is not None:
+            self.expected_tokens += self._expected[0]
+            self.predicted_s += self._expected[1]
+
     def learn(self, done: Round) -> None:
-        """Learn from a round that has ended, which is one of those that `looks` says."""
+        """Learn from a round that has ended. Rounds that are not `sampled` are left out."""
         now, times = self._now, done.times
         seconds = times.own_ns / 1e9
         if seconds <= 0.0:
             return
         judged_s = seconds + times.missed_ns / 1e9
-        if self._expected is not None:
-            self.expected_tokens += self._expected[0]
-            self.predicted_s += self._expected[1]
         host_s = now.costs.undrafted_host_s if done.drafted is None else now.costs.host_s
         add_all(
             (
@@ -357,7 +358,6 @@ class Controller:
                 seconds,
                 expected_s,
                 rate=lambda: pricing.rate_of_late(done.context),
-                settled=pricing.settled,
                 among=load.draft,
             )
         else:

@@ -3,8 +3,8 @@ and what a second is worth to them. Pure: rounds are handed in."""
 
 from collections.abc import Callable
 
-from dovetail.runtime.control.costs import Average
 from dovetail.runtime.control.on_off import Experience, OnOff
+from dovetail.runtime.costs.averages import Average
 
 UNDRAFTED_PASSES = 16.0
 """Passes without drafting over which their time is compared with what they should take."""
@@ -38,8 +38,8 @@ class Crowd:
         session pays for what others gain."""
         self._undrafted = Average(UNDRAFTED_PASSES)
         """Seconds of rounds without drafting, as shares of what was expected of them."""
-        self._rounds = -1
-        """Rounds without drafting since one was looked at."""
+        self._rounds = 0
+        """Rounds without drafting since one was judged."""
 
     def alone_s(self, expected_s: float) -> float:
         """Return the seconds of a round without drafting here. `expected_s`: those of a pass over
@@ -47,11 +47,11 @@ class Crowd:
         return expected_s * max(1.0, self._undrafted.value)
 
     def due(self, among: int) -> bool:
-        """Return whether a round is looked at: each while drafting is on; else, since rounds
-        without a draft are alike, about one of the `among` in a pass, of each session in turn."""
+        """Return whether a round is judged: each that was drafted, and of those that were not,
+        which are alike, one stands for all `among` sessions of its pass."""
         if self.on_off.drafting:
             return True
-        self._rounds = (self._rounds + 1) % (among + 1)
+        self._rounds = (self._rounds + 1) % max(1, among)
         return not self._rounds
 
     def drafted(
@@ -61,19 +61,16 @@ class Crowd:
         expected_s: float,
         *,
         rate: Callable[[], float],
-        settled: bool,
         among: int,
     ) -> str | None:
         """Judge a session's round while drafting is on, with everything that it waited for. Return
         in words what follows, None if nothing does. `rate`: tokens a second of that session, this
-        round counted; `settled`: it has had rounds enough to be called behind."""
+        round counted."""
         self.tokens.add(tokens)
         self.seconds.add(seconds)
         alone_s = self.alone_s(expected_s)
-        if rate() * alone_s >= BEHIND:
-            self.care = max(1.0, self.care * LESS_CARE ** (1.0 / among))
-        elif settled:
-            self.care = min(MOST_CARE, self.care * MORE_CARE ** (1.0 / among))
+        change = MORE_CARE if rate() * alone_s < BEHIND else LESS_CARE
+        self.care = min(MOST_CARE, max(1.0, self.care * change ** (1.0 / among)))
         return self.on_off.drafted(tokens, seconds, alone_s, among=among)
 
     def undrafted(

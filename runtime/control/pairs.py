@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Hello, PairState
 from dovetail.runtime.control.calibration import MOST_CALIBRATION
-from dovetail.runtime.control.costs import Average, PairCosts
 from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.on_off import AheadTrial, Experience
+from dovetail.runtime.costs.averages import Average
+from dovetail.runtime.costs.rounds import PairCosts
 
 CPU = "cpu"
 """The name of the device that workers share by their cores."""

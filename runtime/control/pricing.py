@@ -21,16 +21,13 @@ from math import ceil, exp, log
 
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.calibration import WINDOW
-from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.costs.rounds import PairCosts
 
-SETTLED = 8
-"""Rounds after which the rate of a session is its own. One that was late in its first round is not
-taken to be behind before: whoever shares its passes would draft less for it, and pay more."""
 FEW = 4
 """Rounds of a session that count for its rate at least; missing ones are taken to be as usual."""
 SURE = 0.8
@@ -76,11 +73,6 @@ class Pricing:
     def forget(self) -> None:
         """Forget the session's rounds: they say nothing of what comes now."""
         self._recent.clear()
-
-    @property
-    def settled(self) -> bool:
-        """Return whether a bad round or two make no difference any more to the rate of late."""
-        return len(self._recent) >= SETTLED
 
     # -- what a second is worth --------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ class Coordinator:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
             self.carry_out(self._admission.strike(peer, error))
-            self._rest()
+            self._conclude()
             return
         if (known := worker or client) is not None:
             self._record(lambda recorder: recorder.received(known, message, frames))
@@ -265,7 +265,7 @@ class Coordinator:
             elif worker is None:
                 self._peers.turn_away(peer, error)
         self._step_change(now_ns)
-        self._rest()
+        self._conclude()
 
     def _answered(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         """Handle what a worker answers; then it is free for what waits."""
@@ -315,7 +315,7 @@ class Coordinator:
         self._peers.handle(observe, self._observing, self.registry, self.epoch)
         self._step_change(self.now_ns())
         self._peers.handle(self._moving.tick)
-        self._rest()
+        self._conclude()
         for live in [*self._live.values()]:
             self._sessions.attempt(live, live.check_asked)
         for client in [client for client in self.registry.clients.values() if client.outbox]:
@@ -335,9 +335,9 @@ class Coordinator:
         """Go on behind what was done elsewhere."""
         self._census.forget()
         self.carry_out(effects)
-        self._rest()
+        self._conclude()
 
-    def _rest(self) -> None:
+    def _conclude(self) -> None:
         """Do what waits until workers have been asked: part with those that have gone, and tell
         clients."""
         self._peers.part()
@@ -355,7 +355,7 @@ class Coordinator:
     def look_around(self) -> None:
         """Find out who disconnected, if anybody did, by speaking to everybody."""
         self._peers.look_around()
-        self._rest()
+        self._conclude()
 
     @property
     def ending(self) -> bool:
@@ -381,7 +381,7 @@ class Coordinator:
         if told.ending:
             self.service.given_up, self.service.ending = told.ending, True
             self.carry_out(self._moving.resettle())
-            self._rest()
+            self._conclude()
 
     def end(self) -> None:
         """Cancel what still runs and send the workers home."""
@@ -390,4 +390,4 @@ class Coordinator:
             self._sessions.cancel(live)
         for worker in list(self.registry.workers.values()):
             aside(self._post.to_worker, worker, Drain(epoch=self.epoch))
-        self._rest()
+        self._conclude()

@@ -113,11 +113,11 @@ class RunningRequest:
     was heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
-    behind: deque[Callable[[], None]] = field(default_factory=deque)
-    """Calls that tell what is to be told of its last events, since workers are asked first."""
+    untold: deque[Callable[[], None]] = field(default_factory=deque)
+    """Calls that tell its client and onlookers of its last events, once workers have been asked."""
     _prompts: int = 0
-    """That its workers had been given to read when the round began."""
-    _read: bool = False
+    """Prompts that its workers had been given to read when it was watched for."""
+    _reading: bool = False
     """True if one of them was reading then."""
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
@@ -247,12 +247,17 @@ class RunningRequest:
         ended, self.times = self.times, RoundTimes()
         return ended
 
+    def watch_reading(self) -> None:
+        """Note whether its workers read prompts as a round begins, for `disturbed`."""
+        self._prompts = self._prompts_given()
+        self._reading = any(worker.turns.reading for worker in self.workers)
+
     def disturbed(self) -> bool:
-        """Return whether one of its workers has read a part of a prompt since this was last asked,
-        or was reading one then."""
-        before, self._prompts = self._prompts, sum(worker.prompts for worker in self.workers)
-        read, self._read = self._read, any(worker.turns.reading for worker in self.workers)
-        return read or self._prompts != before
+        """Return whether one of its workers has read a part of a prompt since `watch_reading`."""
+        return self._reading or self._prompts != self._prompts_given()
+
+    def _prompts_given(self) -> int:
+        return sum(worker.prompts for worker in self.workers)
 
     @property
     def unread(self) -> int:
@@ -262,8 +267,8 @@ class RunningRequest:
             return 0
         return self.session.to_brief
 
-    def round_news(self) -> Callable[[], None] | None:
-        """Return what has whoever looks hear of the round that has ended, if one has."""
+    def round_report(self) -> Callable[[], None] | None:
+        """Return the call that reports the round that has ended to onlookers; None if none has."""
         ended, self.session.ended = self.session.ended, None
         if ended is None or self.observing is None or self.trial:
             return None

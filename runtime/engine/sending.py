@@ -1,7 +1,7 @@
 """Asking workers: commands wait for their turn, and several sessions' trees go into one
 pass.
 
-Whose turn it is `scheduler.py` knows, what a pass costs `costs.py`, how many nodes pay
+Whose turn it is `scheduler.py` knows, what a pass costs `costs/`, how many nodes pay
 `control/pricing.py`, what of an ended session is kept `prefix_cache.py`.
 """
 

@@ -95,7 +95,7 @@ class Sessions:
     def _perform(self, live: RunningRequest, actions: Sequence[Action]) -> None:
         """Ask workers first, so that they begin: what clients and onlookers are told waits for
         `settle`. At the end of the session they are told before."""
-        self._leave_behind(live, actions)
+        self._leave_untold(live, actions)
         over = live.session.state is State.DONE
         if over:
             self._settle(live)
@@ -106,38 +106,38 @@ class Sessions:
         if not over and not live.sent and not live.queued:
             live.waits(self._now_ns())
 
-    def _leave_behind(self, live: RunningRequest, actions: Sequence[Action]) -> None:
+    def _leave_untold(self, live: RunningRequest, actions: Sequence[Action]) -> None:
         """Note what is to be told of a session once workers have been asked."""
-        if (news := live.round_news()) is not None:
-            live.behind.append(news)
-        live.behind.extend(
+        if (report := live.round_report()) is not None:
+            live.untold.append(report)
+        live.untold.extend(
             partial(self._replies.tell, live, action, live.mark_ns)
             for action in actions
             if not isinstance(action, Ask | NextRound)
         )
-        if live.behind:
+        if live.untold:
             self._unsettled.append(live)
 
     def settle(self) -> None:
-        """Tell what was left behind while workers were asked."""
+        """Tell clients and onlookers what was left untold while workers were asked."""
         while self._unsettled:
             live = self._unsettled.popleft()
             self.attempt(live, partial(self._settle, live))
 
     def _settle(self, live: RunningRequest) -> None:
         try:
-            while live.behind:
-                live.behind.popleft()()
+            while live.untold:
+                live.untold.popleft()()
         except BaseException:
-            live.behind.clear()
+            live.untold.clear()
             raise
 
     def _next_round(self, live: RunningRequest) -> Sequence[Action]:
         """Begin a session's next round, with another draft if there is one that it should get."""
         joining = self._carry_out(self._moving.seek(live))
         plan = self.plan(live) if joining is None and live.session.may_draft else None
-        if live.controller.looks:
-            live.disturbed()  # asked again when the round has ended
+        if live.controller.sampled:
+            live.watch_reading()
         return live.give(live.session.next_round, plan, joining, live.controller.idle)
 
     def plan(self, live: RunningRequest) -> Plan | None:
@@ -181,7 +181,7 @@ class Sessions:
     def drop(self, live: RunningRequest) -> None:
         """Forget a session that nobody waits for any more, here and on its workers, whatever state
         it was in."""
-        live.behind.clear()
+        live.untold.clear()
         aside(self._forget, live)
         aside(live.give, live.session.abandon)
         for role in ("target", "draft"):

@@ -311,7 +311,8 @@ class WorkerEvents:
     def _learn(self, live: RunningRequest, item: VerifiedItem) -> RoundTimes:
         """A round has ended: what it cost and brought says how the next is drafted."""
         times, session = live.round_ended(), live.session
-        if not live.controller.looks:
+        live.controller.count_prediction()
+        if not live.controller.sampled:
             return times
         done = Round(
             times,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
-from dovetail.runtime.control.costs import Average, RowCosts
+from dovetail.runtime.costs.averages import Average
+from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.engine.outbox import Outbox
 from dovetail.runtime.engine.scheduler import Turns
 from dovetail.runtime.fleet.liveness import Liveness

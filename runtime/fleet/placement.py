@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import PairState, Submit
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.control.pairs import Pair, share_device
+from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, Base, bases

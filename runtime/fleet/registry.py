@@ -8,7 +8,7 @@ back to the peer.
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import VERSION, Hello, LoadingState, Role
-from dovetail.runtime.control.costs import RowCosts
+from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.engine.scheduler import Turns
 from dovetail.runtime.fleet.fit import check_fit, is_stranger, other_checkpoint, read_language
 from dovetail.runtime.fleet.peers import ClientPeer, Worker

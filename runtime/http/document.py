@@ -18,6 +18,13 @@ STATUSES = {
     503: "There is no coordinator or no target; `Retry-After` says when to try again.",
     504: "The request took longer than http.deadline_s.",
 }
+RETRY_AFTER = {"Retry-After": {"description": "Seconds until then.", "schema": {"type": "integer"}}}
+HEADERS = {
+    401: {"WWW-Authenticate": {"description": "Bearer.", "schema": {"type": "string"}}},
+    429: RETRY_AFTER,
+    503: RETRY_AFTER,
+}
+"""The headers of errors, by status."""
 EVERYWHERE = (401, 403)
 ASKING = (400, 404, 413, 503)
 DECODING = (*ASKING, 429, 500, 504)
@@ -183,7 +190,11 @@ def documented(name: str) -> dict[str, Any]:
     """The arguments with which a route is declared, so that the document says how it answers."""
     model, errors = ANSWERS[name]
     responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorReply, "description": STATUSES[status]}
+        status: {
+            "model": ErrorReply,
+            "description": STATUSES[status],
+            **({"headers": HEADERS[status]} if status in HEADERS else {}),
+        }
         for status in sorted((*errors, *EVERYWHERE))
     }
     responses[200] = {"description": "Done.", **({"model": model} if model is not None else {})}

@@ -52,7 +52,7 @@ from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.protocol.profile import Limits
 from dovetail.protocol.settings import TargetSettings
-from dovetail.runtime.control.costs import RowCosts
+from dovetail.runtime.costs.passes import RowCosts
 from support.profiled import made_up_run
 from support.sysfs import ONE_NODE, SPARSE, TWO_SOCKETS, WITH_CXL, FakeNode, write_machine
 
@@ -234,7 +234,7 @@ MODEL = Model(100_000_000, "fp32")
 
 def test_a_pass_is_bound_by_memory_below_the_crossover_and_by_arithmetic_above() -> None:
     roofline = Roofline(MODEL, LIMITS)
-    assert roofline.reading_s == pytest.approx(0.02)
+    assert roofline.least.reading_s == pytest.approx(0.02)
     assert roofline.crossover == pytest.approx(10.0)
     bound = [Pass.of(roofline, rows, 0.05).bound for rows in (1, 10, 16)]
     assert bound == ["memory", "both", "compute"]
@@ -246,8 +246,8 @@ def test_a_pass_is_bound_by_memory_below_the_crossover_and_by_arithmetic_above()
 
 def test_weights_of_a_smaller_type_are_read_faster_and_multiplied_by_their_own_arithmetic() -> None:
     half, int8 = (Roofline(MODEL.with_weights(weights), LIMITS) for weights in ("half", "int8"))
-    assert (half.reading_s, half.peak_gflop_s) == (pytest.approx(0.01), 100.0)
-    assert (int8.reading_s, int8.peak_gflop_s) == (pytest.approx(0.005), 400.0)
+    assert (half.least.reading_s, half.peak_gflop_s) == (pytest.approx(0.01), 100.0)
+    assert (int8.least.reading_s, int8.peak_gflop_s) == (pytest.approx(0.005), 400.0)
 
 
 def test_the_bounds_of_a_run() -> None:
@@ -331,7 +331,7 @@ def flat(rows: int) -> float:
     return 0.020 + 0.002 * max(0, rows - 8)
 
 
-PRICES = Prices(flat, beside_s=0.001, plain_beside_s=0.001)
+PRICES = Prices(flat, drafted_s=0.001, undrafted_s=0.001)
 PLAIN = Situation("dynamic", False, "small", False, True, "fp32", True, 1, 0)
 
 

@@ -18,10 +18,8 @@ from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.simulation.clockwork import Clock
-from dovetail.launch.simulation.costs import Costs, curve
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import machine_names, read_machine, read_size
-from dovetail.launch.simulation.measured import measured_costs
 from dovetail.launch.simulation.methods import Method, read_method, vary
 from dovetail.launch.simulation.play import Actor, Play, Stage, open_stage, play_all
 from dovetail.launch.simulation.recording import (
@@ -37,8 +35,11 @@ from dovetail.launch.simulation.survey import Order, Recorder
 from dovetail.launch.simulation.validation import check_apart, decode_all
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
-from dovetail.protocol.profile import ContextCurve
+from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
+from dovetail.runtime.costs.passes import PassCurves
+from dovetail.runtime.costs.recorded import measured_costs
+from dovetail.runtime.costs.rounds import Messages, PlacedCosts
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
@@ -48,10 +49,10 @@ RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 Children = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]
 
 CHAIN = TreeSettings(policy="static", insist=True, gamma=3, depth=3, width=1, sharpening=1.0)
-T_V = curve((1, 2, 4), (0.010, 0.011, 0.013))
-T_D = curve((1, 4), (0.001, 0.002))
-COSTS = Costs(
-    (ContextCurve(context=0, t_v=T_V),), T_D, proposal_s=0.0005, hop_s=0.0001, coordinator_s=0.0002
+T_V = RowsSeconds.rising((1, 2, 4), (0.010, 0.011, 0.013))
+T_D = RowsSeconds.rising((1, 4), (0.001, 0.002))
+COSTS = PlacedCosts(
+    PassCurves([ContextCurve(context=0, t_v=T_V)]), T_D, 0.0005, Messages(0.0001, 0.0002)
 )
 PROMPT, END = (90, 91), 0
 
@@ -214,15 +215,15 @@ def test_what_is_wrong_with_a_folder_is_told_in_one_line(tmp_path: Path) -> None
 
 
 def test_a_pass_costs_what_lies_between_the_lengths_that_are_known() -> None:
-    longer = ContextCurve(context=100, t_v=curve((1, 2, 4), (0.020, 0.021, 0.023)))
-    costs = replace(COSTS, t_v=(*COSTS.t_v, longer))
+    longer = ContextCurve(context=100, t_v=RowsSeconds.rising((1, 2, 4), (0.020, 0.021, 0.023)))
+    costs = replace(COSTS, t_v=PassCurves([*COSTS.t_v.curves, longer]))
     assert costs.verify_s(2, 0) == pytest.approx(0.011)
     assert costs.verify_s(3, 50) == pytest.approx(0.017)
     assert costs.verify_s(1, 200) == pytest.approx(0.030)
 
 
 def test_a_noisy_curve_never_falls() -> None:
-    assert curve((1, 2, 3), (2.0, 1.0, 3.0)).seconds == (2.0, 2.0, 3.0)
+    assert RowsSeconds.rising((1, 2, 3), (2.0, 1.0, 3.0)).seconds == (2.0, 2.0, 3.0)
 
 
 def test_costs_are_the_means_of_what_was_measured() -> None:
@@ -260,8 +261,8 @@ def test_costs_are_the_means_of_what_was_measured() -> None:
     costs = measured_costs(rounds)
     assert costs.verify_s(1, 0) == pytest.approx(500e-9)
     assert costs.verify_s(2, 0) == pytest.approx(2000e-9)
-    assert [costs.draft_s(1), costs.draft_s(4)] == pytest.approx([100e-9, 300e-9])
-    assert (costs.proposal_s, costs.hop_s, costs.coordinator_s) == pytest.approx(
+    assert [costs.t_d.at(1), costs.t_d.at(4)] == pytest.approx([100e-9, 300e-9])
+    assert (costs.proposal_s, costs.messages.hop_s, costs.messages.coordinator_s) == pytest.approx(
         (50e-9, 100e-9, 20e-9)
     )
     with pytest.raises(UserError, match="nothing was drafted"):
@@ -286,7 +287,7 @@ def test_more_numbers_of_rows_than_a_curve_has_room_for_are_taken_together() -> 
     )
     for rows in (10, 500, 990):
         assert costs.verify_s(rows, 0) == pytest.approx(1e-6 * rows, rel=0.2)
-        assert costs.draft_s(rows) == pytest.approx(1e-8 * rows, rel=0.2)
+        assert costs.t_d.at(rows) == pytest.approx(1e-8 * rows, rel=0.2)
 
 
 def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path) -> None:
@@ -307,8 +308,8 @@ def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path)
         512 * 2 * 32 * 4096 * 4 / 100e9
     )
     head = 2 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096**2 + 4096 * 32000
-    assert costs.draft_s(10) == pytest.approx(2 * head / 200e9 + 250e-6)
-    assert (costs.hop_s, costs.coordinator_s) == pytest.approx((3e-6, 4e-6))
+    assert costs.t_d.at(10) == pytest.approx(2 * head / 200e9 + 250e-6)
+    assert (costs.messages.hop_s, costs.messages.coordinator_s) == pytest.approx((3e-6, 4e-6))
     with pytest.raises(UserError, match="says nothing of int8 weights: choose fp32"):
         read_machine(str(file)).costs(read_size("7B"), "int8")
 
@@ -319,7 +320,7 @@ def test_a_machine_that_comes_along_is_slower_with_more_rows_and_larger_models(n
     small, large = (machine.costs(read_size(size), machine.weights) for size in ("7B", "70B"))
     assert 0.0 < small.verify_s(1, 0) <= small.verify_s(64, 0) <= small.verify_s(64, 4096)
     assert large.verify_s(1, 0) > small.verify_s(1, 0)
-    assert small.draft_s(10) < small.verify_s(1, 0)
+    assert small.t_d.at(10) < small.verify_s(1, 0)
 
 
 def test_the_server_of_the_paper_is_as_fast_as_the_paper_says() -> None:
@@ -328,7 +329,7 @@ def test_the_server_of_the_paper_is_as_fast_as_the_paper_says() -> None:
     machine = read_machine("dovetail-server")
     for size, tau, speedup in (("7B", 4.73, 2.25), ("13B", 5.00, 2.50)):
         costs = machine.costs(read_size(size), "fp32")
-        round_s = costs.verify_s(16, 0) + costs.draft_s(1) + 7 * costs.draft_s(10)
+        round_s = costs.verify_s(16, 0) + costs.t_d.at(1) + 7 * costs.t_d.at(10)
         assert tau * costs.verify_s(1, 0) / round_s == pytest.approx(speedup, rel=0.05)
     assert 1 / machine.costs(read_size("7B"), "fp32").verify_s(1, 0) == pytest.approx(
         2.14, rel=0.03
@@ -364,10 +365,10 @@ def test_a_round_takes_the_sum_of_its_parts() -> None:
     assert (play.result.rounds, play.result.tau) == (5, 4.0)
     first = 3 * T_D.at(1)
     later = T_D.at(2) + 2 * T_D.at(1)
-    round_s = COSTS.proposal_s + T_V.at(4) + 4 * COSTS.hop_s + 2 * COSTS.coordinator_s
+    round_s = COSTS.proposal_s + T_V.at(4) + COSTS.beside_s(drafted=True)
     assert play.result.verify_s == pytest.approx(5 * T_V.at(4))
     assert play.result.draft_exposed_s == pytest.approx(first + 4 * later + 5 * COSTS.proposal_s)
-    assert play.result.transport_s == pytest.approx(5 * 4 * COSTS.hop_s, rel=0.2)
+    assert play.result.transport_s == pytest.approx(5 * 4 * COSTS.messages.hop_s, rel=0.2)
     found = figures([play.result])
     assert found.decode_s == pytest.approx(first + 4 * later + 5 * round_s, rel=0.01)
     assert found.tokens_per_s == pytest.approx(20 / found.decode_s)
@@ -383,7 +384,10 @@ def test_a_draft_that_is_always_wrong_costs_its_time_and_brings_nothing() -> Non
 
 def test_a_worker_whose_pass_takes_minutes_is_not_taken_for_lost() -> None:
     slow = replace(
-        COSTS, t_v=(ContextCurve(context=0, t_v=curve((1, 2, 4), (100.0, 110.0, 130.0))),)
+        COSTS,
+        t_v=PassCurves(
+            [ContextCurve(context=0, t_v=RowsSeconds.rising((1, 2, 4), (100.0, 110.0, 130.0)))]
+        ),
     )
     (play,), _ = play_all(KNOWING, slow, CHAIN, ahead=False)
     assert (play.result.rounds, play.result.moves) == (5, 0)
@@ -570,7 +574,7 @@ def test_the_machines_are_listed_for_programs_too(capsys: pytest.CaptureFixture[
     }
     assert all(
         one["t_v"]["16"] == costs[one["machine"]].verify_s(16, 512)
-        and one["t_d"] == costs[one["machine"]].draft_s(10)
+        and one["t_d"] == costs[one["machine"]].t_d.at(10)
         for one in found["machines"]
     )
 
@@ -581,7 +585,7 @@ def test_a_round_on_the_die_of_the_paper_takes_as_many_passes_as_the_paper_says(
     machine = read_machine("jakiro-mi250")
     costs = machine.costs(read_size("7B"), machine.weights)
     for passes, tau, speedup in ((5, 4.96, 2.99), (6, 4.94, 2.75)):
-        round_s = costs.verify_s(60, 512) + passes * costs.draft_s(10)
+        round_s = costs.verify_s(60, 512) + passes * costs.t_d.at(10)
         assert round_s / costs.verify_s(1, 512) == pytest.approx(tau / speedup, rel=0.05)
 
 

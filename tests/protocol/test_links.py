@@ -28,6 +28,9 @@ from dovetail.protocol.links import (
 )
 from support.wires import PATIENCE_S, Wire, open_wire, readable, spawn, until
 
+SETTLED_S = 0.1
+"""Seconds without a change after which descriptors are taken to be all closed that will be."""
+
 LINK = """
 import ctypes, sys, time
 from pathlib import Path
@@ -299,12 +302,23 @@ def test_an_event_loop_can_watch_a_hub(wire: Wire) -> None:
     asking.join()
 
 
+def settle() -> None:
+    """Wait until descriptors have stayed as many for some time: connections whose other end has
+    gone are closed behind our back."""
+    count, settled_s = -1, time.monotonic() + SETTLED_S
+    while time.monotonic() < settled_s:
+        if (now := len(os.listdir("/proc/self/fd"))) != count:  # noqa: PTH208
+            count, settled_s = now, time.monotonic() + SETTLED_S
+        time.sleep(0.005)
+
+
 def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
     for role in ("target", "draft"):
         wire.greet(wire.dial(role))
     wire.hub.close()
     wire.hub.close()
     gc.collect()  # what tests before this one have left to the collector is not to go in between
+    settle()
     descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
     with contextlib.ExitStack() as stack:
         hub = (
@@ -324,6 +338,7 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
             stack,
         )
         again.greet(again.dial())
+    settle()
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
     end_s = time.monotonic() + PATIENCE_S
     # the kernel lists a thread for a moment after it has been joined

@@ -101,7 +101,7 @@ def in_step(
 
 
 def in_live(owner: type, name: str, error: BaseException) -> Callable[[pytest.MonkeyPatch], None]:
-    """What is done with the guilty session's `RunningRequest` raises."""
+    """Return a sabotage: a method of the guilty session's request raises this error."""
 
     def sabotage(patch: pytest.MonkeyPatch) -> None:
         real = getattr(owner, name)
@@ -222,7 +222,7 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
     [
         in_live(RunningRequest, "answered", KeyError("x")),
         in_live(RunningRequest, "left", KeyError("x")),
-        in_live(RunningRequest, "round_news", Panic("x")),
+        in_live(RunningRequest, "round_report", Panic("x")),
         in_live(RunningRequest, "over", KeyError("x")),
         in_live(RunningRequest, "round_ended", KeyError("x")),
         in_live(RunningRequest, "awaits", KeyError("x")),
@@ -237,7 +237,7 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
     ids=[
         "answered",
         "left",
-        "round_news",
+        "round_report",
         "over",
         "round_ended",
         "awaits",

@@ -8,9 +8,10 @@ import pytest
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.costs import PairCosts
+from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.control.rounds import Round
+from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.telemetry.metrics import RoundTimes
 
 PROPOSAL = Drafted(
@@ -155,3 +156,12 @@ def test_a_draft_of_its_own_device_that_reads_no_states_always_grows_ahead() -> 
     plan = controller_of(pair_of(), policy="dynamic").plan(100)
     assert plan is not None
     assert plan.ahead
+
+
+def test_a_session_that_loses_its_draft_beside_others_is_learned_from_again() -> None:
+    controller = controller_of(pair_of())
+    for _ in range(3):
+        controller.plan(100, load=Load(4, 4))
+    assert not controller.sampled
+    controller.leave()
+    assert controller.sampled

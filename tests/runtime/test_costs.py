@@ -8,15 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
-from dovetail.runtime.control.costs import (
-    FIRST_ROWS,
-    KEPT,
-    Average,
-    Lags,
-    PairCosts,
-    RowCosts,
-    bucket,
-)
+from dovetail.runtime.costs.averages import Average, Lags, add_all
+from dovetail.runtime.costs.passes import FIRST_ROWS, KEPT, RowCosts, bucket
+from dovetail.runtime.costs.rounds import Messages, PairCosts
 
 PROFILE = tuple(
     ContextCurve(
@@ -193,3 +187,21 @@ def test_a_lag_is_that_of_what_was_nearest_in_length_and_longer_for_more() -> No
     assert lags.expect(2000) == 0.1
     lags.add(30, 0.003)
     assert lags.expect(30) == 0.003
+
+
+def test_a_round_without_a_draft_costs_the_same_whoever_asks_and_whatever_is_known_of_such() -> (
+    None
+):
+    costs = PairCosts()
+    costs.target.observe(1, 0.02)
+    add_all(((costs.target_hop_s, 0.001), (costs.host_s, 0.0005)))
+    for host_s in (0.0005, 0.0002):
+        expected = pytest.approx(0.021 + host_s)
+        assert costs.alone_s() == costs.round_s(rows=1, exposed_s=0.0) == expected
+        costs.undrafted_host_s.add(0.0002)
+
+
+def test_messages_of_a_round_with_a_draft_are_twice_those_of_one_without() -> None:
+    messages = Messages(hop_s=0.001, coordinator_s=0.01)
+    assert messages.beside_s(drafted=False) == pytest.approx(0.012)
+    assert messages.beside_s(drafted=True) == pytest.approx(0.024)

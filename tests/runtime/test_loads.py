@@ -65,7 +65,7 @@ def test_at_no_load_a_draft_makes_streams_slower(pace: str, tree: TreeSettings) 
     for streams in (3, 8):
         assert (
             middle(
-                [over_plain(house, streams, tree=tree, turn=turn, tokens=48) for turn in range(5)]
+                [over_plain(house, streams, tree=tree, turn=turn, tokens=48) for turn in range(3)]
             )
             >= 0.97
         )
@@ -167,14 +167,6 @@ def test_a_node_is_priced_by_everybody_who_waits_for_its_row() -> None:
         ]
         sizes.append(sum(nodes) / len(nodes))
     assert sizes[0] > 1.1 * sizes[1] > 1.1 * 1.1 * sizes[2]
-
-
-def test_one_late_round_of_one_session_does_not_have_all_draft_less() -> None:
-    house = Crowded(
-        Pace(level_s=1e-4, pass_s=lambda rows: 0.01 + 0.001 * rows, right=lambda *_: 0.7)
-    )
-    house.run(1, 48)
-    assert middle([over_plain(house, 4, turn=turn) for turn in range(5)]) > 1.1
 
 
 def test_a_pass_waits_for_proposals_that_are_nearly_there() -> None:

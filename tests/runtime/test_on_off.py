@@ -210,7 +210,7 @@ def test_a_try_among_several_does_not_begin_at_a_price_at_which_nothing_is_draft
 
     undrafted()
     while crowd.on_off.drafting:
-        crowd.drafted(1.0, 2 * ALONE_S, ALONE_S, rate=lambda: 0.5 / ALONE_S, settled=True, among=2)
+        crowd.drafted(1.0, 2 * ALONE_S, ALONE_S, rate=lambda: 0.5 / ALONE_S, among=2)
     crowd.care = MOST_CARE
     undrafted()
     assert crowd.care == CARE_OF_A_TRY

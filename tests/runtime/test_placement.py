@@ -7,8 +7,8 @@ import pytest
 from dovetail.protocol.messages import Finished, Limits, Open
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.costs import PairCosts
 from dovetail.runtime.control.pairs import Pair
+from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import best, candidates, draft_rate, target_rate
 from dovetail.runtime.fleet.registry import Registry

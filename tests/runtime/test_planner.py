@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.launch.planning.acceptance import Assumed, published
 from dovetail.launch.planning.designs import Design, config_of
+from dovetail.runtime.costs.rounds import Messages
 from dovetail.runtime.planner import (
     BUFFERS,
     Draft,
@@ -46,7 +47,7 @@ TREES = [
 SLOW_HOST = Place(lambda rows: 1e-3 * max(1.0, rows / 8), lambda rows: 1e-4)
 FAST_DEVICE = Place(lambda rows: 1e-4 * max(1.0, rows / 256), lambda rows: 1e-5)
 LINK = Link(lambda rows: 2e-3, overlaps=True)
-MACHINE = Machine(SLOW_HOST, FAST_DEVICE, LINK, device_bytes=500, hop_s=1e-5, coordinator_s=2e-5)
+MACHINE = Machine(SLOW_HOST, FAST_DEVICE, LINK, device_bytes=500, messages=Messages(1e-5, 2e-5))
 
 
 def draft(

@@ -685,7 +685,7 @@ def chosen(session: Session, bonus: int, *, held: int = 0, rows: int = 0) -> Non
 
 
 def holding() -> Session:
-    """The same, with the features of two rounds held by its target."""
+    """A session in its fourth round, whose target holds the features of the last two."""
     session = reading()
     chosen(session, 4, rows=1)
     for bonus in (5, 6):

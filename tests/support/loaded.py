@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from math import log
 
 from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, StillHub
-from dovetail.launch.simulation.costs import Costs as Messages
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.messages import (
     Close,
@@ -37,6 +36,7 @@ from dovetail.protocol.noise import mix
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
+from dovetail.runtime.costs.rounds import Messages
 from dovetail.runtime.engine.coordinator import Coordinator
 from support.scripted import VOCABULARY, hello
 from support.timed import choice
@@ -235,13 +235,7 @@ class Crowded:
         self.agenda = Agenda()
         self.hub = StillHub(
             self.agenda,
-            Messages(
-                (),
-                RowsSeconds(rows=(1,), seconds=(0.0,)),
-                0.0,
-                self.pace.hop_s,
-                self.pace.coordinator_s,
-            ),
+            Messages(self.pace.hop_s, self.pace.coordinator_s),
         )
         self.coordinator = Coordinator(self.hub, clock_ns=self.hub.time, later=self.hub.later)
         self.hub.pump = self.coordinator.pump

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
@@ -163,15 +162,9 @@ def test_a_wrong_description_of_one_layer_is_found(
         load(kind, tmp_path / "model", "fp32")
 
 
-def test_descriptions_name_the_thresholds_of_their_configurations() -> None:
-    config = AutoConfig.for_model(
-        "llama",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    )
-    assert list(FAMILIES["llama"].thresholds(config)) == [16]
-    assert 6 in FAMILIES["gemma2"].thresholds(AutoConfig.for_model("gemma2", sliding_window=6))
+def test_an_activation_that_the_kernels_lack_is_named(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path / "model", hidden_act="relu")
+    with pytest.raises(CheckpointError, match="no activation 'relu'"):
+        load_language_model(
+            str(tmp_path / "model"), weights="fp32", device="cpu", backend="kernels"
+        )

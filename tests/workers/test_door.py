@@ -130,11 +130,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a wrapper": (
         lambda p: edit(
             p / "config.json",
-            model_type="llava",
-            text_config={"model_type": "llama"},
+            model_type="paligemma",
+            text_config={"model_type": "gemma"},
             vocab_size=None,
         ),
-        "llava is a language model (llama)",
+        "paligemma is a language model (gemma)",
     ),
     "an embedding model": (
         lambda p: edit(

@@ -694,11 +694,11 @@ def test_a_head_for_a_target_that_is_more_than_a_language_model_says_so(
 ) -> None:
     shutil.copytree(llama_folder, tmp_path / "target")
     (tmp_path / "target" / "config.json").write_text(
-        '{"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": 2}}'
+        '{"model_type": "paligemma", "text_config": {"model_type": "gemma"}}'
     )
     with pytest.raises(
         CheckpointError,
-        match=r"target/config\.json: model type llava is a language model \(llama\) together "
+        match=r"target/config\.json: model type paligemma is a language model \(gemma\) together "
         r"with other parts",
     ):
         open_head(str(write_head(tmp_path / "head", "eagle")), target=str(tmp_path / "target"))

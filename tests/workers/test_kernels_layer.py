@@ -15,8 +15,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
+from dovetail.protocol.errors import UserError
 from dovetail.workers import kernels
-from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels import Kind, PackedMatrix, layer
 from dovetail.workers.kernels.layer import (
     Attention,
     DecoderLayer,
@@ -666,3 +667,12 @@ def test_an_attention_that_would_read_or_turn_what_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="4 heads of 16"):
         Attention(AttentionPlan(0, 4, kv_heads, 16, rotary_table(torch.ones(pairs), 8)))
+
+
+def test_a_library_whose_layers_have_other_fields_is_refused_with_the_command_that_builds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer._functions.cache_clear()
+    monkeypatch.setattr(layer, "sizeof", lambda _: 1)
+    with pytest.raises(UserError, match=r"built from other sources.*kernels\.build"):
+        activate(Activation.SILU_GATED, torch.ones(1, 4))

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,6 +38,7 @@ from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.backends.sizes import has_sizes, sizes_of
 from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
@@ -65,7 +65,7 @@ def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
     gives it."""
     folder = find_folder(settings.model)
     if not settings.inflate:
-        return read_json(folder / "config.json")
+        return text_part(read_json(folder / "config.json"))
     model = random_skeleton(folder, layers=None, stored=torch.float16).model
     grow_skeleton(model, plan_inflation(model, inflation_bytes(settings.inflate)))
     config: Mapping[str, Any] = model.config.to_dict()
@@ -209,12 +209,8 @@ def _parted(few: RowsSeconds, more: RowsSeconds) -> tuple[RowsSeconds, RowsSecon
 def _each(curve: RowsSeconds, change: Callable[[int, float], float]) -> RowsSeconds:
     """Never less for more rows: what is found otherwise is another program's doing."""
     points = zip(curve.rows, curve.seconds, strict=True)
-    return RowsSeconds(
-        rows=curve.rows,
-        seconds=tuple(
-            accumulate((max(LEAST_S, change(rows, taken)) for rows, taken in points), max)
-        ),
-    )
+    changed = (max(LEAST_S, change(rows, taken)) for rows, taken in points)
+    return RowsSeconds.rising(curve.rows, changed)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from dovetail.workers.calibration.passes import (
 )
 from dovetail.workers.calibration.subject import Subject
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
-from dovetail.workers.models.language_model import LanguageModel
 
 PROBE_S = 0.6
 """For the bandwidth, and half as long for each kind of arithmetic."""
-BYTES_A_WEIGHT = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
 
 
 def measure_limits(budget_s: float) -> Limits:
@@ -65,23 +63,13 @@ def _torch_bandwidth() -> float:
     return TORCH_BYTES / least_seconds(memory.sum) / 1e9
 
 
-def arithmetic_of(model: LanguageModel, limits: Limits) -> str:
-    """Which peak bounds a model's products: 16-bit weights are multiplied in fp32, but by the
-    library's bf16, where there are instructions for it."""
-    wanted = {
-        "int8": "int8",
-        "int8-per-tensor": "int8",
-        "bf16": "bf16" if model.backend == "library" else "fp32",
-    }.get(model.weights, "fp32")
-    return wanted if wanted in limits.peak_gflop_s else "fp32"
-
-
 def limit_curve(subject: Subject, limits: Limits) -> RowsSeconds:
-    """max(packed bytes / bandwidth, 2 rows weights / peak), in seconds."""
-    weights = subject.whole.weights
-    reading = weights * BYTES_A_WEIGHT[subject.model.weights] / (limits.bandwidth_gb_s * 1e9)
-    row = 2 * weights / (limits.peak_gflop_s[arithmetic_of(subject.model, limits)] * 1e9)
-    return RowsSeconds(rows=EVERY_ROW, seconds=tuple(max(reading, m * row) for m in EVERY_ROW))
+    """Return the least seconds of the subject's passes by these limits."""
+    model = subject.model
+    least = limits.roofline(
+        subject.whole.weights, model.weights, library=model.backend == "library"
+    )
+    return RowsSeconds(rows=EVERY_ROW, seconds=tuple(map(least.at, EVERY_ROW)))
 
 
 TORCH_SIDE, TORCH_BYTES = 1024, 128 << 20

@@ -21,6 +21,7 @@ import torch
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import (
+    WEIGHT_BYTES,
     Calibration,
     ContextCurve,
     ProfileKey,
@@ -33,9 +34,7 @@ from dovetail.protocol.profile import (
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
 from dovetail.workers.calibration.limits import (
-    BYTES_A_WEIGHT,
     PROBE_S,
-    arithmetic_of,
     best_of,
     limit_curve,
     measure_limits,
@@ -144,7 +143,9 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
             for curve in calibration.t_v_by_context
         },
         "bandwidth_gb_s": limits.bandwidth_gb_s,
-        "peak_gflop_s": limits.peak_gflop_s[arithmetic_of(subject.model, limits)],
+        "peak_gflop_s": limits.peak_of(
+            subject.model.weights, library=subject.model.backend == "library"
+        ),
         "peaks_gflop_s": dict(limits.peak_gflop_s),
         "probe": limits.probe,
     }
@@ -176,7 +177,7 @@ def open_subject(
 ) -> Subject:
     """The model of the settings: the checkpoint where there are weights and memory for them, else
     random weights, of as many layers as memory holds."""
-    room = SHARE_OF_MEMORY * memory_bytes / BYTES_A_WEIGHT.get(settings.weights, 2)
+    room = SHARE_OF_MEMORY * memory_bytes / WEIGHT_BYTES.get(settings.weights, 2)
     inflate_bytes = byte_count(settings.inflate) if settings.inflate else 0
     if any(design.folder.glob("*.safetensors")) and design.weights <= room:
         model = load_language_model(

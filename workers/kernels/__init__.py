@@ -91,6 +91,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_use_isa": (c_int, (c_int,)),
     "dt_set_threads": (None, (c_int,)),
     "dt_threads": (c_int, ()),
+    "dt_layer_bytes": (c_int64, ()),
     "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "dt_pack": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
     "dt_pack_codes": (

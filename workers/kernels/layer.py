@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import BUILD, MatrixStruct, declare, library
 from dovetail.workers.kernels.layer_plan import (
     LANES,
@@ -113,7 +114,13 @@ class PassStruct(Structure):
 
 @cache
 def _functions() -> Any:
-    """The library with the types of this module's functions."""
+    """Return the library with the types of this module's functions; `UserError` if it was built
+    from sources whose layers have other fields."""
+    if library().dt_layer_bytes() != sizeof(LayerStruct):
+        raise UserError(
+            f"the C++ kernels were built from other sources than this program; build them anew: "
+            f"{BUILD}"
+        )
     layer, rows = POINTER(LayerStruct), POINTER(PassStruct)
     declare(
         library(),
@@ -286,20 +293,8 @@ def activate(activation: Activation, x: Tensor) -> Tensor:
     return y
 
 
-@cache
-def _complete() -> bool:
-    """Return whether the library reads every field of a layer; one that was built from older
-    sources lacks the last ones."""
-    if not hasattr(library(), "dt_layer_bytes"):
-        return False
-    declare(library(), {"dt_layer_bytes": (c_int64, ())})
-    return int(library().dt_layer_bytes()) == sizeof(LayerStruct)
-
-
 def _layer_struct(plan: LayerPlan) -> LayerStruct:
     check_shapes(plan)
-    if plan.is_extended and not _complete():
-        raise ValueError(f"the C++ kernels are older than this program; build them anew: {BUILD}")
     struct = LayerStruct(
         hidden=plan.qkv.k,
         intermediate=plan.down.k,

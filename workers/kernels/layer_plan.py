@@ -105,17 +105,6 @@ class LayerPlan:
     parallel: bool = False
     """The MLP reads what attention reads, and both are added."""
 
-    @property
-    def is_extended(self) -> bool:
-        """True if the layer needs more than the first versions of the kernels had."""
-        return (
-            self.residual != 1.0
-            or self.parallel
-            or self.mlp_norm is None
-            or self.head_norm is not HeadNorm.HEAD_BEFORE_ROPE
-            or self.activation is Activation.RELU2
-        )
-
 
 @dataclass(frozen=True)
 class AttentionPlan:

@@ -9,6 +9,7 @@ from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Checkpoint
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 
 WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
@@ -63,7 +64,7 @@ def _configured_type(weights: str, folder: Path) -> str:
     if weights not in ("half", "stored"):
         return weights
     file = folder if folder.is_file() else folder / "config.json"
-    content = read_json(file)
+    content = text_part(read_json(file))
     name = {"bfloat16": "bf16", "float16": "fp16", "None": "fp16"}.get(
         str(content.get("dtype") or content.get("torch_dtype"))
     )

@@ -31,6 +31,7 @@ from dovetail.workers.models.backends.placement import (
 )
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, has_sizes, sizes_of
 from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 
@@ -219,7 +220,7 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
         return True
     if not _is_gpu(device) or settings.inflate:
         return False
-    config = read_json(find_folder(settings.model) / "config.json")
+    config = text_part(read_json(find_folder(settings.model) / "config.json"))
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
         return False
     sizes = sizes_of(config, settings.weights)

@@ -49,7 +49,8 @@ class Recent:
 
 
 class PassTimes:
-    """The times of passes by the number of their rows, from the last ones of each class."""
+    """The times of passes by the number of their rows, from the last ones of each class. The
+    coordinator prices a level by the same passes, which `Drafted` tells it."""
 
     def __init__(self) -> None:
         self._classes: dict[int, Recent] = {}

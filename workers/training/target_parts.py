@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.models.checkpoints.checkpoint import Stored, open_weights
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 
@@ -50,8 +51,7 @@ class TargetParts:
 def read_target(source: str) -> TargetParts:
     """Embedding, output head and shapes of a target (a folder or a hub id)."""
     folder = find_folder(source)
-    weights, config = open_weights(folder), read_json(folder / "config.json")
-    config = {**config, **config.get("text_config", {})}
+    weights, config = open_weights(folder), text_part(read_json(folder / "config.json"))
     embedding = _one(weights.tensors, "embed_tokens.weight", source)
     head = (
         embedding

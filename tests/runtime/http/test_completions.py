@@ -564,4 +564,7 @@ def test_the_document_names_every_error_and_no_other(server: Api) -> None:
     assert {"400", "404", "413", "429", "500", "503", "504"} <= document["paths"][CHATS]["post"][
         "responses"
     ].keys()
+    answers = document["paths"][CHATS]["post"]["responses"]
+    for status in ("429", "503"):
+        assert answers[status]["headers"]["Retry-After"]["schema"] == {"type": "integer"}
     assert document["components"]["schemas"]["ChatBody"]["properties"]["temperature"]

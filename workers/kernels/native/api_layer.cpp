@@ -62,7 +62,7 @@ void dt_gate(int32_t activation, const float* x, float* y, int64_t rows, int64_t
     active().gate(activation, x, y, rows, width);
 }
 
-// The bytes of a `Layer`; a caller that has more of them fills fields that are not read here.
+// The bytes of a `Layer`, by which a caller knows that both mean the same fields.
 int64_t dt_layer_bytes() { return sizeof(Layer); }
 
 // cosines, sines [context, pairs]: of position times frequency, rounded to float as the models were trained with, and times scaling.

@@ -141,12 +141,7 @@ class Kernels:
         kernels.set_threads(torch.get_num_threads())
         self._model, self._kind = model, kind
         self._family = FAMILIES.get(model.config.model_type)
-        self._oracle = Oracle(
-            model,
-            decoder_layers(model)[1],
-            context,
-            () if self._family is None else self._family.thresholds(model.config),
-        )
+        self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
             raise UnsupportedError(
                 "transformers computes something between its layers, or not each of them in turn"

@@ -50,8 +50,6 @@ class LayerParts:
             "gate_up": [_linear(layer, name) for name in mlp.gate_up],
             "down": [_linear(layer, mlp.down)],
         }
-        if mlp.activation is None:
-            raise UnsupportedError("the activation is none that the kernels have")
         self.activation = mlp.activation
         query, key = attention.norms or (None, None)
         named = {
@@ -68,7 +66,9 @@ class LayerParts:
         """Reorder the rows of queries and keys, of whose heads the first `rotated` numbers are
         turned in pairs of neighbours, so that pairs are halves: scores are the same sums."""
         if len(self.linears["qkv"]) != 3 or "query_norm" in self.norms:
-            raise UnsupportedError("neighbours are rotated in fused or normed queries and keys")
+            raise UnsupportedError(
+                "the kernels cannot rotate neighbours in queries and keys that are fused or normed"
+            )
         self.order = torch.cat(
             [
                 torch.arange(0, rotated, 2),

@@ -137,15 +137,15 @@ def check_attention(said: Attention, noted: Noted, index: int) -> None:
     pairs = {
         "heads": (said.heads, noted.heads),
         "key heads": (said.kv_heads, noted.kv_heads),
-        "numbers a head": (said.head_dim, noted.head_dim),
-        "a window of": (said.window, noted.window or 0),
-        "a scale of": (said.scale, noted.scaling),
-        "a softcap of": (said.softcap, noted.softcap or 0.0),
+        "head size": (said.head_dim, noted.head_dim),
+        "window": (said.window, noted.window or 0),
+        "scale": (said.scale, noted.scaling),
+        "softcap": (said.softcap, noted.softcap or 0.0),
     }
     for what, (ours, theirs) in pairs.items():
         if not math.isclose(ours, theirs, rel_tol=1e-6):
             raise UnsupportedError(
-                f"layer {index} is described with {what} {ours}, where transformers has {theirs}"
+                f"layer {index} is described with {what} {ours}; transformers has {theirs}"
             )
 
 

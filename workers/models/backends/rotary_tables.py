@@ -56,6 +56,7 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
     for own, other in zip((table.cosines, table.sines), given, strict=True):
         found = own[positions]
         expected = found.repeat_interleave(2, 1) if of.interleaved else found.repeat(1, 2)
+        # some embeddings of neighbours give halves, and their layers repeat each angle themselves
         if of.interleaved and torch.equal(other[0, :, 0], other[0, :, other.shape[-1] // 2]):
             expected = found.repeat(1, 2)
         if other.shape[1:] != expected.shape:

@@ -25,6 +25,7 @@ from dovetail.workers.models.checkpoints.architecture import (
     refuse_content,
     refuse_elsewhere,
 )
+from dovetail.workers.models.checkpoints.composite import renamed, text_part
 from dovetail.workers.models.checkpoints.digests import (
     Identity,
     Part,
@@ -142,7 +143,7 @@ def open_checkpoint(source: str) -> Checkpoint:
     """The checkpoint that `source` (folder, hub id or id@revision) names, checked;
     `CheckpointError` names the file and the tensor."""
     folder = find_folder(source)
-    refuse_content(read_json(folder / "config.json"), folder / "config.json")
+    refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
     weight_files(folder)  # what can be said at once is said before the weights are read
     tokenizer, vocabulary = read_tokenizer(folder)
     weights = open_weights(folder)
@@ -152,27 +153,29 @@ def open_checkpoint(source: str) -> Checkpoint:
 def open_weights(folder: Path) -> Weights:
     """The weights of a folder, without what is said of a vocabulary: a draft head has none of its
     own."""
-    refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
+    content = read_json(folder / "config.json")
+    refuse_elsewhere(content, folder / "config.json")
     files = weight_files(folder)
     configuration = read_bytes(folder / "config.json")
     read = [_read_header(file) for file in files]
     for _, tensors in read:
         _refuse_kinds(tensors)
     digest = digest_of(configuration, [source for source, _ in read])
-    return Weights(
-        folder, digest, {name: stored for _, tensors in read for name, stored in tensors.items()}
-    )
+    tensors = {name: stored for _, tensors in read for name, stored in tensors.items()}
+    return Weights(folder, digest, renamed(content, tensors))
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return where every tensor of a folder stands, by the headers of its weight files alone; what
     is read of them is to be checked then."""
-    refuse_elsewhere(read_json(folder / "config.json"), folder / "config.json")
-    return {
+    content = read_json(folder / "config.json")
+    refuse_elsewhere(content, folder / "config.json")
+    tensors = {
         name: stored
         for file in weight_files(folder)
         for name, stored in _read_header(file)[1].items()
     }
+    return renamed(content, tensors)
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -23,12 +23,14 @@ from dovetail.workers.models.checkpoints.architecture import (
     why_not,
 )
 from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Checkpoint
+from dovetail.workers.models.checkpoints.composite import is_composite, text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.lean import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    lean,
     transformers,
 )
 
@@ -41,6 +43,8 @@ def configured(checkpoint: Checkpoint) -> Any:
     attention.register()
     file = checkpoint.folder / "config.json"
     config = read_config(file)
+    if is_composite(read_json(file)):  # whose fields of several parts contradict each other
+        config.tie_word_embeddings = "lm_head.weight" not in checkpoint.tensors
     layers = config.num_hidden_layers
     if layers > len(checkpoint.tensors):  # and as many empty layers are not built first
         found = len(checkpoint.tensors)
@@ -56,7 +60,8 @@ def configured(checkpoint: Checkpoint) -> Any:
 def read_config(file: Path) -> Any:
     """transformers' configuration of a config.json; `CheckpointError` for one that it cannot read
     or of a model that cannot be decoded."""
-    content = read_json(file)
+    whole = read_json(file)
+    content = text_part(whole)
     refuse_content(content, file)
     refuse_unknown(
         content,
@@ -66,8 +71,12 @@ def read_config(file: Path) -> Any:
     )
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(
-                str(file), trust_remote_code=False, local_files_only=True
+            config = (
+                AutoConfig.from_pretrained(
+                    str(file), trust_remote_code=False, local_files_only=True
+                )
+                if content is whole
+                else CONFIG_MAPPING[content["model_type"]].from_dict(content)
             )
     except Exception as error:  # whatever transformers' lines happen to stumble over
         why = said_by(error) or _culprit(content, CONFIG_MAPPING[content["model_type"]].from_dict)
@@ -75,7 +84,9 @@ def read_config(file: Path) -> Any:
             f"{file} is not what transformers reads for model type {content['model_type']}: "
             f"{why}; {CORRECT}"
         ) from error
-    refuse_config(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), file)
+    with lean():
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    refuse_config(config, causal, file)
     return config
 
 
@@ -110,7 +121,7 @@ def with_buffers(model: Any) -> Any:
 
 def empty(config: Any, implementation: str) -> Any:
     """The model on no device."""
-    with quiet(), torch.inference_mode(False), torch.device("meta"):
+    with lean(), quiet(), torch.inference_mode(False), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=implementation, trust_remote_code=False
         )

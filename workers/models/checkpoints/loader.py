@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.composite import renaming
 from dovetail.workers.models.checkpoints.configured import (
     built,
     configured,
@@ -30,6 +31,7 @@ from dovetail.workers.models.checkpoints.configured import (
     said_by,
     with_buffers,
 )
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.lean import (
     AutoModelForCausalLM,
     Conv1D,
@@ -172,6 +174,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            key_mapping=dict(renaming(read_json(checkpoint.folder / "config.json"))) or None,
         )
         count(size)
     checkpoint.refuse_changed()

@@ -1,5 +1,6 @@
 """The vocabulary of a model folder: its tokenizer, its end tokens and its chat template."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dovetail.workers.models.checkpoints.architecture import (
     refuse_content,
     shown,
 )
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json
 
 FACTS = {
@@ -33,7 +35,7 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
             f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
         )
     content = read_bytes(file)
-    config = read_json(folder / "config.json")
+    config = text_part(read_json(folder / "config.json"))
     refuse_content(config, folder / "config.json")
     generation = (
         read_json(folder / "generation_config.json")
@@ -61,7 +63,7 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
     return content, facts
 
 
-def ids_of(generation: dict[str, Any], config: dict[str, Any], name: str) -> tuple[int, ...]:
+def ids_of(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """A special token id, which the files give as a number, a list or null; generation_config.json
     has the last word."""
     value = generation.get(name)

@@ -5,14 +5,20 @@ A description names parts of transformers' layer and says how they are put toget
 every layer at load holds it against transformers. Knows configurations, and reads no weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, NormKind
+from dovetail.workers.models.parity.following import UnsupportedError
 
-GELU_TANH = {"gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"}
-SILU = {"silu", "swish"}
+GATED = {
+    **dict.fromkeys(("silu", "swish"), Activation.SILU_GATED),
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation.GELU_TANH_GATED
+    ),
+}
+"""Activations of gated MLPs, by their names in configurations."""
 SEPARATE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
@@ -24,7 +30,7 @@ class Rope:
     table: str = ""
     """The layer type whose angles are taken, where a model has several tables."""
     interleaved: bool = False
-    """Neighbours are rotated together, 0 with 1 and 2 with 3; else both halves of a head."""
+    """True if neighbours are rotated together, 0 with 1 and 2 with 3; else the halves of a head."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Attention:
     qkv: Sequence[str] = SEPARATE
     output: str = "self_attn.o_proj"
     norms: tuple[str, str] | None = None
-    """Those of queries and keys, RMS."""
+    """Names of the RMS norms of queries and of keys; None: there are none."""
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
 
 
@@ -50,8 +56,7 @@ class Attention:
 class Mlp:
     """The MLP of a layer."""
 
-    activation: Activation | None
-    """None: one that the kernels do not have."""
+    activation: Activation
     gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
 
@@ -63,12 +68,12 @@ class Norms:
     epsilon: float
     pre_mixer: str | None = "input_layernorm"
     post_mixer: str | None = None
-    """On what attention adds."""
+    """The norm of what attention adds."""
     pre_mlp: str | None = "post_attention_layernorm"
     post_mlp: str | None = None
     kind: NormKind = NormKind.RMS
     plus_one: bool = False
-    """The checkpoint stores weights minus one."""
+    """True if the checkpoint stores weights minus one."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +86,7 @@ class LayerSpec:
     residual_scale: float = 1.0
     """The factor of what each half adds."""
     parallel: bool = False
-    """The MLP reads what attention reads."""
-
-
-def thresholds_of(config: Any) -> Sequence[int]:
-    """Return the positions at which layers with windows or scaled angles change."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [config.to_dict(), rope, *(part for part in rope.values() if isinstance(part, dict))]
-    names = ("sliding_window", "original_max_position_embeddings")
-    return sorted({int(part[name]) for part in parts for name in names if part.get(name)})
+    """True if the MLP reads what attention reads."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,6 @@ class Family:
 
     layer: Callable[[Any, int], LayerSpec]
     """The layer of a configuration at an index; a pure function."""
-    thresholds: Callable[[Any], Sequence[int]] = thresholds_of
-    """Positions at which the function changes: each layer is proved on both sides of them."""
 
 
 # what most families have in common
@@ -134,11 +129,12 @@ def slides(config: Any, index: int) -> bool:
 
 def gated(name: str, **fields: Any) -> Mlp:
     """Return a gated MLP with the activation of this name."""
-    activation = (
-        Activation.SILU_GATED
-        if name in SILU
-        else Activation.GELU_TANH_GATED
-        if name in GELU_TANH
-        else None
-    )
-    return Mlp(activation, **fields)
+    return Mlp(activation(GATED, name), **fields)
+
+
+def activation(known: Mapping[str, Activation], name: str) -> Activation:
+    """Return one of the known activations by its name in configurations; `UnsupportedError` for
+    another."""
+    if name not in known:
+        raise UnsupportedError(f"the kernels have no activation {name!r} for this family")
+    return known[name]

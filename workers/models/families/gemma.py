@@ -22,43 +22,29 @@ def _gemma(config: Any, index: int) -> LayerSpec:
     )
 
 
-def _norms(config: Any) -> Norms:
-    return Norms(
-        config.rms_norm_eps,
-        post_mixer="post_attention_layernorm",
-        pre_mlp="pre_feedforward_layernorm",
-        post_mlp="post_feedforward_layernorm",
-        plus_one=True,
-    )
-
-
-def _gemma2(config: Any, index: int) -> LayerSpec:
+def _gemma2(config: Any, index: int, **fields: Any) -> LayerSpec:
     return LayerSpec(
         attention(
             config,
             index,
             scale=config.query_pre_attn_scalar**-0.5,
             softcap=config.attn_logit_softcapping or 0.0,
+            **fields,
         ),
         gated(config.hidden_activation),
-        _norms(config),
+        Norms(
+            config.rms_norm_eps,
+            post_mixer="post_attention_layernorm",
+            pre_mlp="pre_feedforward_layernorm",
+            post_mlp="post_feedforward_layernorm",
+            plus_one=True,
+        ),
     )
 
 
 def _gemma3(config: Any, index: int) -> LayerSpec:
     """Layers with a window and without have tables of angles of their own."""
-    return LayerSpec(
-        attention(
-            config,
-            index,
-            scale=config.query_pre_attn_scalar**-0.5,
-            softcap=config.attn_logit_softcapping or 0.0,
-            norms=HEAD_NORMS,
-            rope=Rope(config.layer_types[index]),
-        ),
-        gated(config.hidden_activation),
-        _norms(config),
-    )
+    return _gemma2(config, index, norms=HEAD_NORMS, rope=Rope(config.layer_types[index]))
 
 
 FAMILIES = {

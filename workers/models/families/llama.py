@@ -10,6 +10,7 @@ from dovetail.workers.models.families.description import (
     Mlp,
     Norms,
     Rope,
+    activation,
     attention,
     gated,
 )
@@ -65,7 +66,7 @@ def _arcee(config: Any, index: int) -> LayerSpec:
     """No gate, and the squares of what is positive."""
     return LayerSpec(
         attention(config, index, window=0),
-        Mlp(Activation.RELU2 if config.hidden_act == "relu2" else None, gate_up=("mlp.up_proj",)),
+        Mlp(activation({"relu2": Activation.RELU2}, config.hidden_act), gate_up=("mlp.up_proj",)),
         Norms(config.rms_norm_eps),
     )
 

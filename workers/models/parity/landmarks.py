@@ -5,7 +5,7 @@ Knows configurations as they stand in a file; no models.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +33,10 @@ class Run:
         return self.first + self.count
 
 
-def runs_of(config: Mapping[str, Any], context: int, thresholds: Iterable[int] = ()) -> list[Run]:
-    """The positions of a proof: the beginning, either side of every threshold and of every landmark
-    of a configuration, and the end of the context."""
+def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
+    """The positions of a proof: the beginning, either side of every landmark of a configuration,
+    and the end of the context."""
     marks = sorted({mark for mark in landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
-    marks += [mark for mark in thresholds if DENSE <= mark < context]
     wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
     wanted |= {place for mark in marks for place in (mark - 1, mark)} | {
         place for place in SPREAD if place < context

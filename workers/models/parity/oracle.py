@@ -64,21 +64,15 @@ class ProofCache(KVCache):
 class Oracle:
     """The layers of one model at the positions of a proof."""
 
-    def __init__(
-        self,
-        model: Any,
-        layers: Iterable[nn.Module],
-        context: int,
-        thresholds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, model: Any, layers: Iterable[nn.Module], context: int) -> None:
         """`model`: with the numbers of all that is not a layer; `layers`: as the model has them,
-        with or without numbers; `thresholds`: positions at which its function changes.
+        with or without numbers.
 
         `UnprovableError` where what a layer is given at a position hangs on the other rows of a
         pass.
         """
         self._model, self._layers = model, list(layers)
-        self.runs = runs_of(model.config.to_dict(), context, thresholds)
+        self.runs = runs_of(model.config.to_dict(), context)
         self.positions = torch.cat([torch.arange(run.first, run.stop) for run in self.runs])
         self.count = len(self.positions)
         self.dense = self.runs[0].count

@@ -7,18 +7,26 @@ from itertools import accumulate
 from math import ceil
 from statistics import fmean
 
-from dovetail.launch.simulation.costs import NS, Costs, curve
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.profile import MAX_POINTS, ContextCurve, RowsSeconds
+from dovetail.runtime.costs.passes import PassCurves
+from dovetail.runtime.costs.rounds import (
+    DRAFTED_HOPS,
+    UNDRAFTED_HOPS,
+    Messages,
+    Origin,
+    PlacedCosts,
+    Source,
+)
 
-HOPS_OF_PLAIN, HOPS_OF_DRAFTED = 2, 4
-"""Messages of a round."""
+NS = 1e9
 
 
-def measured_costs(rounds: Sequence[RoundRecord]) -> Costs:
-    """Return what those rounds cost; `UserError` if nothing was drafted in any of them. The length
-    of the cache makes no difference here: what was measured has it."""
+def measured_costs(rounds: Sequence[RoundRecord], told: str = "measured") -> PlacedCosts:
+    """Return what those rounds cost; `told`: in words, where they are from. `UserError` if nothing
+    was drafted in any of them. The length of the cache makes no difference here: what was measured
+    has it."""
     drafted = [record for record in rounds if record.passes]
     if not drafted:
         raise UserError(
@@ -26,24 +34,24 @@ def measured_costs(rounds: Sequence[RoundRecord]) -> Costs:
         )
     t_v = _by_rows((record.verified + 1, record.verify_ns) for record in rounds)
     t_d = _by_rows(one for record in drafted for one in record.passes)
-    hops = sum(HOPS_OF_DRAFTED if record.draft_ns else HOPS_OF_PLAIN for record in rounds)
-    return Costs(
-        t_v=(ContextCurve(context=0, t_v=t_v),),
+    hops = sum(DRAFTED_HOPS if record.draft_ns else UNDRAFTED_HOPS for record in rounds)
+    transport_ns = sum(record.transport_ns for record in rounds)
+    coordinator_ns = sum(record.coordinator_ns + record.queue_ns for record in rounds)
+    return PlacedCosts(
+        t_v=PassCurves([ContextCurve(context=0, t_v=t_v)]),
         t_d=t_d,
-        proposal_s=max(0.0, fmean(_beside(record) for record in drafted)) / NS,
-        hop_s=sum(record.transport_ns for record in rounds) / hops / NS,
-        coordinator_s=2
-        * sum(record.coordinator_ns + record.queue_ns for record in rounds)
-        / hops
-        / NS,
+        proposal_s=max(0.0, fmean(waited_for(record)[1] for record in drafted)) / NS,
+        messages=Messages(transport_ns / hops / NS, 2 * coordinator_ns / hops / NS),
+        origin=Origin(Source.MEASURED, told),
     )
 
 
-def _beside(record: RoundRecord) -> float:
-    """Nanoseconds of the drafting that was waited for that were spent in no pass; the passes for
-    the proposal come first, those ahead of it after them."""
+def waited_for(record: RoundRecord) -> tuple[list[int], int]:
+    """Return the nanoseconds of each pass of the draft that the proposal waited for, which come
+    before those ahead of it, and of the drafting that was waited for in no pass."""
     sums = [0, *accumulate(taken for _, taken in record.passes)]
-    return record.draft_ns - max(total for total in sums if total <= record.draft_ns)
+    waited = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
+    return [taken for _, taken in record.passes[:waited]], record.draft_ns - sums[waited]
 
 
 def _by_rows(samples: Iterable[tuple[int, int]]) -> RowsSeconds:
@@ -54,7 +62,7 @@ def _by_rows(samples: Iterable[tuple[int, int]]) -> RowsSeconds:
         seen[rows].append(taken)
     known, step = sorted(seen), ceil(len(seen) / MAX_POINTS)
     groups = [known[first : first + step] for first in range(0, len(known), step)]
-    return curve(
+    return RowsSeconds.rising(
         [group[len(group) // 2] for group in groups],
         [fmean(taken for rows in group for taken in seen[rows]) / NS for group in groups],
     )

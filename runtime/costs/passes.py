@@ -1,5 +1,4 @@
-"""Costs of passes: the target's over M rows behind a context, the draft's over rows, and what a
-round takes beside them.
+"""Costs of passes: the target's over M rows behind a context, the draft's over rows.
 
 A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass:
 each number of rows keeps its last passes, of which the middle half counts, so that an interruption
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from math import log
 
 from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
@@ -48,8 +46,6 @@ MOST_TABLES = 64
 STALE_PASSES = 8
 MOST_POINTS = 24
 """Points of a curve that is shown, at most."""
-RECENT = 32.0
-"""Values after which a running average has forgotten all but a third."""
 
 
 def bucket(rows: int) -> int:
@@ -57,49 +53,6 @@ def bucket(rows: int) -> int:
     of precision."""
     step = 1 << max(0, rows.bit_length() - 5)
     return rows // step * step
-
-
-class Average:
-    """A running mean of the last values, the early ones all alike."""
-
-    def __init__(self, recent: float = RECENT) -> None:
-        self._recent, self._count = recent, 0
-        self.known = False
-        self.value = 0.0
-        """0 where nothing is known."""
-
-    def add(self, value: float) -> None:
-        self._count += 1
-        self.known = True
-        self.value += (value - self.value) / min(self._count, self._recent)
-
-
-def add_all(told: Iterable[tuple[Average, float]]) -> None:
-    """Add a value to each of these averages."""
-    for average, value in told:
-        average.add(value)
-
-
-class Lags:
-    """Durations of something beside how much of it there was, from the last times."""
-
-    def __init__(self) -> None:
-        self._last: deque[tuple[int, float]] = deque(maxlen=KEPT)
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so long; none are left out."""
-        if tokens > 0:
-            self._last.append((tokens, seconds))
-
-    def expect(self, tokens: int) -> float | None:
-        """Seconds for so many: as the last time that was nearest in length, in proportion if it was
-        shorter. None: nothing is known."""
-        if not self._last:
-            return None
-        length, seconds = min(
-            reversed(self._last), key=lambda last: abs(log(last[0] / max(1, tokens)))
-        )
-        return seconds * max(1.0, tokens / length)
 
 
 @dataclass
@@ -150,6 +103,45 @@ class _Table:
     """Rows that were asked for since."""
 
 
+class PassCurves:
+    """T(M, context) by curves over the rows at one or more lengths of the cache, as a profile has
+    them: linear in between, level before the first length, and beyond the last along the last
+    two."""
+
+    def __init__(self, curves: Sequence[ContextCurve]) -> None:
+        """`curves`: at least one."""
+        by_context = {curve.context: curve for curve in curves}
+        self.contexts = sorted(by_context)
+        self.curves = tuple(by_context[context] for context in self.contexts)
+        self._levels: list[list[float]] = [[] for _ in self.curves]
+        """Each curve at 0, 1, 2, ... rows."""
+
+    def at(self, rows: int, context: float = 0.0) -> float:
+        """Return the seconds of a pass over so many rows."""
+        below, above, share = self._around(context)
+        low, high = self._level(below, rows)[rows], self._level(above, rows)[rows]
+        return (1.0 - share) * low + share * high
+
+    def table(self, most: int, context: float) -> list[float]:
+        """Return the seconds of passes over 0, 1, ... `most` rows."""
+        below, above, share = self._around(context)
+        low, high = self._level(below, most), self._level(above, most)
+        return [(1.0 - share) * low[rows] + share * high[rows] for rows in range(most + 1)]
+
+    def _around(self, context: float) -> tuple[int, int, float]:
+        """Return the curves below and above a context, and how far on the way it lies."""
+        if len(self.contexts) == 1 or context <= self.contexts[0]:
+            return 0, 0, 0.0
+        place = min(bisect_left(self.contexts, context), len(self.contexts) - 1)
+        low, high = self.contexts[place - 1], self.contexts[place]
+        return place - 1, place, (context - low) / (high - low)
+
+    def _level(self, curve: int, most: int) -> list[float]:
+        level, t_v = self._levels[curve], self.curves[curve].t_v
+        level.extend(t_v.at(rows) for rows in range(len(level), most + 1))
+        return level
+
+
 class RowCosts:
     """T(M, context) of one worker's passes, in seconds."""
 
@@ -157,14 +149,7 @@ class RowCosts:
         self.known = self.profiled = bool(curves)
         """True if there is anything to go by; and if that began with curves, which hold for all
         rows but for a factor."""
-        self._curves = tuple(
-            sorted(
-                {curve.context: curve for curve in curves}.values(), key=lambda curve: curve.context
-            )
-        )
-        self._contexts = [curve.context for curve in self._curves]
-        self._levels: list[list[float]] = [[] for _ in self._curves]
-        """Each curve at 0, 1, 2, ... rows."""
+        self._curves = PassCurves(curves) if curves else None
         self._passes: dict[int, _Passes] = {}
         self._observed = 0
         self._tables: dict[int, _Table] = {}
@@ -176,7 +161,7 @@ class RowCosts:
         often: twice as many as any has had. No bound with curves."""
         return (
             MAX_NODES * MAX_SESSIONS
-            if self._curves
+            if self.profiled
             else max(FIRST_ROWS, 2 * max(self._passes, default=0))
         )
 
@@ -214,9 +199,11 @@ class RowCosts:
             if len(self._tables) >= MOST_TABLES:
                 self._tables.clear()
             found = self._tables[key] = _Table()
-        found.asked = max(found.asked, most)
-        stale = self._observed - found.observed >= min(STALE_PASSES, 1 + self._observed // 4)
-        if len(found.seconds) <= most or stale:
+        if most > found.asked:
+            found.asked = most
+        unseen = self._observed - found.observed
+        stale = unseen and unseen >= min(STALE_PASSES, 1 + self._observed // 4)
+        if stale or len(found.seconds) <= most:
             found.seconds = self._made(found.asked, context)
             found.observed, found.asked = self._observed, most
         return found.seconds
@@ -242,33 +229,15 @@ class RowCosts:
             else self._expected(max(self._passes), context),
             context,
         )
-        bent = _bent(expected, anchors, beyond=not self._curves)
+        bent = _bent(expected, anchors, beyond=not self.profiled)
         return [0.0, *accumulate(bent[1:], max)]
 
     def _expected(self, most: int, context: float) -> list[float]:
         """The curve before anything has been measured here: that of the profile at this context,
         else a pass of 1 with a little more for each row."""
-        if not self._curves:
+        if self._curves is None:
             return [1.0 + ROW_SHARE * (rows - 1) for rows in range(most + 1)]
-        below, above, share = self._around(context)
-        low, high = self._level(below, most), self._level(above, most)
-        return [
-            max(LEAST_S, (1.0 - share) * low[rows] + share * high[rows]) for rows in range(most + 1)
-        ]
-
-    def _around(self, context: float) -> tuple[int, int, float]:
-        """The curves below and above a context, and how far on the way it lies; beyond the last,
-        along the last two."""
-        if len(self._curves) == 1 or context <= self._contexts[0]:
-            return 0, 0, 0.0
-        place = min(bisect_left(self._contexts, context), len(self._curves) - 1)
-        low, high = self._contexts[place - 1], self._contexts[place]
-        return place - 1, place, (context - low) / (high - low)
-
-    def _level(self, curve: int, most: int) -> list[float]:
-        level, t_v = self._levels[curve], self._curves[curve].t_v
-        level.extend(t_v.at(rows) for rows in range(len(level), most + 1))
-        return level
+        return [max(LEAST_S, seconds) for seconds in self._curves.table(most, context)]
 
     def _anchors(self, expected: Sequence[float], context: float) -> list[tuple[int, float]]:
         """(rows, what a pass takes in parts of what was expected), ascending in rows: what has been
@@ -279,7 +248,7 @@ class RowCosts:
             seconds, behind = passes.middle()
             there = max(0.25 * seconds, seconds + slope * (context - behind))
             found.append((rows, there / expected[rows], float(len(passes.last))))
-        if not self._curves:
+        if not self.profiled:
             return _risen([(rows, share, count) for rows, share, count in found], expected)
         overall = _weighted_median([(share, count) for _, share, count in found])
         return _risen(
@@ -293,7 +262,7 @@ class RowCosts:
     def _learned_slope(self) -> float:
         """Seconds a token of context, beyond what the profile's curves say of it: from passes over
         the same number of rows behind different contexts."""
-        if len(self._curves) > 1:
+        if self._curves is not None and len(self._curves.contexts) > 1:
             return 0.0
         contexts = sum(passes.contexts for passes in self._passes.values())
         product = sum(passes.product for passes in self._passes.values())
@@ -347,42 +316,3 @@ def _bent(
     for rows in range(last + 1, len(bent)):
         bent[rows] = max(expected[rows] * share, bent[last] + slope * (rows - last))
     return bent
-
-
-@dataclass
-class PairCosts:
-    """Costs of a round of a draft and a target: passes, hops, the coordinator's own time."""
-
-    target: RowCosts = field(default_factory=RowCosts)
-    """Shared by all pairs of this target."""
-    draft: RowCosts = field(default_factory=RowCosts)
-    reading: Lags = field(default_factory=Lags)
-    """By how much later than its target the draft has read a prompt."""
-    prompts: Lags = field(default_factory=Lags)
-    """Seconds that the draft took to read prompts, without its waits for features."""
-    exposed_s: Average = field(default_factory=Average)
-    """Drafting that a round with a draft waited for."""
-    draft_hop_s: Average = field(default_factory=Average)
-    """From the order to the proposal, beside drafting."""
-    target_hop_s: Average = field(default_factory=Average)
-    """From Verify to Verified, beside the pass."""
-    host_s: Average = field(default_factory=Average)
-    """The coordinator's own, a round."""
-    undrafted_host_s: Average = field(default_factory=Average)
-    """Seconds of the coordinator in a round without a draft."""
-
-    def round_s(self, *, rows: int, context: float, exposed_s: float) -> float:
-        """Seconds of a round whose Verify has so many rows; `exposed_s`: what it waits for its
-        draft, hops and all, 0 where it has none."""
-        host = self.host_s if exposed_s else self.undrafted_host_s
-        return exposed_s + self.target.at(rows, context) + self.target_hop_s.value + host.value
-
-    def alone_s(self, *, context: float, rows: int = 1) -> float:
-        """Seconds of a round without a draft; `rows`: of its pass, those of other sessions among
-        them. 0 where nothing is known."""
-        host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
-        return (
-            self.target.at(rows, context) + self.target_hop_s.value + host.value
-            if self.target.known
-            else 0.0
-        )

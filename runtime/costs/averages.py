@@ -1,0 +1,53 @@
+"""Running averages of seconds, and of what else a round has."""
+
+from collections import deque
+from collections.abc import Iterable
+from math import log
+
+RECENT = 32.0
+"""Values after which a running average has forgotten all but a third."""
+LAST = 16
+"""Durations that are remembered beside how much of it there was."""
+
+
+class Average:
+    """A running mean of the last values, the early ones all alike."""
+
+    def __init__(self, recent: float = RECENT) -> None:
+        self._recent, self._count = recent, 0
+        self.known = False
+        self.value = 0.0
+        """0 where nothing is known."""
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        self.known = True
+        self.value += (value - self.value) / min(self._count, self._recent)
+
+
+def add_all(told: Iterable[tuple[Average, float]]) -> None:
+    """Add a value to each of these averages."""
+    for average, value in told:
+        average.add(value)
+
+
+class Lags:
+    """Durations of something beside how much of it there was, from the last times."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=LAST)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """So many tokens took so long; none are left out."""
+        if tokens > 0:
+            self._last.append((tokens, seconds))
+
+    def expect(self, tokens: int) -> float | None:
+        """Seconds for so many: as the last time that was nearest in length, in proportion if it was
+        shorter. None: nothing is known."""
+        if not self._last:
+            return None
+        length, seconds = min(
+            reversed(self._last), key=lambda last: abs(log(last[0] / max(1, tokens)))
+        )
+        return seconds * max(1.0, tokens / length)

@@ -1,0 +1,156 @@
+"""Costs of rounds: what a draft and a target take together, wherever the numbers are from.
+
+A round takes the drafting that is waited for, the target's pass T_V(M, context) over M rows, and
+what lies beside the two: messages, and the coordinator. Drafting takes t_D(rows) a pass, and
+something for each proposal. Those who price rounds ask a `RoundCosts`: goodput that of a running
+pair, the planner that of a placement, the simulator that of a machine, the profiler that of a run.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from dovetail.protocol.profile import RowsSeconds
+from dovetail.runtime.costs.averages import Average, Lags
+from dovetail.runtime.costs.passes import PassCurves, RowCosts
+
+DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
+"""Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
+coordinator handles every second of them."""
+
+
+class Source(Enum):
+    """The provenance of a number; where there are several, the first one counts."""
+
+    MEASURED = "rounds that were decoded"
+    PROFILED = "passes that `dovetail calibrate` made"
+    ESTIMATED = "bandwidth and arithmetic of a machine"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The provenance of a number, and how it is told."""
+
+    source: Source
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Seconds that messages take."""
+
+    hop_s: float = 0.0
+    """A message on its way."""
+    coordinator_s: float = 0.0
+    """Seconds of the coordinator for a message that it receives."""
+
+    def beside_s(self, *, drafted: bool) -> float:
+        """Return the seconds of a round's messages, and of the coordinator."""
+        hops = DRAFTED_HOPS if drafted else UNDRAFTED_HOPS
+        return hops * self.hop_s + hops / 2 * self.coordinator_s
+
+
+NO_MESSAGES = Messages()
+
+
+class RoundCosts(ABC):
+    """Seconds of passes and rounds of a draft and a target."""
+
+    waiting: float = 0.0
+    """For workers that serve other sessions, over the rest of a round: the longer that is, the
+    longer are those of others."""
+
+    @abstractmethod
+    def verify_s(self, rows: int, context: float = 0.0) -> float:
+        """Return T_V: the seconds of the target's pass over so many rows behind a context of so
+        many tokens."""
+
+    @abstractmethod
+    def beside_s(self, *, drafted: bool) -> float:
+        """Return the seconds of a round beside drafting and pass."""
+
+    def round_s(self, *, rows: int, context: float = 0.0, exposed_s: float) -> float:
+        """Return the seconds of a round whose Verify has so many rows; `exposed_s`: what it waits
+        for its draft, 0 where it has none."""
+        return self.sum_s(self.verify_s(rows, context), exposed_s, drafted=exposed_s > 0.0)
+
+    def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
+        """Return the seconds of a round without a draft; `rows`: of its pass, those of other
+        sessions among them."""
+        return self.sum_s(self.verify_s(rows, context), drafted=False)
+
+    def sum_s(self, verify_s: float, exposed_s: float = 0.0, *, drafted: bool) -> float:
+        """Return the seconds of a round with a pass that takes `verify_s`."""
+        return (exposed_s + verify_s + self.beside_s(drafted=drafted)) * (1.0 + self.waiting)
+
+
+@dataclass
+class PairCosts(RoundCosts):
+    """Costs of a draft and a target that work together, as their rounds were measured, over what
+    their profiles say."""
+
+    target: RowCosts = field(default_factory=RowCosts)
+    """Shared by all pairs of this target."""
+    draft: RowCosts = field(default_factory=RowCosts)
+    reading: Lags = field(default_factory=Lags)
+    """By how much later than its target the draft has read a prompt."""
+    prompts: Lags = field(default_factory=Lags)
+    """Seconds that the draft took to read prompts, without its waits for features."""
+    exposed_s: Average = field(default_factory=Average)
+    """Drafting that a round with a draft waited for."""
+    draft_hop_s: Average = field(default_factory=Average)
+    """From the order to the proposal, beside drafting."""
+    target_hop_s: Average = field(default_factory=Average)
+    """From Verify to Verified, beside the pass."""
+    host_s: Average = field(default_factory=Average)
+    """The coordinator's own, a round."""
+    undrafted_host_s: Average = field(default_factory=Average)
+    """Seconds of the coordinator in a round without a draft."""
+
+    @property
+    def order_s(self) -> float:
+        """Return the seconds from an order to its proposal if the draft is free; 0 if nothing is
+        known."""
+        return self.exposed_s.value + self.draft_hop_s.value
+
+    def verify_s(self, rows: int, context: float = 0.0) -> float:
+        return self.target.at(rows, context)
+
+    def beside_s(self, *, drafted: bool) -> float:
+        host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
+        return self.target_hop_s.value + (self.host_s if drafted else host).value
+
+    def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
+        """Return the seconds of a round without a draft; 0 where nothing is known."""
+        if not self.target.known:
+            return 0.0
+        return self.sum_s(self.target.at(rows, context), drafted=False)
+
+
+@dataclass(frozen=True)
+class PlacedCosts(RoundCosts):
+    """Costs of a draft and a target on some machine, before they run there."""
+
+    t_v: PassCurves
+    t_d: RowsSeconds
+    """A pass of the draft over rows."""
+    proposal_s: float = 0.0
+    """Seconds of the draft worker in a round beside its passes."""
+    messages: Messages = NO_MESSAGES
+    origin: Origin | None = None
+
+    def verify_s(self, rows: int, context: float = 0.0) -> float:
+        return self.t_v.at(rows, context)
+
+    def beside_s(self, *, drafted: bool) -> float:
+        return self.messages.beside_s(drafted=drafted)
+
+    def with_slower_draft(self, factor: float) -> "PlacedCosts":
+        """Return these costs with a draft whose passes and proposals take `factor` times as
+        long."""
+        slower = tuple(factor * seconds for seconds in self.t_d.seconds)
+        t_d = RowsSeconds(rows=self.t_d.rows, seconds=slower)
+        return replace(self, t_d=t_d, proposal_s=self.proposal_s * factor)

@@ -1,0 +1,90 @@
+"""The language model within a checkpoint of several parts, such as one that reads images, too: its
+configuration, and its tensors under the names that they have where it stands alone.
+
+Only kinds whose language model computes the same alone are taken apart; a test holds each against
+transformers. PaliGemma is none, where a prompt is read in both directions, nor is Aya Vision, where
+transformers does not scale logits as it does alone. Needs neither torch nor transformers, and reads
+no files.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from dovetail.protocol.errors import CheckpointError
+
+T = TypeVar("T")
+
+KINDS = (
+    "deepseek_vl",
+    "gemma3",
+    "got_ocr2",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "ovis2",
+    "smolvlm",
+    "vipllava",
+)
+"""Model types of checkpoints with a language model for one of their parts."""
+RENAMED = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.(language_model|text_model)\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""Beginnings of names of the language model's tensors, as older and newer versions of transformers
+write them, and those that they have where it stands alone."""
+SHARED = (
+    "bos_token_id",
+    "compression_config",
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_weights",
+)
+"""Fields that hold for all parts where the language model does not say otherwise."""
+
+
+def is_composite(content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of several parts, one of them a language model that can be
+    decoded alone."""
+    return content.get("model_type") in KINDS and isinstance(content.get("text_config"), dict)
+
+
+def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the language model that a config.json has for one of its parts;
+    `content` itself if it is of one alone."""
+    if not is_composite(content):
+        return content
+    shared = {name: content[name] for name in SHARED if name in content}
+    text = {**shared, **content["text_config"]}
+    if "tie_word_embeddings" in content:
+        text["tie_word_embeddings"] = content["tie_word_embeddings"]
+    return text
+
+
+def renaming(content: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return what the names of tensors begin with in a checkpoint of this config.json, as regular
+    expressions, and what stands for it in those of the language model alone."""
+    return RENAMED if is_composite(content) else {}
+
+
+def renamed(content: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return tensors under the names that they have where the language model stands alone. Those
+    of other parts keep theirs. `CheckpointError` names one that is there under two names."""
+    beginnings, found = renaming(content), dict[str, T]()
+    for stored, tensor in tensors.items():
+        name = stored
+        for beginning, alone in beginnings.items():
+            name = re.sub(beginning, alone, name)
+        if name in found:
+            raise CheckpointError(
+                f"tensor {name} of the language model is there twice, once as {stored}; "
+                "fetch the model again"
+            )
+        found[name] = tensor
+    return found
