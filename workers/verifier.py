@@ -40,7 +40,7 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.admission import Admission
 from dovetail.workers.sessions.choosing import outcome_of
-from dovetail.workers.sessions.features import features_of, places_of
+from dovetail.workers.sessions.features import HeldFeatures, features_of, places_of
 from dovetail.workers.sessions.prefill import Prefill
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
@@ -64,6 +64,13 @@ class _Pass:
     """[rows, hidden] of every place that one of the sessions reads."""
     starts: Sequence[int]
     """The row of each item's root."""
+
+    def features(self, reads: Reads, rows: Sequence[int]) -> Tensor:
+        """Return what a draft reads of some rows, which ascend: [n, row] on the CPU."""
+        states = self.states[places_of(reads)[0]]
+        if len(rows) == len(states):
+            return features_of(reads, self.states, slice(None))
+        return features_of(reads, self.states, torch.tensor(rows, device=states.device))
 
 
 class Verifier:
@@ -152,7 +159,7 @@ class Verifier:
             )
         with self._spans.measure("prefill"):
             yield from self._prefill.recompute(session.log, reads, start, prefix)
-        session.reads, session.held = reads, []
+        session.reads, session.held = reads, HeldFeatures()
 
     def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
@@ -198,11 +205,7 @@ class Verifier:
                     self._judge(item, logits, drawn.get(item.session))
                     for item, logits in zip(items, passed.logits, strict=True)
                 ]
-                verdicts = _with_features(verdicts, passed)
-            verdicts = [
-                self._hold(item, verdict) if isinstance(verdict, Verdict) else verdict
-                for item, verdict in zip(items, verdicts, strict=True)
-            ]
+                verdicts = self._show(items, verdicts, passed)
         with self._spans.measure("commit"):
             return [
                 self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict
@@ -294,22 +297,39 @@ class Verifier:
         )
         return Verdict(verdict, session.reads)
 
-    def _hold(self, item: VerifyItem, verdict: Verdict) -> Verdict:
-        """Return a verdict with all features that had been held, or without its own if these are to
-        be held."""
-        held = self._sessions[item.session].held
-        if verdict.features is None:
-            return verdict
-        if item.hold:
-            held.append(verdict.features)
-            return replace(verdict, features=None)
-        if not held:
-            return verdict
-        features, rows = torch.cat([*held, verdict.features]), sum(map(len, held))
-        held.clear()
-        return replace(
-            verdict, item=verdict.item.model_copy(update={"held": rows}), features=features
-        )
+    def _show(
+        self,
+        items: Sequence[VerifyItem],
+        verdicts: Sequence[Verdict | RequestError],
+        passed: _Pass,
+    ) -> list[Verdict | RequestError]:
+        """Return the verdicts with what the sessions' drafts read of the target, after all of it
+        that was held; what an item has held is added to that. Verdicts whose drafts read the same
+        are served at once: a gather for each session costs more than the numbers."""
+        shown = list(verdicts)
+        readers: dict[tuple[Reads, bool], list[tuple[int, Verdict]]] = {}
+        for place, (item, verdict) in enumerate(zip(items, verdicts, strict=True)):
+            if isinstance(verdict, Verdict) and verdict.reads is not None:
+                readers.setdefault((verdict.reads, item.hold), []).append((place, verdict))
+        for (reads, hold), own in readers.items():
+            paths = [
+                [passed.starts[place] + row for row in _path(verdict.item.accepted)]
+                for place, verdict in own
+            ]
+            try:
+                features = passed.features(reads, [row for path in paths for row in path])
+            except Exception as error:
+                for place, _ in own:
+                    shown[place] = as_request_error(error)
+                continue
+            parts = features.split_with_sizes([len(path) for path in paths])
+            for (place, verdict), part in zip(own, parts, strict=True):
+                held = self._sessions[items[place].session].held
+                if hold:
+                    held.add(part)
+                else:
+                    shown[place] = _with_features(verdict, held, part)
+        return shown
 
     def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:
         try:
@@ -334,33 +354,14 @@ def _path(accepted: Sequence[int]) -> list[int]:
     return [0, *(node + 1 for node in accepted)]
 
 
-def _with_features(
-    verdicts: Sequence[Verdict | RequestError], passed: _Pass
-) -> list[Verdict | RequestError]:
-    """Return the verdicts with what the sessions' drafts read of the target. Verdicts whose drafts
-    read the same are served at once: a gather for each session costs more than the numbers."""
-    shown = list(verdicts)
-    readers: dict[Reads, list[tuple[int, Verdict]]] = {}
-    for place, verdict in enumerate(verdicts):
-        if isinstance(verdict, Verdict) and verdict.reads is not None:
-            readers.setdefault(verdict.reads, []).append((place, verdict))
-    for reads, own in readers.items():
-        paths = [
-            [passed.starts[place] + row for row in _path(verdict.item.accepted)]
-            for place, verdict in own
-        ]
-        rows = [row for path in paths for row in path]
-        try:
-            device = passed.states[places_of(reads)[0]].device
-            features = features_of(reads, passed.states, torch.tensor(rows, device=device))
-        except Exception as error:
-            for place, _ in own:
-                shown[place] = as_request_error(error)
-            continue
-        parts = torch.split(features, [len(path) for path in paths])
-        for (place, verdict), part in zip(own, parts, strict=True):
-            shown[place] = replace(verdict, features=part)
-    return shown
+def _with_features(verdict: Verdict, held: HeldFeatures, own: Tensor) -> Verdict:
+    """Return a verdict with the features that were held, and its own."""
+    if not (rows := len(held)):
+        return replace(verdict, features=own)
+    held.add(own)
+    return replace(
+        verdict, item=verdict.item.model_copy(update={"held": rows}), features=held.take()
+    )
 
 
 def tree_paths(tree: TokenTree, root: int) -> Paths:

@@ -39,6 +39,8 @@ TRY_MARGIN = 1.03
 LASTING = 32
 """Rounds of drafting after which it is taken to pay."""
 HOPELESS = 256
+"""Rounds without drafting after which it is tried though known costs let nothing pay; doubled like
+`FIRST_TRY` by every such try that fails."""
 FIRST_OF_MANY = 2
 """Rounds without drafting before it is first tried where several sessions run: so many tell what a
 pass over their roots takes."""
@@ -60,6 +62,8 @@ class Experience:
     rate: float = 0.0
     """Tokens a second that drafting brought when that was last judged; 0 before."""
     granted: bool = False
+    hopeless: int = 0
+    """Tries in a row that failed as known costs had said."""
     token_s: float | None = None
     """Seconds a token with drafting of late; None before."""
 
@@ -74,6 +78,11 @@ class Experience:
     def affords(self, before_s: float) -> bool:
         """Return whether a try may be made that takes so long before it begins."""
         return self.credit_s >= self.try_s + before_s
+
+    def pay(self, seconds: float) -> None:
+        """Count what the last try has cost."""
+        self.credit_s -= seconds
+        self.try_s += seconds
 
 
 class OnOff:
@@ -93,7 +102,8 @@ class OnOff:
         self._balance = 0.0
         """On: rounds of the target alone that were lost; trying: that were won."""
         self._tokens = self._seconds = 0.0
-        self._tried = False
+        self._tried = self._doubted = False
+        """`_doubted`: the try in hand is made against what known costs say."""
         self._cost_s = 0.0
         """Time that the try in hand has cost."""
         self._worst_s = 0.0
@@ -131,18 +141,17 @@ class OnOff:
         several sessions in a pass one has its round told.
 
         `before_s`: what drafts would take to read prompts before a try. `worth_trying`: whether
-        known costs let a try pay. What they were taken from may have
-        changed since, so a try is made after `HOPELESS` rounds all the same.
+        known costs let a try pay. What they were taken from may have changed since, so a try is
+        made after `HOPELESS` rounds all the same.
         """
         self._experience.earn(seconds, alone_s, before_s=before_s)
         if self.state != "off":
             return None
         self._rounds += 1
-        if (
-            self._rounds < self._patience
-            or not self._experience.affords(before_s)
-            or (self._rounds < HOPELESS and not worth_trying())
-        ):
+        if self._rounds < self._patience or not self._experience.affords(before_s):
+            return None
+        doubted = not worth_trying()
+        if doubted and self._rounds < _doubled(HOPELESS, self._experience.hopeless):
             return None
         without = f"{self._rounds:.0f} rounds without a draft"
         if self._experience.rate:
@@ -150,16 +159,13 @@ class OnOff:
         else:
             words = f"drafting is tested after {without}, which bring {1 / alone_s:.1f} tokens/s"
         self._enter("try")
+        self._doubted = doubted
         return words
 
     @property
     def _patience(self) -> int:
         """Rounds without drafting before it is tried."""
-        return (
-            FIRST_OF_MANY
-            if self._many and not self.era
-            else FIRST_TRY << min(self._failed, MOST_DOUBLINGS)
-        )
+        return FIRST_OF_MANY if self._many and not self.era else _doubled(FIRST_TRY, self._failed)
 
     def drafted(
         self, tokens: float, seconds: float, alone_s: float, *, among: int = 1
@@ -202,11 +208,12 @@ class OnOff:
             judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds
         ):
             self._pay()
-            self._tried, self._experience.losing = True, False
+            self._tried, self._experience.losing, self._experience.hopeless = True, False, 0
             return self._judged("on", "drafting resumed because", alone_s)
         if self._balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
             self._pay()
             self._failed += 1
+            self._experience.hopeless += self._doubted
             return self._judged(
                 "off",
                 f"drafting was tried for {self._rounds:.0f} rounds and stopped because",
@@ -219,6 +226,11 @@ class OnOff:
         cost."""
         if self.state == "try":
             self._cost_s += max(0.0, seconds - tokens * alone_s) / among
+
+    def straggled(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
+        """Count a round that was begun in a try, which has been judged meanwhile."""
+        if self.state == "off":
+            self._experience.pay(max(0.0, seconds - tokens * alone_s) / among)
 
     def last_rates(self, alone_s: float) -> str:
         """Return both rates in words: that of drafting when it was last judged."""
@@ -241,8 +253,8 @@ class OnOff:
         return f"{verdict} {why}: {rate:.1f} tokens/s with a draft, {alone:.1f} without"
 
     def _pay(self) -> None:
-        self._experience.credit_s -= self._cost_s
-        self._experience.try_s = self._cost_s
+        self._experience.try_s = 0.0
+        self._experience.pay(self._cost_s)
 
     def _enter(self, state: Literal["on", "off", "try"]) -> None:
         self.state, self.era = state, self.era + 1
@@ -254,6 +266,10 @@ class OnOff:
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
         self._experience.token_s = self._seconds / self._tokens
+
+
+def _doubled(rounds: int, times: int) -> int:
+    return rounds << min(times, MOST_DOUBLINGS)
 
 
 BLOCK = 12

@@ -246,3 +246,31 @@ def test_costs_that_let_nothing_pay_are_not_believed_for_ever() -> None:
         states.append(on_off.state)
     assert states.count("off") == 255
     assert states[-1] == "try"
+
+
+def test_a_try_that_fails_as_known_costs_said_is_made_again_ever_later() -> None:
+    on_off, waits = OnOff(Experience(), many=True), list[int]()
+    for _ in range(6):
+        waits.append(0)
+        while on_off.state == "off":
+            on_off.undrafted(0.02, 0.02, worth_trying=lambda: False)
+            waits[-1] += 1
+        while on_off.drafting:
+            on_off.drafted(1.0, 0.03, 0.02)
+    assert waits == [256, 512, 1024, 2048, 2048, 2048]
+
+
+def test_what_rounds_of_a_try_cost_that_end_behind_it_is_charged_to_it() -> None:
+    def credit_s(*, late: int) -> float:
+        experience = Experience()
+        on_off = OnOff(experience, many=True)
+        while on_off.state == "off":
+            on_off.undrafted(0.02, 0.02)
+        while on_off.drafting:
+            on_off.drafted(1.0, 0.03, 0.02, among=4)
+        for _ in range(late):
+            on_off.straggled(1.0, 0.03, 0.02, among=4)
+        assert experience.try_s > 0.0
+        return experience.credit_s
+
+    assert credit_s(late=0) - credit_s(late=3) == pytest.approx(3 * 0.01 / 4)

@@ -24,7 +24,7 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.serving.open_target import open_target_worker
-from dovetail.workers.sessions.features import PREFILL_ROWS
+from dovetail.workers.sessions.features import COPIED_TOGETHER, PREFILL_ROWS, HeldFeatures
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.target import TargetWorker
 from support.models import VOCABULARY, reference_tokens, tiny_llama
@@ -241,3 +241,15 @@ def test_the_introduction_says_which_states_there_are_an_inflation_not_counted(
     assert worker.hello(1).states == States(
         width=64, layers=3, checkpoint=open_checkpoint(str(folder)).digest
     )
+
+
+@pytest.mark.parametrize(
+    "rounds", [1, COPIED_TOGETHER - 1, COPIED_TOGETHER, COPIED_TOGETHER + 1, 2 * COPIED_TOGETHER]
+)
+def test_held_rows_are_taken_in_their_order_however_many_were_copied_together(rounds: int) -> None:
+    held, passes = HeldFeatures(), [torch.randn(5, 3) for _ in range(rounds)]
+    for states in passes:
+        held.add(states[2:3])
+    assert len(held) == rounds
+    assert torch.equal(held.take(), torch.stack([states[2] for states in passes]))
+    assert len(held) == 0

@@ -13,6 +13,8 @@ from dovetail.workers.sessions.wire import narrowed
 
 PREFILL_ROWS = PROMPT_ROWS
 """Rows of a prefill pass, unless weights stream; and of features that travel together."""
+COPIED_TOGETHER = 64
+"""Additions to held features that are copied at once."""
 
 
 def slices(part: Part | None) -> Iterator[Part]:
@@ -32,3 +34,36 @@ def features_of(reads: Reads, states: Mapping[int, Tensor], rows: Tensor | slice
     return narrowed(
         torch.cat([states[place][rows] for place in places_of(reads)], dim=1), reads.dtype
     ).cpu()
+
+
+class HeldFeatures:
+    """Features of a session's rows, [row] each, that wait until they are asked for.
+
+    What is added may be a view of what a whole pass showed. It is copied with the next ones, many
+    at a time, so that little of other sessions is kept alive by it.
+    """
+
+    def __init__(self) -> None:
+        self._copied: list[Tensor] = []
+        self._added: list[Tensor] = []
+        self._rows = 0
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._rows
+
+    def add(self, rows: Tensor) -> None:
+        """Add rows [n, row] behind the others."""
+        self._rows += len(rows)
+        self._added.append(rows)
+        if len(self._added) == COPIED_TOGETHER:
+            self._copied.append(torch.cat(self._added))
+            self._added.clear()
+
+    def take(self) -> Tensor:
+        """Return all rows [n, row], of which there are some; none are left."""
+        taken = torch.cat([*self._copied, *self._added])
+        self._copied.clear()
+        self._added.clear()
+        self._rows = 0
+        return taken

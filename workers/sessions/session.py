@@ -8,7 +8,7 @@ from torch import Tensor
 from dovetail.protocol.messages import Reads, TokenLogprobs
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.sessions.features import places_of
+from dovetail.workers.sessions.features import HeldFeatures, places_of
 from dovetail.workers.sessions.prefix_cache import check_prefix
 from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.noise import NoiseCache
@@ -39,8 +39,8 @@ class TargetSession:
     round: int = 0
     own: int = 0
     """Slots of the cache that verification writes to; those behind them are somebody else's."""
-    held: list[Tensor] = field(default_factory=list)
-    """Features of verdicts that were to be held, [n, row] each, in their order."""
+    held: HeldFeatures = field(default_factory=HeldFeatures)
+    """Features of verdicts that were to be held."""
 
     @property
     def places(self) -> Sequence[int]:
