@@ -60,8 +60,6 @@ class Controller:
         self._pricing = Pricing(tree, self._now)
         self._era = 0
         """The era of the on/off when the round was planned."""
-        self._trying = False
-        """True if a try ran then."""
         self.sampled = True
         """True if the round that runs is learned from."""
         self._unready = False
@@ -263,7 +261,6 @@ class Controller:
                 now.crowd.on_off.begin()
         self.sampled = now.crowd is None or now.crowd.due(load.draft)
         self._era = now.on_off.era if now.on_off is not None else 0
-        self._trying = now.on_off is not None and now.on_off.state == "try"
 
     def _rests(self) -> bool:
         """Return whether the draft, which had nothing to propose for long, is left to other
@@ -311,20 +308,15 @@ class Controller:
             return
         judged_s = seconds + times.missed_ns / 1e9
         host_s = now.costs.undrafted_host_s if done.drafted is None else now.costs.host_s
-        add_all(
-            (
-                (now.costs.target_hop_s, times.target_hop_ns / 1e9),
-                (host_s, times.coordinator_ns / 1e9),
-            )
-        )
+        hop_s = now.costs.target_hop_s
+        add_all(((hop_s, times.target_hop_ns / 1e9), (host_s, times.coordinator_ns / 1e9)))
         tokens = self._calibration.learn(done.tokens, self._expected_nodes)
         self._pricing.count(tokens, judged_s)
         on_off = now.on_off
         if done.load.level == now.load.level and on_off is not None:
             if on_off.era != self._era:
-                if self._trying:
-                    alone_s = self._pricing.alone_s(done.context)
-                    on_off.straggled(tokens, judged_s, alone_s, among=now.load.draft)
+                alone_s, among = self._pricing.alone_s(done.context), now.load.draft
+                on_off.straggled(self._era, tokens, judged_s, alone_s, among=among)
             elif now.crowd is not None:
                 self._judge_crowd(now.crowd, done, tokens, judged_s)
             else:

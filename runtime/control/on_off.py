@@ -96,6 +96,8 @@ class OnOff:
         self.era = 0
         """Counts the changes of state: a round that began before one says nothing of what is
         now."""
+        self._before: Literal["on", "off", "try"] = self.state
+        """The state of the era before."""
         self._rounds = 0.0
         """Rounds of drafting since it began, or without since it ended."""
         self._failed = 0
@@ -227,9 +229,12 @@ class OnOff:
         if self.state == "try":
             self._cost_s += max(0.0, seconds - tokens * alone_s) / among
 
-    def straggled(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
-        """Count a round that was begun in a try, which has been judged meanwhile."""
-        if self.state == "off":
+    def straggled(
+        self, era: int, tokens: float, seconds: float, alone_s: float, *, among: int
+    ) -> None:
+        """Count a round that began in an era that is over. If that was a try, which has just
+        failed, the round is part of its cost."""
+        if (self._before, self.state, era) == ("try", "off", self.era - 1):
             self._experience.pay(max(0.0, seconds - tokens * alone_s) / among)
 
     def last_rates(self, alone_s: float) -> str:
@@ -257,7 +262,7 @@ class OnOff:
         self._experience.pay(self._cost_s)
 
     def _enter(self, state: Literal["on", "off", "try"]) -> None:
-        self.state, self.era = state, self.era + 1
+        self._before, self.state, self.era = self.state, state, self.era + 1
         self._rounds, self._balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
         self._tokens = self._seconds = 0.0
 

@@ -266,10 +266,12 @@ def test_what_rounds_of_a_try_cost_that_end_behind_it_is_charged_to_it() -> None
         on_off = OnOff(experience, many=True)
         while on_off.state == "off":
             on_off.undrafted(0.02, 0.02)
+        began = on_off.era
         while on_off.drafting:
             on_off.drafted(1.0, 0.03, 0.02, among=4)
         for _ in range(late):
-            on_off.straggled(1.0, 0.03, 0.02, among=4)
+            on_off.straggled(began, 1.0, 0.03, 0.02, among=4)
+            on_off.straggled(began - 1, 1.0, 0.03, 0.02, among=4)  # of the rounds before it
         assert experience.try_s > 0.0
         return experience.credit_s
 
