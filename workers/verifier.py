@@ -40,7 +40,7 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.admission import Admission
 from dovetail.workers.sessions.choosing import outcome_of
-from dovetail.workers.sessions.features import HeldFeatures, features_of, places_of
+from dovetail.workers.sessions.features import HeldFeatures, HeldPasses, features_of, places_of
 from dovetail.workers.sessions.prefill import Prefill
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
@@ -88,6 +88,8 @@ class Verifier:
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
         self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens)
+        self._held: dict[tuple[Sequence[int], str], HeldPasses] = {}
+        """By the layers that are read, and the type."""
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Slots that a session's cache has besides, for a draft that shares it."""
 
@@ -313,23 +315,30 @@ class Verifier:
                 readers.setdefault((verdict.reads, item.hold), []).append((place, verdict))
         for (reads, hold), own in readers.items():
             paths = [
-                [passed.starts[place] + row for row in _path(verdict.item.accepted)]
+                (
+                    self._sessions[verdict.item.session].held,
+                    [passed.starts[place] + row for row in _path(verdict.item.accepted)],
+                )
                 for place, verdict in own
             ]
             try:
-                features = passed.features(reads, [row for path in paths for row in path])
+                if hold:
+                    self._held_of(reads).add(passed.states, paths)
+                    continue
+                features = passed.features(reads, [row for _, path in paths for row in path])
+                parts = features.split_with_sizes([len(path) for _, path in paths])
+                for (place, verdict), (held, _), part in zip(own, paths, parts, strict=True):
+                    shown[place] = _with_features(verdict, held, part)
             except Exception as error:
                 for place, _ in own:
                     shown[place] = as_request_error(error)
-                continue
-            parts = features.split_with_sizes([len(path) for path in paths])
-            for (place, verdict), part in zip(own, parts, strict=True):
-                held = self._sessions[items[place].session].held
-                if hold:
-                    held.add(part)
-                else:
-                    shown[place] = _with_features(verdict, held, part)
         return shown
+
+    def _held_of(self, reads: Reads) -> HeldPasses:
+        read = places_of(reads), reads.dtype
+        if (passes := self._held.get(read)) is None:
+            passes = self._held[read] = HeldPasses(reads)
+        return passes
 
     def _commit(self, item: VerifyItem, verdict: Verdict) -> Verdict | RequestError:
         try:
@@ -358,9 +367,10 @@ def _with_features(verdict: Verdict, held: HeldFeatures, own: Tensor) -> Verdict
     """Return a verdict with the features that were held, and its own."""
     if not (rows := len(held)):
         return replace(verdict, features=own)
-    held.add(own)
     return replace(
-        verdict, item=verdict.item.model_copy(update={"held": rows}), features=held.take()
+        verdict,
+        item=verdict.item.model_copy(update={"held": rows}),
+        features=torch.cat([held.take(), own]),
     )
 
 

@@ -24,7 +24,13 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.serving.open_target import open_target_worker
-from dovetail.workers.sessions.features import COPIED_TOGETHER, PREFILL_ROWS, HeldFeatures
+from dovetail.workers.sessions.features import (
+    MOST_WAITING_ROWS,
+    PREFILL_ROWS,
+    HeldFeatures,
+    HeldPasses,
+    features_of,
+)
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.target import TargetWorker
 from support.models import VOCABULARY, reference_tokens, tiny_llama
@@ -243,13 +249,31 @@ def test_the_introduction_says_which_states_there_are_an_inflation_not_counted(
     )
 
 
-@pytest.mark.parametrize(
-    "rounds", [1, COPIED_TOGETHER - 1, COPIED_TOGETHER, COPIED_TOGETHER + 1, 2 * COPIED_TOGETHER]
-)
-def test_held_rows_are_taken_in_their_order_however_many_were_copied_together(rounds: int) -> None:
-    held, passes = HeldFeatures(), [torch.randn(5, 3) for _ in range(rounds)]
-    for states in passes:
-        held.add(states[2:3])
-    assert len(held) == rounds
-    assert torch.equal(held.take(), torch.stack([states[2] for states in passes]))
-    assert len(held) == 0
+@pytest.mark.parametrize("rows", [4, 12], ids=["most of a pass", "little of a pass"])
+@pytest.mark.parametrize("taps", [(), (0, 2)])
+def test_held_rows_are_taken_in_their_order_however_many_passes_wait(
+    rows: int, taps: tuple[int, ...]
+) -> None:
+    """Three sessions, of which the second is forgotten and the third takes its rows now and
+    then."""
+    reads = Reads(taps=taps, width=3, dtype="float16", vocabulary_size=VOCABULARY)
+    passes = HeldPasses(reads)
+    sessions = {name: HeldFeatures() for name in ("patient", "forgotten", "taker")}
+    expected = {name: list[torch.Tensor]() for name in sessions}
+    for turn in range(3 * MOST_WAITING_ROWS // rows):
+        states = {place: torch.randn(rows, 3) for place in taps or (-1,)}
+        paths = {name: [place] for place, name in enumerate(sessions)}
+        if "taker" in paths and turn % 3 == 0:
+            paths["taker"].append(3)
+        passes.add(states, [(sessions[name], path) for name, path in paths.items()])
+        for name, path in paths.items():
+            expected[name].append(features_of(reads, states, torch.tensor(path)))
+        if turn == 20:
+            del sessions["forgotten"]
+        if turn % 50 == 49:
+            assert torch.equal(sessions["taker"].take(), torch.cat(expected.pop("taker")))
+            assert len(sessions["taker"]) == 0
+            expected["taker"] = []
+    patient = torch.cat(expected["patient"])
+    assert len(sessions["patient"]) == len(patient)
+    assert torch.equal(sessions["patient"].take(), patient)

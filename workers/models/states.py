@@ -28,6 +28,11 @@ class Kept:
         if place in self.wanted:
             self.states[place] = states.clone()
 
+    def keep_last(self, states: Tensor) -> None:
+        """Keep the states behind the final norm, which nobody writes to, if they are wanted."""
+        if LAST in self.wanted:
+            self.states[LAST] = states
+
 
 @contextmanager
 def keeping(model: Any, layers: Sequence[nn.Module], kept: Kept) -> Iterator[None]:

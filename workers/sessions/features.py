@@ -1,6 +1,8 @@
 """The features of a target's rows that a draft reads, as they travel."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from dovetail.workers.sessions.wire import narrowed
 
 PREFILL_ROWS = PROMPT_ROWS
 """Rows of a prefill pass, unless weights stream; and of features that travel together."""
-COPIED_TOGETHER = 64
-"""Additions to held features that are copied at once."""
+MOST_WAITING_ROWS = 512
+"""Rows of passes that wait, before those that sessions hold are picked from them."""
 
 
 def slices(part: Part | None) -> Iterator[Part]:
@@ -37,33 +39,89 @@ def features_of(reads: Reads, states: Mapping[int, Tensor], rows: Tensor | slice
 
 
 class HeldFeatures:
-    """Features of a session's rows, [row] each, that wait until they are asked for.
-
-    What is added may be a view of what a whole pass showed. It is copied with the next ones, many
-    at a time, so that little of other sessions is kept alive by it.
-    """
+    """Features of a session's rows, [row] each, that wait until they are asked for."""
 
     def __init__(self) -> None:
-        self._copied: list[Tensor] = []
-        self._added: list[Tensor] = []
+        self._picked: list[Tensor] = []
+        """[n, row] each."""
+        self._waiting: list[int] = []
+        """Rows of `_passes` that follow them."""
+        self._passes: HeldPasses | None = None
         self._rows = 0
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return self._rows
 
-    def add(self, rows: Tensor) -> None:
-        """Add rows [n, row] behind the others."""
+    def wait(self, passes: "HeldPasses", rows: Sequence[int]) -> bool:
+        """Hold rows of passes behind the others, and return whether none of these waited before;
+        the session's passes are always the same."""
+        first, self._passes = not self._waiting, passes
+        self._waiting += rows
         self._rows += len(rows)
-        self._added.append(rows)
-        if len(self._added) == COPIED_TOGETHER:
-            self._copied.append(torch.cat(self._added))
-            self._added.clear()
+        return first
+
+    def pick(self, features: Tensor) -> None:
+        """Copy the rows that wait from the features [n, row] of all that wait."""
+        if self._waiting:
+            self._picked.append(features[self._waiting])
+            self._waiting = []
 
     def take(self) -> Tensor:
         """Return all rows [n, row], of which there are some; none are left."""
-        taken = torch.cat([*self._copied, *self._added])
-        self._copied.clear()
-        self._added.clear()
-        self._rows = 0
+        if self._passes is not None:
+            self._passes.settle()
+        taken = torch.cat(self._picked)
+        self._picked, self._rows = [], 0
         return taken
+
+
+class HeldPasses:
+    """Passes whose features nobody has asked for, as they were computed: to pick each session's
+    rows from each pass takes time in which the next one could run."""
+
+    def __init__(self, reads: Reads) -> None:
+        """`reads`: what all of their sessions' drafts read, in all but the names of models."""
+        self._reads = reads
+        self._passes: list[Sequence[Tensor]] = []
+        """The states [rows, hidden] of every layer that is read, of each pass."""
+        self._rows = 0
+        self._sessions: WeakSet[HeldFeatures] = WeakSet()
+
+    def add(
+        self, states: Mapping[int, Tensor], paths: Sequence[tuple[HeldFeatures, Sequence[int]]]
+    ) -> None:
+        """Add a pass that computed `states` [rows, hidden], of which each session holds some rows.
+        If this raises, no row of the pass is held."""
+        if self._rows >= MOST_WAITING_ROWS:
+            self.settle()
+        computed = [states[place] for place in places_of(self._reads)]
+        wanted, count = [row for _, path in paths for row in path], len(computed[0])
+        if 2 * len(wanted) < count:  # the others would be kept alive
+            index = torch.tensor(wanted, device=computed[0].device)
+            computed, count = [own[index] for own in computed], len(wanted)
+            ends = list(accumulate(len(path) for _, path in paths))
+            paths = [
+                (held, range(end - len(path), end))
+                for (held, path), end in zip(paths, ends, strict=True)
+            ]
+        for held, path in paths:
+            if held.wait(self, [self._rows + row for row in path]):
+                self._sessions.add(held)
+        self._passes.append(computed)
+        self._rows += count
+
+    def settle(self) -> None:
+        """Have every session copy its rows, and forget the passes."""
+        if not self._passes:
+            return
+        places = places_of(self._reads)
+        states = {
+            place: torch.cat([computed[number] for computed in self._passes])
+            for number, place in enumerate(places)
+        }
+        features = features_of(self._reads, states, slice(None))
+        for held in self._sessions:
+            held.pick(features)
+        self._passes, self._rows = [], 0
+        self._sessions.clear()

@@ -299,9 +299,12 @@ class Kernels:
         """Embedding, layers, norm and head, which is all that most models do: transformers takes
         0.1 ms for what is around them."""
         states: Tensor = self._fused.run(self._model.get_input_embeddings()(tokens), seen, kept)
-        if LAST in kept.wanted:
-            kept.keep(LAST, self._norm(states))
-        logits: Tensor = self._head(self._norm(states if rows is None else states[rows]))
+        if LAST in kept.wanted or rows is None:
+            states = self._norm(states)
+            kept.keep_last(states)
+            logits: Tensor = self._head(states if rows is None else states[rows])
+        else:
+            logits = self._head(self._norm(states[rows]))
         return logits
 
     @torch.inference_mode()

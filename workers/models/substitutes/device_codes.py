@@ -193,7 +193,7 @@ class DeviceSubstitute(Kernels):
             kept.keep(index, states)
             layer(seen, states)
         if LAST in kept.wanted:
-            kept.keep(LAST, self._norm(states))
+            kept.keep_last(self._norm(states))
         return self._logits(states if rows is None else states[rows.to(self.device)])
 
     def _logits(self, states: Tensor) -> Tensor:
