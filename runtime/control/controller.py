@@ -13,7 +13,7 @@ from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.calibration import Calibration
 from dovetail.runtime.control.crowd import Crowd
-from dovetail.runtime.control.loads import ALONE, Load
+from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import Pricing, Situation
@@ -218,15 +218,24 @@ class Controller:
 
     # -- before a round ----------------------------------------------------------------------------
 
-    def plan(
-        self, context: int, *, load: Load = ALONE, ready: bool = True, patient: bool = True
-    ) -> Plan | None:
-        """Return how to draft for the next round; None: not at all. `ready`: the draft is there for
-        it, and has read the prompt; `patient`: it is waited for until it has, which only a request
-        that insists does, unless it `awaits_draft`."""
-        self._meet(load)
-        self._exposed_s = 0.0
-        pair, on_off = self._now.pair, self._now.on_off
+    def begin_round(self, load: Load) -> None:
+        """Begin a round at this load: rounds at another level say nothing of it."""
+        now = self._now
+        changed, now.load = load.level != now.load.level, load
+        if changed:
+            self._settle()
+            self._pricing.forget()
+            if now.crowd is not None:
+                now.crowd.on_off.begin()
+        self.sampled = now.crowd is None or now.crowd.due(load.draft)
+        self._era = now.on_off.era if now.on_off is not None else 0
+        self._exposed_s, self._unready = 0.0, False
+
+    def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
+        """Return how to draft for the round that has begun; None: not at all. `ready`: the draft is
+        there for it, and has read the prompt; `patient`: it is waited for until it has, which only
+        a request that insists does, unless it `awaits_draft`."""
+        load, pair, on_off = self._now.load, self._now.pair, self._now.on_off
         self._unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
             return None
@@ -250,18 +259,6 @@ class Controller:
         trying, doubted = on_off.state == "try", self._empty >= EMPTY
         return self._pricing.plan(context, pair, trying=trying, doubted=doubted, ahead=ahead)
 
-    def _meet(self, load: Load) -> None:
-        """Begin a round at this load: rounds at another level say nothing of it."""
-        now = self._now
-        changed, now.load = load.level != now.load.level, load
-        if changed:
-            self._settle()
-            self._pricing.forget()
-            if now.crowd is not None:
-                now.crowd.on_off.begin()
-        self.sampled = now.crowd is None or now.crowd.due(load.draft)
-        self._era = now.on_off.era if now.on_off is not None else 0
-
     def _rests(self) -> bool:
         """Return whether the draft, which had nothing to propose for long, is left to other
         sessions in this round."""
@@ -283,14 +280,13 @@ class Controller:
         """Predict the round whose nodes of these scores are verified in a pass of so many rows
         behind so many tokens, in the mean of all who share it."""
         self._expected_nodes = nodes = sum(map(exp, scores))
-        costs = self._now.costs
-        if self._exposed_s is None or not costs.target.known or not costs.target_hop_s.known:
-            self._expected = None
-            return
-        self._expected = (
-            1.0 + self._calibration.factor * nodes,
-            costs.round_s(rows=rows, context=context, exposed_s=self._exposed_s),
-        )
+        self._expected, costs = None, self._now.costs
+        known = costs.target.known and costs.target_hop_s.known
+        if self.sampled and known and self._exposed_s is not None:
+            self._expected = (
+                1.0 + self._calibration.factor * nodes,
+                costs.round_s(rows=rows, context=context, exposed_s=self._exposed_s),
+            )
 
     # -- after it ----------------------------------------------------------------------------------
 
@@ -358,6 +354,7 @@ class Controller:
                 expected_s,
                 rate=lambda: pricing.rate_of_late(done.context),
                 among=load.draft,
+                barren=not done.verified,
             )
         else:
             words = crowd.undrafted(

@@ -62,16 +62,17 @@ class Crowd:
         *,
         rate: Callable[[], float],
         among: int,
+        barren: bool = False,
     ) -> str | None:
         """Judge a session's round while drafting is on, with everything that it waited for. Return
         in words what follows, None if nothing does. `rate`: tokens a second of that session, this
-        round counted."""
+        round counted; `barren`: nothing was proposed that was worth verifying."""
         self.tokens.add(tokens)
         self.seconds.add(seconds)
         alone_s = self.alone_s(expected_s)
         change = MORE_CARE if rate() * alone_s < BEHIND else LESS_CARE
         self.care = min(MOST_CARE, max(1.0, self.care * change ** (1.0 / among)))
-        return self.on_off.drafted(tokens, seconds, alone_s, among=among)
+        return self.on_off.drafted(tokens, seconds, alone_s, among=among, barren=barren)
 
     def undrafted(
         self, seconds: float, expected_s: float, *, before_s: float, hope: Callable[[], float]
@@ -79,7 +80,8 @@ class Crowd:
         """Judge a round while drafting is off. Return in words what follows, None if nothing does.
         `before_s`: what drafts would take to read prompts before a try; `hope`: tokens a round that
         drafting may bring."""
-        self._undrafted.add(min(MOST_SLOWDOWN, seconds / expected_s))
+        if not self.on_off.settling:
+            self._undrafted.add(min(MOST_SLOWDOWN, seconds / expected_s))
         words = self.on_off.undrafted(
             seconds,
             self.alone_s(expected_s),

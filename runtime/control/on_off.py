@@ -39,13 +39,18 @@ TRY_MARGIN = 1.03
 LASTING = 32
 """Rounds of drafting after which it is taken to pay."""
 HOPELESS = 256
-"""Rounds without drafting after which it is tried though known costs let nothing pay; doubled like
-`FIRST_TRY` by every such try that fails."""
+"""Rounds without drafting after which it is tried though known costs let nothing pay, or nothing
+was drafted after the last try; doubled like `FIRST_TRY` by every such try that fails."""
 FIRST_OF_MANY = 2
 """Rounds without drafting before it is first tried where several sessions run: so many tell what a
 pass over their roots takes."""
 WORTH_OF_MANY = 1.02
 """Factor by which drafting has to be better where several sessions run."""
+BARREN = 8
+"""Rounds of each of several sessions after which drafting stops if nothing was worth verifying in
+any of them: to ask a draft costs what it costs."""
+SETTLING = 2
+"""Rounds after a change that do not count, since what went on before still does."""
 
 
 @dataclass
@@ -63,7 +68,9 @@ class Experience:
     """Tokens a second that drafting brought when that was last judged; 0 before."""
     granted: bool = False
     hopeless: int = 0
-    """Tries in a row that failed as known costs had said."""
+    """Tries in a row that failed as known costs had said, or after which nothing was drafted."""
+    fruitless: bool = False
+    """True if nothing was drafted after the last of them."""
     token_s: float | None = None
     """Seconds a token with drafting of late; None before."""
 
@@ -93,6 +100,7 @@ class OnOff:
         drafting, which has yet to show that it pays."""
         self._experience, self._many = experience, many
         self.state: Literal["on", "off", "try"] = "off" if experience.losing or many else "on"
+        self.drafting = self.state != "off"
         self.era = 0
         """Counts the changes of state: a round that began before one says nothing of what is
         now."""
@@ -110,10 +118,15 @@ class OnOff:
         """Time that the try in hand has cost."""
         self._worst_s = 0.0
         """Time that the worst round of drafting has lost."""
+        self._won_s = 0.0
+        """Time that drafting has won since it was resumed."""
+        self._barren = 0.0
+        """Rounds in a row in which nothing was verified that a draft had proposed."""
 
     @property
-    def drafting(self) -> bool:
-        return self.state != "off"
+    def settling(self) -> bool:
+        """Return whether drafting has just ended, so that rounds still feel it."""
+        return self.state == "off" and self.era > 0 and self._rounds < SETTLING
 
     @property
     def untried(self) -> bool:
@@ -152,7 +165,7 @@ class OnOff:
         self._rounds += 1
         if self._rounds < self._patience or not self._experience.affords(before_s):
             return None
-        doubted = not worth_trying()
+        doubted = self._experience.fruitless or not worth_trying()
         if doubted and self._rounds < _doubled(HOPELESS, self._experience.hopeless):
             return None
         without = f"{self._rounds:.0f} rounds without a draft"
@@ -170,32 +183,56 @@ class OnOff:
         return FIRST_OF_MANY if self._many and not self.era else _doubled(FIRST_TRY, self._failed)
 
     def drafted(
-        self, tokens: float, seconds: float, alone_s: float, *, among: int = 1
+        self,
+        tokens: float,
+        seconds: float,
+        alone_s: float,
+        *,
+        among: int = 1,
+        barren: bool = False,
     ) -> str | None:
-        """Count a round with drafting. Return in words what follows, None if nothing does.
-        `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted."""
+        """Count a round while drafting is on. Return in words what follows, None if nothing does.
+        `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted;
+        `barren`: nothing was proposed that was worth verifying."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
+        self._barren = self._barren + 1 / among if barren else 0.0
         won = (tokens - (WORTH_OF_MANY if self._many else 1.0) * seconds / alone_s) / among
         if self.state == "try":
             return self._tested(tokens, seconds, alone_s, won, among)
         self._count(tokens, seconds)
         if self._rounds >= LASTING:
             won = max(won, -MOST_LOSS_OF_A_WINNER / among)
+        self._won_s += won * alone_s
         self._balance = max(0.0, self._balance - won)
         self._worst_s = max(self._worst_s, -won * alone_s)
         if self._rounds >= LASTING and self._balance == 0.0:
             self._failed, self._tried, self._experience.losing = 0, False, False
-        if (
-            self._balance <= (LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS) / among**0.5
-        ):  # the more rounds, the less is chance
+            self._experience.hopeless, self._experience.fruitless = 0, False
+        most = LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS
+        fruitless = self._many and self._barren >= BARREN
+        if not fruitless and self._balance <= most / among**0.5:  # the more rounds, the less chance
             return None
+        return self._stop(alone_s, fruitless=fruitless)
+
+    def _stop(self, alone_s: float, *, fruitless: bool) -> str:
+        """Turn drafting off, which is charged with what it has lost; return in words why."""
+        lost_s = max(0.0, -self._won_s)
         if self._tried:  # the try had promised too much
-            self._experience.credit_s -= self._balance * alone_s
-            self._failed += 1
+            self._failed, lost_s = self._failed + 1, max(lost_s, self._balance * alone_s)
+        if self.era:  # the first look is free
+            self._experience.credit_s -= lost_s
         self._experience.losing = True
         self._experience.try_s = TRY_ROUNDS * self._worst_s
-        return self._judged("off", "drafting stopped because", alone_s)
+        if not fruitless:
+            return self._judged("off", "drafting stopped because", alone_s)
+        self._experience.hopeless += 1
+        self._experience.fruitless = True
+        self._enter("off")
+        return (
+            "drafting stopped because nothing was worth verifying of late: "
+            f"{1 / alone_s:.1f} tokens/s without a draft"
+        )
 
     def _tested(
         self, tokens: float, seconds: float, alone_s: float, won: float, among: int
@@ -210,7 +247,7 @@ class OnOff:
             judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds
         ):
             self._pay()
-            self._tried, self._experience.losing, self._experience.hopeless = True, False, 0
+            self._tried, self._experience.losing = True, False
             return self._judged("on", "drafting resumed because", alone_s)
         if self._balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
             self._pay()
@@ -224,18 +261,26 @@ class OnOff:
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
-        """A round in which drafts read prompts says nothing of drafting; what it cost, a try has
-        cost."""
+        """Count a round in which drafts read prompts, which says nothing of drafting: what it cost,
+        drafting has cost, or a try of it."""
+        cost_s = max(0.0, seconds - tokens * alone_s) / among
         if self.state == "try":
-            self._cost_s += max(0.0, seconds - tokens * alone_s) / among
+            self._cost_s += cost_s
+        elif self.state == "on":
+            self._won_s -= cost_s
 
     def straggled(
         self, era: int, tokens: float, seconds: float, alone_s: float, *, among: int
     ) -> None:
-        """Count a round that began in an era that is over. If that was a try, which has just
-        failed, the round is part of its cost."""
-        if (self._before, self.state, era) == ("try", "off", self.era - 1):
-            self._experience.pay(max(0.0, seconds - tokens * alone_s) / among)
+        """Count a round that began in an era that is over. If drafting, or a try of it, has just
+        ended, the round is part of its cost."""
+        if self.state != "off" or self._before == "off" or era != self.era - 1:
+            return
+        cost_s = max(0.0, seconds - tokens * alone_s) / among
+        if self._before == "try":
+            self._experience.pay(cost_s)
+        else:
+            self._experience.credit_s -= cost_s
 
     def last_rates(self, alone_s: float) -> str:
         """Return both rates in words: that of drafting when it was last judged."""
@@ -263,8 +308,10 @@ class OnOff:
 
     def _enter(self, state: Literal["on", "off", "try"]) -> None:
         self._before, self.state, self.era = self.state, state, self.era + 1
+        self.drafting = state != "off"
         self._rounds, self._balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
-        self._tokens = self._seconds = 0.0
+        self._won_s = 0.0
+        self._tokens = self._seconds = self._barren = 0.0
 
     def _count(self, tokens: float, seconds: float) -> None:
         """Count a round for the rate with drafting, in which early rounds fade."""
@@ -279,8 +326,6 @@ def _doubled(rounds: int, times: int) -> int:
 
 BLOCK = 12
 """Rounds of a block of a trial."""
-SETTLING = 2
-"""Rounds of a block that do not count, since what was grown before it is still there."""
 TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
 WORTH = 1.02
 """Factor by which growing ahead has to be better."""

@@ -134,7 +134,7 @@ class Sessions:
 
     def _next_round(self, live: RunningRequest) -> Sequence[Action]:
         """Begin a session's next round, with another draft if there is one that it should get."""
-        joining = self._carry_out(self._moving.seek(live))
+        joining = self._carry_out(self._moving.seek(live)) if self._moving.seeks(live) else None
         plan = self.plan(live) if joining is None and live.session.may_draft else None
         if live.controller.sampled:
             live.watch_reading()
@@ -146,13 +146,16 @@ class Sessions:
             return None
         session, controller = live.session, live.controller
         load = self._census.load(live)
+        controller.begin_round(load)
         if live.joining:
             live.joining = live.draft.turns.busy_with(session.number)
+        if controller.idle:
+            return None
         if not self._dispatch.can_draft(live, load):
-            return controller.plan(session.length, load=load, ready=False)
+            return controller.plan(session.length, ready=False)
         self._dispatch.resume(live)
         if session.holding:  # what the draft is yet to read comes with the next verdict
-            return controller.plan(session.length, load=load, ready=False, patient=False)
+            return controller.plan(session.length, ready=False, patient=False)
         ready = not live.draft.turns.busy_with(session.number)
         worth_waiting = session.round == 1 and controller.awaits_draft(
             session.length, session.new_tokens
@@ -161,7 +164,6 @@ class Sessions:
         free = load.alone or live.draft is live.target or not live.draft.turns.reading
         plan = controller.plan(
             session.length,
-            load=load,
             ready=(ready or worth_waiting) and free,
             patient=not live.joining,
         )

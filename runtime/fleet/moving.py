@@ -49,11 +49,13 @@ class Moving:
 
     # -- drafts ------------------------------------------------------------------------------------
 
+    def seeks(self, live: RunningRequest) -> bool:
+        """Return whether a session is in want of a draft: its own was lost or is not available any
+        more, or it never had one."""
+        return live.drafts and (live.draft is None or not live.draft.available)
+
     def seek(self, live: RunningRequest) -> Effects[Joining | None]:
-        """A draft for a session whose own was lost or is not available any more, or which never had
-        one, where that is worth it."""
-        if not live.drafts or (live.draft is not None and live.draft.available):
-            return None
+        """Find a draft for a session that `seeks` one, where that is worth it."""
         draft = self._placement.joining(live)
         if draft is None and (live.draft is None or live.draft.serves):
             return None

@@ -8,7 +8,7 @@ import pytest
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.loads import Load
+from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.costs.rounds import PairCosts
@@ -132,6 +132,7 @@ def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses
     pair, said = pair_of(reads=True), list[str]()
     controller = controller_of(pair, policy="dynamic", say=said.append)
     for _ in range(12 * 8):
+        controller.begin_round(ALONE)
         plan = controller.plan(100)
         assert plan is not None
         controller.sends(100, PROPOSAL.scores, 4)
@@ -161,7 +162,7 @@ def test_a_draft_of_its_own_device_that_reads_no_states_always_grows_ahead() -> 
 def test_a_session_that_loses_its_draft_beside_others_is_learned_from_again() -> None:
     controller = controller_of(pair_of())
     for _ in range(3):
-        controller.plan(100, load=Load(4, 4))
+        controller.begin_round(Load(4, 4))
     assert not controller.sampled
     controller.leave()
     assert controller.sampled

@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.settings import TreeSettings
+from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.control.pricing import worth_waiting
@@ -276,3 +277,70 @@ def test_what_rounds_of_a_try_cost_that_end_behind_it_is_charged_to_it() -> None
         return experience.credit_s
 
     assert credit_s(late=0) - credit_s(late=3) == pytest.approx(3 * 0.01 / 4)
+
+
+def test_where_nothing_is_worth_verifying_drafting_stops_and_is_tried_ever_later() -> None:
+    experience, waits = Experience(), list[int]()
+    on_off = OnOff(experience, many=True)
+    for _ in range(4):
+        waits.append(0)
+        while on_off.state == "off":
+            on_off.undrafted(0.02, 0.02)
+            waits[-1] += 1
+        while on_off.state == "try":
+            on_off.drafted(3.0, 0.02, 0.02)
+        assert on_off.state == "on"
+        words = [on_off.drafted(1.0, 0.02, 0.02, barren=True) for _ in range(8)]
+        assert words[:7] == [None] * 7
+        assert words[7] == (
+            "drafting stopped because nothing was worth verifying of late: "
+            "50.0 tokens/s without a draft"
+        )
+    assert waits[:3] == [2, 512, 1024]
+    assert waits[3] >= 2048
+
+
+def test_a_try_after_which_much_is_drafted_makes_up_for_those_that_came_to_nothing() -> None:
+    experience = Experience(hopeless=3, fruitless=True)
+    on_off = OnOff(experience, many=True)
+    while on_off.state != "on":
+        on_off.undrafted(0.02, 0.02)
+        if on_off.drafting:
+            on_off.drafted(3.0, 0.02, 0.02)
+    for _ in range(40):
+        on_off.drafted(3.0, 0.02, 0.02)
+        on_off.drafted(3.0, 0.02, 0.02, barren=True)  # now and then nothing is
+    assert on_off.state == "on"
+    assert (experience.hopeless, experience.fruitless) == (0, False)
+
+
+@pytest.mark.parametrize("reading_s", [0.0, 0.5])
+def test_prompts_that_are_read_while_drafting_loses_are_charged_to_it(reading_s: float) -> None:
+    experience = Experience()
+    on_off = OnOff(experience, many=True)
+    while on_off.state != "on":
+        on_off.undrafted(0.02, 0.02)
+        if on_off.drafting:
+            on_off.drafted(3.0, 0.02, 0.02)
+    before_s = experience.credit_s
+    on_off.catching_up(1.0, 0.02 + reading_s, 0.02, among=1)
+    while on_off.state == "on":
+        on_off.drafted(1.0, 0.04, 0.02)
+    assert before_s - experience.credit_s == pytest.approx(0.06 + reading_s, abs=0.03)
+
+
+def test_rounds_that_still_feel_drafting_do_not_say_how_long_those_without_it_take() -> None:
+    crowd = Crowd()
+    on_off = crowd.on_off
+    while on_off.state != "on":
+        if on_off.drafting:
+            crowd.drafted(3.0, 0.02, 0.02, rate=lambda: 150.0, among=1)
+        else:
+            crowd.undrafted(0.02, 0.02, before_s=0.0, hope=lambda: 1.0)
+    while on_off.state == "on":
+        crowd.drafted(1.0, 0.06, 0.02, rate=lambda: 16.0, among=1)
+    for _ in range(2):
+        crowd.undrafted(0.03, 0.02, before_s=0.0, hope=lambda: 1.0)
+    assert crowd.alone_s(0.02) == pytest.approx(0.02)
+    crowd.undrafted(0.03, 0.02, before_s=0.0, hope=lambda: 1.0)
+    assert crowd.alone_s(0.02) > 0.02
