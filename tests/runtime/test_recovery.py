@@ -29,7 +29,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.control.loads import Load
 from dovetail.runtime.engine.running import MOST_BREAKS, MOST_LOSSES
 from support.houses import PROMPT, House
 from support.scripted import (
@@ -159,19 +159,18 @@ def test_a_draft_that_rests_now_and_then_reads_every_row_whatever_becomes_of_the
     lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scripted draft checks each row of features that it reads."""
-    planned: dict[int, int] = {}
+    begun: dict[int, int] = {}
 
     def resting(self: Controller) -> bool:
-        return planned.get(id(self), 0) // RESTS % 2 == 1
+        return begun.get(id(self), 0) // RESTS % 2 == 1
 
-    plan = Controller.plan
+    begin_round = Controller.begin_round
 
-    def plan_now_and_then(self: Controller, *about: object, **more: object) -> Plan | None:
-        planned[id(self)] = planned.get(id(self), 0) + 1
-        made = plan(self, *about, **more)  # type: ignore[arg-type]
-        return None if resting(self) else made
+    def counted(self: Controller, load: Load) -> None:
+        begun[id(self)] = begun.get(id(self), 0) + 1
+        begin_round(self, load)
 
-    monkeypatch.setattr(Controller, "plan", plan_now_and_then)
+    monkeypatch.setattr(Controller, "begin_round", counted)
     monkeypatch.setattr(Controller, "idle", property(resting))
     house = House(reads=READS)
     assert house.target is not None
