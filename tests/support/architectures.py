@@ -215,3 +215,6 @@ def randomise(model: nn.Module) -> None:
             parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
         else:
             parameter.copy_(parameter.nan_to_num() + 0.2 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

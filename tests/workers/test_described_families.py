@@ -27,9 +27,21 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels
 PROMPT, PATH = 40, 12
 TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.25}
-NEW = ("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "arcee")
+NEW = (
+    *("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "arcee"),
+    *("qwen3_moe", "glm4_moe", "granitemoe"),
+)
 """Families that between them take every branch of a description."""
 FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2], "norm_topk_prob": True},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_layer_start_index": 1, "moe_layer_interval": 2},
     "gemma3_text": {"num_hidden_layers": 6},
     "granite": {
         "residual_multiplier": 0.5,

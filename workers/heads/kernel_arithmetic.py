@@ -34,7 +34,7 @@ from dovetail.workers.kernels.layer_plan import (
     Rotary,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
-from dovetail.workers.models.backends.layer_parts import DTYPES, PIECE_WEIGHTS
+from dovetail.workers.models.backends.packing import DTYPES, PIECE_WEIGHTS
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.substitutes import quantised
 

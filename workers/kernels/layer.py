@@ -17,7 +17,7 @@ a structure points to is kept alive beside it.
 """
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import BUILD, MatrixStruct, declare, library
+from dovetail.workers.kernels.experts import experts_struct
 from dovetail.workers.kernels.layer_plan import (
     LANES,
     Activation,
@@ -84,6 +85,7 @@ class LayerStruct(Structure):
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         ("residual", c_float),
         *((name, c_int32) for name in ("head_norm", "parallel")),
+        ("experts", c_void_p),
     )
 
 
@@ -199,6 +201,9 @@ class DecoderLayer:
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
         self.struct = _layer_struct(plan)
+        self._experts = None if plan.experts is None else experts_struct(plan.experts, plan)
+        if self._experts is not None:
+            self.struct.experts = addressof(self._experts)
         self._functions = _functions()
         self._reference = byref(self.struct)
 
@@ -297,7 +302,7 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
     check_shapes(plan)
     struct = LayerStruct(
         hidden=plan.qkv.k,
-        intermediate=plan.down.k,
+        intermediate=0 if plan.down is None else plan.down.k,
         softcap=plan.softcap,
         window=plan.window,
         epsilon=plan.epsilon,
@@ -317,7 +322,8 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         width = plan.head_dim * (heads if wide else 1)
         setattr(struct, name, _norm_struct(getattr(plan, name), width))
     for name in ("qkv", "output", "gate_up", "down"):
-        setattr(struct, name, getattr(plan, name).struct)
+        if (matrix := getattr(plan, name)) is not None:
+            setattr(struct, name, matrix.struct)
     return struct
 
 

@@ -37,6 +37,15 @@ class Activation(IntEnum):
         return self in (Activation.SILU_GATED, Activation.GELU_TANH_GATED)
 
 
+class Score(IntEnum):
+    """The score of an expert: its share of the softmax of all logits, the sigmoid of its logit, or
+    the logit itself, where weights are the softmax of those that were chosen."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+    SOFTMAX_OF_CHOSEN = 2
+
+
 class HeadNorm(IntEnum):
     """The place of the norms of queries and keys: on each head, before or after it is rotated, or
     on all heads together before that."""
@@ -64,9 +73,45 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class RouterPlan:
+    """The choice of a row's experts: those of the largest scores, the lower index first of equals,
+    and their weights."""
+
+    logits: PackedMatrix
+    """[experts, hidden], fp32 whatever the other weights are."""
+    chosen: int
+    score: Score = Score.SOFTMAX
+    correction: Tensor | None = None
+    """float32 [experts], added to the scores for the choice alone."""
+    groups: int = 1
+    """Neighbours in groups of the same size, among whose best `chosen_groups` is chosen: a group
+    is worth what its two best experts are together."""
+    chosen_groups: int = 1
+    normalised: bool = False
+    """The weights are divided by their sum, or by `least_sum` where that is more."""
+    least_sum: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """The MLPs of which a row goes through a few; what they give is added to the MLP that all rows
+    share, where the layer has one."""
+
+    router: RouterPlan
+    gate_up: Sequence[PackedMatrix]
+    """Of each expert [2 units, hidden], the gate first; without a gate [units, hidden]."""
+    down: Sequence[PackedMatrix]
+    """Of each [hidden, units]."""
+    shared_gate: PackedMatrix | None = None
+    """[1, hidden]: what all rows share is multiplied by its sigmoid."""
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """A decoder layer: h += o(attention(norm(h))), then h += down(activation(gate_up(norm(h)))),
-    with a norm on what is added where there is a post norm."""
+    with a norm on what is added where there is a post norm. Experts may stand in the place of that
+    MLP, or beside it."""
 
     index: int
     """The index of the layer in the caches."""
@@ -76,9 +121,10 @@ class LayerPlan:
     qkv: PackedMatrix
     """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values."""
     output: PackedMatrix
-    gate_up: PackedMatrix
-    """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]."""
-    down: PackedMatrix
+    gate_up: PackedMatrix | None
+    """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]. None: of the
+    MLP there are experts alone."""
+    down: PackedMatrix | None
     attention_norm: Norm | None
     """None: attention reads the hidden states as they are, as in the first layer of an EAGLE
     head."""
@@ -104,6 +150,12 @@ class LayerPlan:
     """The factor of what each half adds."""
     parallel: bool = False
     """The MLP reads what attention reads, and both are added."""
+    experts: ExpertsPlan | None = None
+
+    @property
+    def matrices(self) -> Sequence[PackedMatrix]:
+        """The matrices that all rows go through."""
+        return [part for part in (self.qkv, self.output, self.gate_up, self.down) if part]
 
 
 @dataclass(frozen=True)
@@ -169,23 +221,28 @@ def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
 
 
 def check_shapes(plan: LayerPlan) -> None:
-    hidden, intermediate = plan.qkv.k, plan.down.k
-    expected = {
-        "qkv": ((plan.heads + 2 * plan.kv_heads) * plan.head_dim, hidden),
-        "output": (hidden, plan.heads * plan.head_dim),
-        "gate_up": (
-            2 * intermediate if plan.activation.gated else intermediate,
-            hidden,
-        ),
-        "down": (hidden, intermediate),
-    }
-    for name, shape in expected.items():
-        matrix = getattr(plan, name)
-        if (matrix.n, matrix.k) != shape:
-            raise ValueError(
-                f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {shape}"
-            )
+    """ValueError for matrices that do not fit together."""
+    hidden = plan.qkv.k
+    _check_matrix("qkv", plan.qkv, (plan.heads + 2 * plan.kv_heads) * plan.head_dim, hidden)
+    _check_matrix("output", plan.output, hidden, plan.heads * plan.head_dim)
+    if plan.gate_up is not None and plan.down is not None:
+        check_mlp(plan.gate_up, plan.down, hidden, plan.activation)
+    elif plan.experts is None:
+        raise ValueError("a layer needs an MLP or experts")
     check_heads(plan)
+
+
+def check_mlp(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, how: Activation) -> None:
+    """ValueError for the matrices of an MLP, or of an expert, that do not fit together."""
+    _check_matrix("gate_up", gate_up, down.k * (2 if how.gated else 1), hidden)
+    _check_matrix("down", down, hidden, down.k)
+
+
+def _check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
+    if (matrix.n, matrix.k) != (n, k):
+        raise ValueError(
+            f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {(n, k)}"
+        )
 
 
 def check_heads(plan: LayerPlan | AttentionPlan) -> None:

@@ -7,12 +7,14 @@
 
 #include "attention.inl"
 
+#include "experts.inl"
+
 #include "layer.inl"
 
 #include "ranking.inl"
 
 namespace DT_NS {
 
-static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, likeliest}; }
+static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, route, likeliest}; }
 
 }  // namespace DT_NS

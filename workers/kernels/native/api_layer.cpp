@@ -62,6 +62,12 @@ void dt_gate(int32_t activation, const float* x, float* y, int64_t rows, int64_t
     active().gate(activation, x, y, rows, width);
 }
 
+// Of each row of x [rows, hidden] the experts ids [rows, chosen], ascending, their weights, and the margin by which the last of them was chosen.
+void dt_route(const Router* router, const float* x, int64_t rows, int32_t* ids, float* weights, float* margins) {
+    const Turn mine;
+    active().route(*router, x, rows, ids, weights, margins);
+}
+
 // The bytes of a `Layer`, by which a caller knows that both mean the same fields.
 int64_t dt_layer_bytes() { return sizeof(Layer); }
 

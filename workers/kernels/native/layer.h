@@ -23,6 +23,27 @@ struct Norm {
     const float* bias;    // LAYER_NORM: [width] or null
 };
 
+enum Score : int { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2 };
+
+// By which experts a row is computed, and the weight of each. The `chosen` experts of the largest scores are, each with its correction, the lower index first
+// of equals; where there are groups, only those of the `chosen_groups` groups in which the two best add up to most.
+struct Router {
+    Matrix logits;            // [experts, hidden]
+    const float* correction;  // [experts], of the choice alone; or null
+    int32_t score, chosen, groups, chosen_groups;
+    int32_t normalised;  // weights are divided by their sum, or by least_sum where that is more
+    float least_sum, scale;
+    int32_t reserved;
+};
+
+// An MLP of which each row is computed by a few experts; their outputs are added by ascending index to that of the MLP which all rows share.
+struct Experts {
+    Router router;
+    const Matrix* gate_up;  // [experts] of matrices as the layer's
+    const Matrix* down;
+    Matrix shared_gate;  // [1, hidden]: what all rows share is multiplied by the sigmoid of it; packed null: it is not
+};
+
 struct Layer {
     int32_t index;  // of this layer in the caches
     int32_t hidden, heads, kv_heads, head_dim, intermediate;
@@ -37,11 +58,12 @@ struct Layer {
     Norm query_norm, key_norm;                                          // [head_dim] on each head, or [heads head_dim] and [kv_heads head_dim] if wide; always RMS
     Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden]
     Matrix output;   // [hidden, heads head_dim]
-    Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; without a gate [intermediate, hidden]
+    Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; without a gate [intermediate, hidden]; packed null: all of the MLP are experts
     Matrix down;     // [hidden, intermediate]
     float residual;     // what a half adds is multiplied by it; 0: it is not
     int32_t head_norm;  // where the norms of queries and keys stand
     int32_t parallel;   // the MLP reads what attention read, and not its sum
+    const Experts* experts;  // null: there are none
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.

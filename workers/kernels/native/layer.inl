@@ -102,18 +102,6 @@ static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
     return {memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
 }
 
-// hidden += update, normed first where the layer says so; then the next half's norm of it, if there is one.
-static void add_half(const dovetail::Layer& l, float* hidden, float* update, const dovetail::Norm& post, const dovetail::Norm* next, float* normed,
-                     int64_t rows) {
-    each(rows, rows * l.hidden, [&](int64_t row) {
-        float *h = hidden + row * l.hidden, *u = update + row * l.hidden;
-        if (post.weight) normalise(l.norm_kind, post, u, u, l.hidden, l.epsilon);
-        if (l.residual != 0.0f) multiply(u, l.residual, l.hidden);
-        accumulate(h, u, l.hidden);
-        if (next) normalise(l.norm_kind, *next, h, normed + row * l.hidden, l.hidden, l.epsilon);
-    });
-}
-
 // Adds the time since it was last asked to a part of the pass, or to none.
 class Laps {
 public:
@@ -135,6 +123,29 @@ private:
     int64_t last_;
 };
 
+// The MLP of x [rows, hidden], or what all rows share of it.
+static void dense(const dovetail::Layer& l, const float* x, const Buffers& b, int64_t rows, Laps& laps) {
+    laps.other();
+    linear(l.gate_up, x, l.hidden, b.wide, l.gate_up.n, rows);
+    laps.matrix();
+    gate(l.activation, b.wide, b.narrow, rows, l.intermediate);
+    laps.other();
+    linear(l.down, b.narrow, l.intermediate, b.update, l.hidden, rows);
+    laps.matrix();
+}
+
+// hidden += update, normed first where the layer says so; then the next half's norm of it, if there is one.
+static void add_half(const dovetail::Layer& l, float* hidden, float* update, const dovetail::Norm& post, const dovetail::Norm* next, float* normed,
+                     int64_t rows) {
+    each(rows, rows * l.hidden, [&](int64_t row) {
+        float *h = hidden + row * l.hidden, *u = update + row * l.hidden;
+        if (post.weight) normalise(l.norm_kind, post, u, u, l.hidden, l.epsilon);
+        if (l.residual != 0.0f) multiply(u, l.residual, l.hidden);
+        accumulate(h, u, l.hidden);
+        if (next) normalise(l.norm_kind, *next, h, normed + row * l.hidden, l.hidden, l.epsilon);
+    });
+}
+
 static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     const int64_t rows = pass.rows;
     Laps laps(pass.parts);
@@ -155,13 +166,12 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     const bool norms = l.mlp_norm.weight && !l.parallel;
     add_half(l, pass.hidden, b.update, l.post_attention_norm, norms ? &l.mlp_norm : nullptr, b.normed, rows);
     if (!l.parallel) input = norms ? b.normed : pass.hidden;
-    laps.other();
-    linear(l.gate_up, input, l.hidden, b.wide, l.gate_up.n, rows);
-    laps.matrix();
-    gate(l.activation, b.wide, b.narrow, rows, l.intermediate);
-    laps.other();
-    linear(l.down, b.narrow, l.intermediate, b.update, l.hidden, rows);
-    laps.matrix();
+    if (l.gate_up.packed) dense(l, input, b, rows, laps);
+    if (l.experts) {
+        laps.other();
+        mix(l, input, b.update, rows);
+        laps.matrix();
+    }
     add_half(l, pass.hidden, b.update, l.post_mlp_norm, nullptr, nullptr, rows);
 }
 

@@ -12,6 +12,7 @@ are computed beside it. Knows layers and slots.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,20 +21,19 @@ from torch import Tensor, nn
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
-from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, NormKind
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
+from dovetail.workers.models.backends.expert_parts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
-    DTYPES,
     LayerParts,
     described_norm,
     exact_kind,
-    pack,
-    pack_and_drop,
     read_norm,
 )
 from dovetail.workers.models.backends.library import transformers_pass
+from dovetail.workers.models.backends.packing import DTYPES, pack, pack_and_drop
 from dovetail.workers.models.backends.proof import (
     LAYER_TOLERANCE,
     LayerProof,
@@ -133,6 +133,8 @@ class Kernels:
 
     _reorders = True
     """True if the rows of queries and keys may be packed in another order than the checkpoint's."""
+    _mixes = True
+    """True if layers may have experts."""
     _computes_here = True
     """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
@@ -156,7 +158,7 @@ class Kernels:
         spec = None if self._family is None else self._family.layer(self._model.config, index)
         parts = LayerParts(layer, spec)
         self._arrange(parts)
-        proof = LayerProof(self._oracle, layer, index, parts.linears, parts.order)
+        proof = LayerProof(self._oracle, layer, index, parts)
         proving = (
             None
             if self._computes_here
@@ -165,14 +167,20 @@ class Kernels:
         matrices = {
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
+        experts = None if parts.experts is None else self._pack_experts(parts.experts)
         noted = proof.note(proving or matrices)
         if spec is not None:
             check_attention(spec.attention, noted, index)
-        plan = self._plan(parts, index, noted, matrices)
+        plan = replace(self._plan(parts, index, noted, matrices), experts=experts)
         proof.check(plan if proving is None else self._plan(parts, index, noted, proving))
         self._take(plan)
         self._taken += 1
         return nn.Identity()
+
+    def _pack_experts(self, experts: ExpertParts) -> ExpertsPlan:
+        if not self._mixes:
+            raise UnsupportedError("layers of experts are computed on one CPU by their own weights")
+        return experts.pack(self._kind)
 
     def _arrange(self, parts: LayerParts) -> None:
         """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
@@ -347,8 +355,8 @@ class Kernels:
             head_dim=noted.head_dim,
             qkv=matrices["qkv"],
             output=matrices["output"],
-            gate_up=matrices["gate_up"],
-            down=matrices["down"],
+            gate_up=matrices.get("gate_up"),
+            down=matrices.get("down"),
             **norms,
             **self._described(parts.spec),
             norm_kind=kinds.pop(),

@@ -1,7 +1,6 @@
 """The parts of a decoder layer of transformers: its linears, norms and activation, found by their
 names and by trying."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,23 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer import normalise
 from dovetail.workers.kernels.layer_plan import Activation, Norm, NormKind
-from dovetail.workers.models.families.description import LayerSpec, Norms
+from dovetail.workers.models.backends.expert_parts import ExpertParts
+from dovetail.workers.models.families.description import Experts, LayerSpec, Mlp, Norms
 from dovetail.workers.models.parity.following import UnsupportedError
 
-DTYPES = {
-    Kind.FP32: torch.float32,
-    Kind.FP16: torch.float16,
-    Kind.BF16: torch.bfloat16,
-    Kind.INT8: torch.float32,
-}
-"""The types that a matrix of each kind is packed from."""
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 """The kind that holds weights of a type as they are."""
-PIECE_WEIGHTS = 1 << 22
-"""So many weights are converted at a time: 16 MiB of fp32."""
 
 
 class LayerParts:
@@ -37,20 +28,19 @@ class LayerParts:
         self.order: Tensor | None = None
         """int64 [head_dim]: where each number of a head of queries and keys stands in the
         checkpoint; None: in place."""
+        self.experts: ExpertParts | None = None
         if spec is None:
             self._find(layer)
         else:
             self._take(layer, spec)
 
     def _take(self, layer: nn.Module, spec: LayerSpec) -> None:
-        attention, mlp, norms = spec.attention, spec.mlp, spec.norms
+        attention, norms = spec.attention, spec.norms
         self.linears = {
             "qkv": [_linear(layer, name) for name in attention.qkv],
             "output": [_linear(layer, attention.output)],
-            "gate_up": [_linear(layer, name) for name in mlp.gate_up],
-            "down": [_linear(layer, mlp.down)],
         }
-        self.activation = mlp.activation
+        self._take_mlp(layer, spec.mlp)
         query, key = attention.norms or (None, None)
         named = {
             "attention_norm": norms.pre_mixer,
@@ -61,6 +51,15 @@ class LayerParts:
             "key_norm": key,
         }
         self.norms = {part: _part(layer, name) for part, name in named.items() if name is not None}
+
+    def _take_mlp(self, layer: nn.Module, said: Mlp | Experts) -> None:
+        mlp = said.shared if isinstance(said, Experts) else said
+        if mlp is not None:
+            self.linears["gate_up"] = [_linear(layer, name) for name in mlp.gate_up]
+            self.linears["down"] = [_linear(layer, mlp.down)]
+        if isinstance(said, Experts):
+            self.experts = ExpertParts(layer, said)
+        self.activation = said.activation
 
     def interleave(self, rotated: int, head_dim: int) -> None:
         """Reorder the rows of queries and keys, of whose heads the first `rotated` numbers are
@@ -170,44 +169,10 @@ def linears_of(module: nn.Module, *choices: Sequence[str]) -> list[nn.Linear]:
     )
 
 
-def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """One matrix of the kernels from linears with the same inputs, below each other."""
-    biases = [linear.bias for linear in linears]
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [
-                torch.zeros(part.out_features) if b is None else b.detach().float()
-                for part, b in zip(linears, biases, strict=True)
-            ]
-        )
-    matrix = PackedMatrix(
-        kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias
-    )
-    for part, first in zip(
-        linears,
-        itertools.accumulate((part.out_features for part in linears), initial=0),
-        strict=False,
-    ):
-        weight, piece = part.weight.detach(), max(1, PIECE_WEIGHTS // part.in_features)
-        for start in range(0, part.out_features, piece):
-            matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), first + start)
-    return matrix
-
-
 def exact_kind(parts: "LayerParts") -> Kind:
     """The kind that holds all weights of a layer as they are."""
     types = {part.weight.dtype for linears in parts.linears.values() for part in linears}
     return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
-
-
-def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """Pack as `pack`; the linears lose their weights, so that at no time a whole layer is there
-    twice."""
-    matrix = pack(kind, linears)
-    for part in linears:
-        part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    return matrix
 
 
 def read_norm(module: nn.Module) -> tuple[NormKind, Norm, float]:

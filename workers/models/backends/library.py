@@ -79,6 +79,8 @@ class Library:
         originals dropped."""
         self.prove(layer, index)
         self._pack(layer)
+        if self._selection is not None:
+            _widen(layer)
         return layer.to(self._device)
 
     def prove(self, layer: nn.Module, index: int) -> None:
@@ -154,6 +156,14 @@ class Library:
                 part.weight = nn.Parameter(
                     torch.empty(0), requires_grad=False
                 )  # nobody holds the original on
+
+
+def _widen(layer: nn.Module) -> None:
+    """Have what is no linear in fp32: the experts of a layer, and their router."""
+    for part in layer.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                part.register_parameter(name, nn.Parameter(parameter.float(), requires_grad=False))
 
 
 def _configured_heads(config: Any) -> tuple[int, int, int]:

@@ -20,7 +20,9 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.layer_parts import by_heads
+from dovetail.workers.models.backends.expert_proof import ExpertProof
+from dovetail.workers.models.backends.layer_parts import LayerParts, by_heads
+from dovetail.workers.models.backends.packing import compare_product, sampled_rows
 from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.parity.following import (
     UnprovableError,
@@ -30,11 +32,6 @@ from dovetail.workers.models.parity.following import (
 )
 from dovetail.workers.models.parity.oracle import Oracle
 
-SAMPLED = 4
-"""Rows of each linear that are compared with the checkpoint's."""
-PRODUCT_TOLERANCE = {Kind.FP32: 1e-4, Kind.FP16: 1e-4, Kind.BF16: 1e-4, Kind.INT8: 0.1}
-"""The tolerance of a product by packed weights to one by the checkpoint's; codes of fewer bits are
-the quantiser's business."""
 ATTENTION_TOLERANCE = 1e-4
 LAYER_TOLERANCE = 2e-4
 """The tolerance of what a layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
@@ -61,9 +58,7 @@ class Product:
         self._samples: list[tuple[Tensor, Tensor, Tensor | float]] = []
         first = 0
         for part in linears:
-            picked = torch.linspace(
-                0, part.out_features - 1, min(SAMPLED, part.out_features)
-            ).long()
+            picked = sampled_rows(part.out_features)
             bias = 0.0 if part.bias is None else part.bias.detach()[picked].float()
             self._first.append(first)
             self._samples.append((picked, part.weight.detach()[picked].float(), bias))
@@ -96,23 +91,12 @@ class Product:
     def _check(self, x: Tensor) -> None:
         """`UnsupportedError` where the packed weights are not the checkpoint's."""
         assert self._matrix is not None
-        tolerance = (
-            PRODUCT_TOLERANCE.get(Kind(self._matrix.kind))
-            if self._matrix.kind in list(Kind)
-            else None
-        )
-        if tolerance is None:
+        if self._matrix.kind not in list(Kind):
             return
         for first, (picked, weight, bias) in zip(self._first, self._samples, strict=True):
-            expected = x @ weight.t() + bias
-            share = float(
-                (self.result[:, first + picked] - expected).norm() / (expected.norm() + 1e-20)
+            compare_product(
+                self.name, self._matrix, self.result[:, first + picked], x @ weight.t() + bias
             )
-            if not share <= tolerance:
-                raise UnsupportedError(
-                    f"a product by its {self.name} weights differs from that by the "
-                    f"checkpoint's by {share:.1e}"
-                )
 
 
 class _Rows(nn.Module):
@@ -161,26 +145,27 @@ class LayerProof:
         oracle: Oracle,
         layer: nn.Module,
         index: int,
-        linears: Mapping[str, Sequence[nn.Linear]],
-        order: Tensor | None = None,
+        parts: LayerParts,
     ) -> None:
-        """`linears`: those of each matrix of the layer. To be made before their weights are
-        dropped. `order`: that of the numbers of each head of queries and keys."""
-        self._order = order
+        """To be made before the weights of its parts are dropped."""
+        self._order, linears = parts.order, parts.linears
         self._oracle, self._index, self._what = (
             oracle,
             index,
             f"layer {index} ({type(layer).__name__})",
         )
         self._products = {
-            name: Product(name, parts, order if name == "qkv" else None)
-            for name, parts in linears.items()
+            name: Product(name, linears[name], parts.order if name == "qkv" else None)
+            for name in linears
         }
         others: dict[nn.Module, nn.Module] = {
             part: own
-            for name, parts in linears.items()
-            for part, own in zip(parts, self._products[name].stand_ins, strict=True)
+            for name in linears
+            for part, own in zip(linears[name], self._products[name].stand_ins, strict=True)
         }
+        self._experts = None
+        if parts.experts is not None:
+            self._experts = others[parts.experts.module] = ExpertProof(parts.experts, self._what)
         self._layer = stand_in(layer, others)
         self._states = oracle.states(index)
         self._rotated: list[Tensor] = []
@@ -221,6 +206,8 @@ class LayerProof:
         """`UnsupportedError` where the kernels' layer of a plan, with the matrices that are in use,
         differs from transformers'."""
         oracle, states = self._oracle, self._states
+        if self._experts is not None and plan.experts is not None:
+            self._experts.use(plan.experts)
         try:
             expected = oracle.run_eager(self._layer, self._index, states)
         except (UnsupportedError, UnprovableError):
@@ -251,12 +238,12 @@ class LayerProof:
         )
         found = torch.cat([states[: oracle.dense], states])
         layer.run(rows, found)
-        exact = all(
-            matrix.kind in EXACT for matrix in (plan.qkv, plan.output, plan.gate_up, plan.down)
-        )
-        if worst := oracle.difference(
-            expected, found, states, LAYER_TOLERANCE if exact else ROUNDED_TOLERANCE
-        ):
+        exact = all(matrix.kind in EXACT for matrix in plan.matrices)
+        settled = None
+        if self._experts is not None and plan.experts is not None:
+            settled = self._experts.settled(plan.experts.router, exact=exact)
+        tolerance = LAYER_TOLERANCE if exact else ROUNDED_TOLERANCE
+        if worst := oracle.difference(expected, found, states, tolerance, settled):
             raise UnsupportedError(
                 f"{self._what} differs from transformers' at position {worst[0]} by "
                 f"{worst[1]:.1e} of what it adds"

@@ -268,6 +268,8 @@ class DeviceHead(nn.Module):
 class Staged(Kernels):
     """Takes over the layers of a model one by one, each where it is to be. A `BackEnd`."""
 
+    _mixes = False
+
     def __init__(self, model: Any, kind: Kind, *, context: int, staging: Staging) -> None:
         super().__init__(model, kind, context=context)
         self._staging = staging

@@ -32,6 +32,7 @@ from dovetail.workers.models.checkpoints.configured import (
     with_buffers,
 )
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.pieces import NAMINGS, Naming, Pieces
 from dovetail.workers.models.lean import (
     AutoModelForCausalLM,
     Conv1D,
@@ -66,6 +67,8 @@ class Skeleton:
     read: Read
     transposed: frozenset[str]
     """Weights that the checkpoint holds as [in, out]."""
+    buffers: frozenset[str] = frozenset()
+    """Buffers that the checkpoint holds."""
 
     def fill(
         self, module: nn.Module, prefix: str, types: Types, *, but: nn.Module | None = None
@@ -82,12 +85,16 @@ class Skeleton:
                     part.register_parameter(
                         name, nn.Parameter(self._tensor(full, part, types), requires_grad=False)
                     )
+            for name, _ in part.named_buffers(recurse=False):
+                full = ".".join(filter(None, (prefix, path, name)))
+                if full in self.buffers:
+                    part.register_buffer(name, self.read(full).float())
 
     def _tensor(self, name: str, part: nn.Module, types: Types) -> Tensor:
         tensor = self.read(name)
         if name in self.transposed:
             tensor = tensor.t()
-        wanted = types.rest
+        wanted = types.rest if tensor.ndim < 3 else None  # the experts of a layer
         if tensor.ndim == 2:
             wanted = types.linear if isinstance(part, nn.Linear) else types.table
         as_stored = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
@@ -102,22 +109,38 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
     has its numbers already, in fp32.
     """
     model = configured(checkpoint)
+    if naming := NAMINGS.get(model.config.model_type):
+        return _in_pieces(model, checkpoint, naming)
     if not _maps_one_to_one(model, checkpoint):
         whole = load_transformers(checkpoint, torch.float32)
         _linearise(whole)
         return Skeleton(whole, checkpoint.read, frozenset())
     tied = _tied(model)
-    superfluous = set(checkpoint.tensors) - set(model.state_dict())
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    _report_superfluous(
-        checkpoint,
-        [name for name in superfluous if not any(re.search(pattern, name) for pattern in ignored)],
-    )
+    _report_unused(model, checkpoint, set(checkpoint.tensors) - set(model.state_dict()))
     transposed = _linearise(model)
     return Skeleton(
         model,
         lambda name: checkpoint.read(name if name in checkpoint.tensors else tied[name]),
         transposed,
+    )
+
+
+def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
+    """The model of a checkpoint that holds the experts of a layer one by one."""
+    tied, tensors = _tied(model), checkpoint.tensors
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name in tensors or tied.get(name) not in tensors
+    }
+    pieces = Pieces(naming, tensors, shapes)
+    pieces.refuse_misshapen(checkpoint.folder)
+    _report_unused(model, checkpoint, pieces.superfluous())
+    return Skeleton(
+        model,
+        lambda name: pieces.read(name if name in shapes else tied[name]),
+        frozenset(),
+        frozenset(shapes) - {name for name, _ in model.named_parameters()},
     )
 
 
@@ -203,6 +226,15 @@ def _refusing(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
             f"{config.model_type}{why}; fetch config.json and weights again, of one revision"
         )
         raise CheckpointError(f"{checkpoint.source}: {text}") from error
+
+
+def _report_unused(model: Any, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Report what neither the model nor transformers' list of what is no matter knows."""
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    _report_superfluous(
+        checkpoint,
+        [name for name in names if not any(re.search(pattern, name) for pattern in ignored)],
+    )
 
 
 def _report_superfluous(checkpoint: Checkpoint, names: Iterable[str]) -> None:

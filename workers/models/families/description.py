@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, NormKind
+from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, NormKind, Score
 from dovetail.workers.models.parity.following import UnsupportedError
 
 GATED = {
@@ -62,6 +62,42 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Router:
+    """The choice of a row's experts; parts by their names within the layer."""
+
+    weight: str = "mlp.gate.weight"
+    """[experts, hidden], of the logits."""
+    score: Score = Score.SOFTMAX
+    correction: str | None = None
+    """The name of what is added to the scores for the choice alone, a number for each expert."""
+    groups: int = 1
+    chosen_groups: int = 1
+    """Experts are chosen within so many groups: those whose two best experts are best."""
+    normalised: bool = True
+    """True if the weights are divided by their sum, or by `least_sum` where that is more."""
+    least_sum: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer, in the place of its MLP or beside one that all rows share; they are
+    gated as that is."""
+
+    chosen: int
+    """So many of them a row goes through."""
+    activation: Activation
+    router: Router = field(default_factory=Router)
+    part: str = "mlp.experts"
+    """transformers' part that holds the experts' `gate_up_proj` [experts, 2 units, hidden] and
+    `down_proj` [experts, hidden, units]."""
+    shared: Mlp | None = None
+    """The MLP of all rows."""
+    shared_gate: str | None = None
+    """A linear [1, hidden], by whose sigmoid the shared MLP is multiplied."""
+
+
+@dataclass(frozen=True)
 class Norms:
     """The norms around both halves of a layer by name, None where there is none."""
 
@@ -81,7 +117,7 @@ class LayerSpec:
     """A decoder layer."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     norms: Norms
     residual_scale: float = 1.0
     """The factor of what each half adds."""

@@ -226,21 +226,26 @@ class _Widened(nn.Module):
         super().__init__()
         self._weight, self._bias = part.weight, part.bias
 
+    @property
+    def weight(self) -> Tensor:
+        """Return the weights in fp32, for layers that ask of which type they are."""
+        return self._weight.float()
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return linear(x, self._weight.float(), None if self._bias is None else self._bias.float())
+        return linear(x, self.weight, None if self._bias is None else self._bias.float())
 
 
 def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A layer that computes in fp32 with the numbers of this one, which it shares, and `others` in
-    the place of some of its linears."""
+    the place of some of its parts."""
     parts = dict(layer.named_modules())
     shared: dict[int, Any] = {id(parameter): parameter for parameter in layer.parameters()}
     shared |= {id(part.config): part.config for part in parts.values() if hasattr(part, "config")}
     own = copy.deepcopy(layer, shared)
     for name, part in parts.items():
-        if type(part) is nn.Linear:
-            own.set_submodule(name, others.get(part) or _Widened(part))
+        if part in others or type(part) is nn.Linear:
+            own.set_submodule(name, others[part] if part in others else _Widened(part))
     for part in own.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if not isinstance(part, _Widened) and parameter.dtype in (

@@ -341,10 +341,18 @@ class Oracle:
             return first_of(layer(*args, **kwargs))
 
     def difference(
-        self, expected: Tensor, found: Tensor, states: Tensor, tolerance: float
+        self,
+        expected: Tensor,
+        found: Tensor,
+        states: Tensor,
+        tolerance: float,
+        compared: Tensor | None = None,
     ) -> tuple[int, float] | None:
-        """`far` of what a layer makes of states, as a share of what it adds."""
+        """`far` of what a layer makes of states, as a share of what it adds; `compared`, bool
+        [count]: only of these rows."""
         added = (expected - states).norm(dim=-1) + LEAST_ADDED * states.norm(dim=-1)
+        if compared is not None:
+            added = added.where(compared, torch.inf)
         return self.far(expected, found, added, tolerance)
 
     def far(

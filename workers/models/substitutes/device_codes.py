@@ -99,6 +99,7 @@ class DeviceSubstitute(Kernels):
     backend = "library"
     kernels = "torch-int4"
     _reorders = False
+    _mixes = False
     _computes_here = False
 
     def __init__(

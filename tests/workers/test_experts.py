@@ -1,0 +1,289 @@
+"""Mixtures of experts on the kernels: which experts a row goes through, the same bytes whatever
+rows are beside it, transformers' tokens, and checkpoints that lack a part of an expert."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import VerifyItem
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.workers import kernels
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.experts import Choice, route
+from dovetail.workers.kernels.layer_plan import RouterPlan, Score
+from dovetail.workers.models.backends import fused
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.families.description import Experts, Family, LayerSpec
+from dovetail.workers.models.families.mixtures import FAMILIES
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.sessions.results import First, Verdict
+from dovetail.workers.verifier import Verifier
+from support.architectures import VOCABULARY, write_tiny
+from support.models import reference_tokens
+from support.opening import opening
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+
+KEY = bytes(range(16))
+MOST_ROWS = 64
+TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def load(folder: Path, weights: str = "fp32", backend: str = "kernels") -> LanguageModel:
+    return load_language_model(str(folder), weights=weights, device="cpu", backend=backend)
+
+
+def tokens(count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+# the router
+
+
+def router(experts: int = 8, chosen: int = 2, **fields: Any) -> RouterPlan:
+    """A router whose logits are the rows that it is given."""
+    matrix = PackedMatrix(Kind.FP32, experts, experts)
+    matrix.pack(torch.eye(experts))
+    return RouterPlan(matrix, chosen, **fields)
+
+
+def dense(choice: Choice, experts: int) -> Tensor:
+    """The weights [rows, experts] of a choice, 0 for what is not chosen."""
+    return torch.zeros(len(choice.ids), experts).scatter(1, choice.ids.long(), choice.weights)
+
+
+def test_of_equal_experts_the_lower_ids_are_chosen() -> None:
+    rows = torch.tensor([[1.0] * 8, [0, 3, 3, 3, 0, 0, 0, 0], [2, 0, 0, 5, 0, 2, 0, 2]])
+    for score in Score:
+        assert route(router(score=score), rows).ids.tolist() == [[0, 1], [1, 2], [0, 3]]
+
+
+def test_the_margin_tells_how_near_to_a_tie_a_choice_was() -> None:
+    rows = torch.tensor([[3.0, 2.0, 1.5, 0, 0, 0, 0, 0], [2.0, 1.0, 1.0, 0, 0, 0, 0, 0]])
+    margins = route(router(score=Score.SOFTMAX_OF_CHOSEN), rows).margins
+    assert margins.tolist() == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("score", Score)
+def test_weights_are_those_of_the_plain_formula(score: Score, normalised: bool) -> None:
+    x = torch.randn(33, 40, generator=torch.Generator().manual_seed(1))
+    found = dense(route(router(40, 5, score=score, normalised=normalised, scale=1.5), x), 40)
+    scores = x.softmax(-1) if score is Score.SOFTMAX else x.sigmoid()
+    scores = x if score is Score.SOFTMAX_OF_CHOSEN else scores
+    best, ids = scores.topk(5, dim=-1)
+    best = best.softmax(-1) if score is Score.SOFTMAX_OF_CHOSEN else best
+    best = best / best.sum(-1, keepdim=True) if normalised else best
+    expected = torch.zeros(33, 40).scatter(1, ids, 1.5 * best)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_correction_changes_the_choice_and_no_weight() -> None:
+    x = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    correction = torch.tensor([9.0, 0.0, 0.0, 0.0])
+    choice = route(router(4, 2, score=Score.SIGMOID, correction=correction), x)
+    assert choice.ids.tolist() == [[0, 3]]
+    torch.testing.assert_close(choice.weights, x[:, [0, 3]].sigmoid())
+
+
+def test_experts_are_chosen_within_the_groups_whose_two_best_are_best() -> None:
+    x = torch.tensor([[9.0, 0.0, 0.0, 5.0, 6.0, 0.0]])  # the best expert is not in the best group
+    choice = route(
+        router(6, 2, score=Score.SOFTMAX_OF_CHOSEN, groups=2, chosen_groups=1),
+        x,
+    )
+    assert choice.ids.tolist() == [[3, 4]]
+
+
+def test_a_router_that_cannot_choose_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 of 8 experts"):
+        route(router(8, 9), torch.zeros(1, 8))
+
+
+# bytes
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = kernels.threads()
+    yield
+    kernels.set_threads(before)
+
+
+def read(model: LanguageModel, ids: list[int], rows: int) -> Tensor:
+    """The logits [T, V] of all tokens, read so many at a time."""
+    cache, found = model.new_cache(len(ids)), []
+    for start in range(0, len(ids), rows):
+        part = ids[start : start + rows]
+        places = torch.arange(start, start + len(part))
+        found.append(model.forward(torch.tensor(part), places, [Segment(cache, start, len(part))]))
+        cache.keep(range(start, start + len(part)), len(part))
+    return torch.cat(found)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("weights", TYPES)
+def test_a_row_has_the_same_bytes_among_any_number_of_rows_and_threads(
+    weights: str, tmp_path: Path
+) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m", dtype=TYPES[weights], num_experts=8)
+    model, ids = load(tmp_path / "m", weights), tokens(MOST_ROWS)
+    alone = read(model, ids, 1)
+    for rows in range(2, MOST_ROWS + 1):
+        kernels.set_threads(1 + rows % 3)
+        assert torch.equal(read(model, ids, rows), alone), rows
+
+
+# tokens
+
+
+def decode(model: LanguageModel, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+    """Tokens after a prompt, one at a time."""
+    verifier, tree = Verifier(model, Spans()), TreeSettings(policy="dynamic", gamma=2, depth=2)
+    (first,) = verifier.open(
+        opening(1, tuple(prompt), key=KEY, capacity=90, sampling=sampling, tree=tree)
+    )
+    assert isinstance(first, First)
+    log = [*prompt, first.token]
+    while len(log) < len(prompt) + count:
+        item = VerifyItem(session=1, round=len(log), prefix=len(log), tokens=(), parents=())
+        (verdict,) = verifier.verify([item])
+        assert isinstance(verdict, Verdict)
+        log.append(verdict.item.bonus)
+    return log[len(prompt) :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_are_those_that_transformers_chooses(
+    kind: str, temperature: float, tmp_path: Path
+) -> None:
+    write_tiny(kind, tmp_path / "m")
+    model, prompt, sampling = load(tmp_path / "m"), tokens(12), Sampling(temperature=temperature)
+    expected = reference_tokens(tmp_path / "m", prompt, 12, key=KEY, sampling=sampling)
+    assert decode(model, prompt, 12, sampling) == expected
+
+
+# checkpoints
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_no_layer_has_numbers_before_it_is_filled(tmp_path: Path) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m")
+    skeleton = open_skeleton(open_checkpoint(str(tmp_path / "m")))
+    assert all(part.is_meta for part in decoder_layers(skeleton.model)[1].parameters())
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m")
+    rewrite(tmp_path / "m", lambda tensors: tensors.pop(EXPERT))
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* such as {EXPERT}"):
+        load(tmp_path / "m")
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m")
+    rewrite(tmp_path / "m", lambda tensors: tensors.update({EXPERT: torch.ones(5, 64)}))
+    with pytest.raises(CheckpointError, match=f"{EXPERT} has the shape .5, 64., where"):
+        load(tmp_path / "m")
+
+
+def stack(tensors: dict[str, Tensor]) -> None:
+    """Bring the experts of every layer into one tensor, as transformers has them in memory."""
+
+    def taken(at: str, *names: str) -> Tensor:
+        return torch.cat([tensors.pop(f"{at}.{name}.weight") for name in names])
+
+    for layer in range(4):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate_up = torch.stack([taken(f"{at}.{e}", "gate_proj", "up_proj") for e in range(4)])
+        down = torch.stack([taken(f"{at}.{e}", "down_proj") for e in range(4)])
+        tensors |= {f"{at}.gate_up_proj": gate_up, f"{at}.down_proj": down}
+
+
+def test_experts_in_one_tensor_a_layer_are_read_too(tmp_path: Path) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m")
+    one_by_one = read(load(tmp_path / "m"), tokens(20), 20)
+    rewrite(tmp_path / "m", stack)
+    assert torch.equal(read(load(tmp_path / "m"), tokens(20), 20), one_by_one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_library_computes_the_same_from_the_same_pieces(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    write_tiny("mixtral", tmp_path / "m", dtype=dtype)
+    ours, theirs = (
+        read(load(tmp_path / "m", backend=backend), tokens(20), 20)
+        for backend in ("kernels", "library")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+# proofs
+
+
+def spoilt(how: str, said: Experts) -> Experts:
+    return {
+        "weights": replace(said, router=replace(said.router, normalised=False)),
+        "scale": replace(said, router=replace(said.router, scale=1.1)),
+        "correction": replace(said, router=replace(said.router, correction=None)),
+        "score": replace(said, router=replace(said.router, score=Score.SOFTMAX)),
+        "groups": replace(said, router=replace(said.router, groups=1, chosen_groups=1)),
+        "shared": replace(said, shared=None),
+    }[how]
+
+
+def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec:
+    """A description that is wrong of the experts of the last layer alone."""
+    spec = family.layer(config, index)
+    if index < config.num_hidden_layers - 1 or not isinstance(spec.mlp, Experts):
+        return spec
+    return replace(spec, mlp=spoilt(how, spec.mlp))
+
+
+@pytest.mark.parametrize("how", ["weights", "scale", "correction", "score", "groups", "shared"])
+def test_a_wrong_description_of_experts_is_found(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FAMILIES["glm4_moe"]
+    wrong = replace(family, layer=partial(spoilt_layer, family, how))
+    monkeypatch.setattr(fused, "FAMILIES", {"glm4_moe": wrong})
+    write_tiny(
+        "glm4_moe",
+        tmp_path / "m",
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=1,
+        norm_topk_prob=True,
+    )
+    with pytest.raises(CheckpointError, match=r"layer 3 .*(differs|chooses other experts)"):
+        load(tmp_path / "m")
+
+
+def test_olmoe_that_clips_is_left_to_the_library(tmp_path: Path) -> None:
+    write_tiny("olmoe", tmp_path / "m", clip_qkv=1.0)
+    assert load(tmp_path / "m", backend="auto").backend == "library"
+    with pytest.raises(CheckpointError, match="clip_qkv"):
+        load(tmp_path / "m")

@@ -1,0 +1,137 @@
+"""The Python face of the kernels' experts: the structures of `native/layer.h` that say how rows
+choose among them, and the choice alone, for proofs and tests."""
+
+from collections.abc import Sequence
+from ctypes import (
+    POINTER,
+    Array,
+    Structure,
+    byref,
+    c_float,
+    c_int32,
+    c_int64,
+    c_void_p,
+    cast,
+)
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.kernels import (
+    ALIGNMENT,
+    MatrixStruct,
+    PackedMatrix,
+    address_of,
+    declare,
+    fresh_memory,
+    library,
+)
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, RouterPlan, check_mlp
+
+
+class RouterStruct(Structure):
+    """`Router` of native/layer.h."""
+
+    _fields_ = (
+        ("logits", MatrixStruct),
+        ("correction", c_void_p),
+        *((name, c_int32) for name in ("score", "chosen", "groups", "chosen_groups", "normalised")),
+        *((name, c_float) for name in ("least_sum", "scale")),
+        ("reserved", c_int32),
+    )
+
+
+class ExpertsStruct(Structure):
+    """`Experts` of native/layer.h; the arrays that it points to are kept beside it."""
+
+    _fields_ = (
+        ("router", RouterStruct),
+        ("gate_up", POINTER(MatrixStruct)),
+        ("down", POINTER(MatrixStruct)),
+        ("shared_gate", MatrixStruct),
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts of some rows."""
+
+    ids: Tensor
+    """int32 [rows, chosen], ascending in each row."""
+    weights: Tensor
+    """float32 [rows, chosen]."""
+    margins: Tensor
+    """float32 [rows]: how much the last that was chosen is above the next; a share of it where
+    scores are probabilities."""
+
+
+@cache
+def _functions() -> Any:
+    router = POINTER(RouterStruct)
+    types = (router, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
+    declare(library(), {"dt_route": (None, types)})
+    return library()
+
+
+def route(router: RouterPlan, x: Tensor) -> Choice:
+    """Return the experts of the rows of x [rows, hidden]."""
+    rows = x.shape[0]
+    ids = torch.empty(rows, router.chosen, dtype=torch.int32)
+    weights, margins = torch.empty(rows, router.chosen), torch.empty(rows)
+    _functions().dt_route(
+        byref(_router_struct(router)),
+        address_of(x, (rows, router.logits.k), ("float32",)),
+        rows,
+        *(part.data_ptr() for part in (ids, weights, margins)),
+    )
+    return Choice(ids, weights, margins)
+
+
+def experts_struct(experts: ExpertsPlan, layer: LayerPlan) -> ExpertsStruct:
+    """Return the experts of a layer as the kernels read them; ValueError for matrices that do not
+    fit together."""
+    count, hidden = experts.router.logits.n, layer.qkv.k
+    if not len(experts.gate_up) == len(experts.down) == count:
+        raise ValueError(f"a router of {count} experts, of which {len(experts.down)} are there")
+    for gate_up, down in zip(experts.gate_up, experts.down, strict=True):
+        check_mlp(gate_up, down, hidden, layer.activation)
+    struct = ExpertsStruct(router=_router_struct(experts.router))
+    struct.gate_up, struct.down = _array(experts.gate_up), _array(experts.down)
+    if experts.shared_gate is not None:
+        struct.shared_gate = experts.shared_gate.struct
+    return struct
+
+
+def _array(matrices: Sequence[PackedMatrix]) -> Any:
+    array: Array[MatrixStruct] = (MatrixStruct * len(matrices))(*(m.struct for m in matrices))
+    return cast(array, POINTER(MatrixStruct))
+
+
+def _router_struct(router: RouterPlan) -> RouterStruct:
+    """Return a router as the kernels read it; ValueError for one that cannot choose."""
+    count = router.logits.n
+    grouped = router.groups if count % router.groups == 0 else 0
+    within = count // router.groups * router.chosen_groups if grouped else 0
+    if not 1 <= router.chosen_groups <= grouped or not 1 <= router.chosen <= within:
+        raise ValueError(
+            f"{router.chosen} of {count} experts in {router.chosen_groups} of {router.groups} "
+            "groups cannot be chosen"
+        )
+    struct = RouterStruct(logits=router.logits.struct)
+    for name in ("score", "chosen", "groups", "chosen_groups", "normalised", "least_sum", "scale"):
+        setattr(struct, name, getattr(router, name))
+    if router.correction is not None:
+        struct.correction = address_of(router.correction, (count,), ("float32",))
+    return struct
+
+
+def stacked_matrices(kind: IntEnum, count: int, n: int, k: int) -> list[PackedMatrix]:
+    """Return `count` empty matrices [n, k] side by side in one memory, to be packed."""
+    one = PackedMatrix(kind, n, k)
+    stride = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
+    memory, start = fresh_memory(count * stride)
+    return [one.at(memory, start + index * stride) for index in range(count)]

@@ -1,0 +1,129 @@
+"""The proof of a layer's experts: which a row goes through, and what they make of it, is what
+transformers' own router and experts say.
+
+transformers' experts are held against the plain formula on one of them, in fp32. From then on the
+formula stands in their place and computes with packed matrices, so that the weights of a layer are
+never there twice. A row whose choice is nearly a tie may be turned by a rounding; it is compared in
+its parts alone. Knows no kernels but the router's.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.kernels.experts import route
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, RouterPlan
+from dovetail.workers.models.backends.expert_parts import STACKS, ExpertParts
+from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
+
+ROWS = 4
+"""Rows on which transformers' experts are held against the formula."""
+TOLERANCE = 1e-4
+TIE, ROUNDED_TIE = 1e-4, 2e-2
+"""The margin of a choice that no rounding turns; where inputs are rounded to integers, that may
+become larger on the way."""
+LEAST_SETTLED = 0.25
+"""The least share of rows that have to be that far from a tie."""
+
+Expert = Callable[[int, Tensor], Tensor]
+"""What one expert, by its index, makes of rows."""
+
+
+def mixture(x: Tensor, ids: Tensor, weights: Tensor, expert: Expert) -> Tensor:
+    """Return the outputs [rows, hidden] of the experts `ids` [rows, chosen] of x [rows, hidden],
+    added by their weights, the lower index first."""
+    y = torch.zeros_like(x)
+    for index in sorted(set(ids.flatten().tolist())):
+        rows, place = (ids == index).nonzero(as_tuple=True)
+        y.index_add_(0, rows, expert(index, x[rows]) * weights[rows, place, None])
+    return y
+
+
+class ExpertProof(nn.Module):
+    """Stands in the place of transformers' experts; to be made before their weights are packed."""
+
+    def __init__(self, parts: ExpertParts, what: str) -> None:
+        """`what`: the layer, in errors."""
+        super().__init__()
+        self._what = what
+        self._activate: Any = getattr(parts.module, "act_fn", None)
+        self._plan: ExpertsPlan | None = None
+        self.given, self._ids, self._weights = (torch.empty(0) for _ in range(3))
+        self._check_formula(parts.module)
+
+    def use(self, plan: ExpertsPlan) -> None:
+        """Compute with these matrices from now on."""
+        self._plan = plan
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [rows, hidden] through the experts ids [rows, chosen], by their weights."""
+        assert self._plan is not None
+        self.given, self._ids, self._weights = x.clone(), ids, weights
+        gate_up, down = self._plan.gate_up, self._plan.down
+
+        def expert(index: int, rows: Tensor) -> Tensor:
+            inner = self._gate(gate_up[index].linear(rows.contiguous()))
+            y: Tensor = down[index].linear(inner.contiguous())
+            return y
+
+        return mixture(x, ids, weights, expert)
+
+    def settled(self, router: RouterPlan, *, exact: bool) -> Tensor:
+        """bool [rows]: the rows of the last pass whose choice is no matter of rounding;
+        `UnsupportedError` where a router of the kernels chooses other experts, or weighs them
+        otherwise. `exact`: inputs of matrices are not rounded to integers."""
+        choice = route(router, self.given)
+        shape = (len(choice.ids), router.logits.n)
+        found = torch.zeros(shape).scatter(1, choice.ids.long(), choice.weights)
+        expected = torch.zeros(shape).scatter(1, self._ids, self._weights.float())
+        shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        wrong = ~(shares <= TOLERANCE) & (choice.margins > TIE)
+        if bool(wrong.any()):
+            raise UnsupportedError(
+                f"{self._what} chooses other experts than transformers' router, or weighs them "
+                f"otherwise, in {int(wrong.sum())} of {len(wrong)} rows"
+            )
+        settled = choice.margins > (TIE if exact else ROUNDED_TIE)
+        if float(settled.float().mean()) < LEAST_SETTLED:
+            raise UnsupportedError(f"{self._what} has a router whose choices are nearly ties")
+        return settled
+
+    def _gate(self, x: Tensor) -> Tensor:
+        """[rows, units] of [rows, 2 units], the gate first."""
+        gate, up = x.chunk(2, dim=-1)
+        y: Tensor = self._activate(gate) * up
+        return y
+
+    def _check_formula(self, module: nn.Module) -> None:
+        """`UnsupportedError` where transformers computes more of an expert than the formula."""
+        gate_up, down = (getattr(module, name).detach()[-1:].float() for name in STACKS)
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(ROWS, down.shape[1], generator=generator)
+        ids, weights = torch.zeros(ROWS, 1).long(), torch.rand(ROWS, 1, generator=generator)
+        try:
+            expected = _alone(module, gate_up, down)(x, ids, weights)
+            found = mixture(
+                x, ids, weights, lambda _, rows: self._gate(rows @ gate_up[0].t()) @ down[0].t()
+            )
+        except Exception as error:  # experts that nobody here has seen may stumble in any way
+            raise UnsupportedError(
+                f"experts of {self._what} cannot be run alone ({line_of(error)})"
+            ) from error
+        if not float((found - expected).norm()) <= TOLERANCE * float(expected.norm()):
+            raise UnsupportedError(f"experts of {self._what} are no gated MLPs in transformers")
+
+
+def _alone(module: Any, gate_up: Tensor, down: Tensor) -> nn.Module:
+    """transformers' experts with one of them, in fp32, computed one after the other."""
+    config = copy.copy(module.config)
+    config._experts_implementation = EAGER
+    memo: dict[int, Any] = {id(part): part for part in module.parameters()}
+    own: Any = copy.deepcopy(module, {**memo, id(module.config): config})
+    own.num_experts = 1
+    for name, stack in zip(STACKS, (gate_up, down), strict=True):
+        own.register_parameter(name, nn.Parameter(stack, requires_grad=False))
+    alone: nn.Module = own
+    return alone

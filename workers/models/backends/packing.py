@@ -1,0 +1,84 @@
+"""Weights of transformers become packed matrices of the kernels, a piece at a time."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.models.parity.following import UnsupportedError
+
+DTYPES = {
+    Kind.FP32: torch.float32,
+    Kind.FP16: torch.float16,
+    Kind.BF16: torch.bfloat16,
+    Kind.INT8: torch.float32,
+}
+"""The types that a matrix of each kind is packed from."""
+PIECE_WEIGHTS = 1 << 22
+"""So many weights are converted at a time: 16 MiB of fp32."""
+SAMPLED = 4
+"""Rows of a matrix that are compared with the checkpoint's."""
+PRODUCT_TOLERANCE = {Kind.FP32: 1e-4, Kind.FP16: 1e-4, Kind.BF16: 1e-4, Kind.INT8: 0.1}
+"""The tolerance of a product by packed weights to one by the checkpoint's; codes of fewer bits are
+the quantiser's business."""
+
+
+def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+    """One matrix of the kernels from linears with the same inputs, below each other."""
+    biases = [linear.bias for linear in linears]
+    bias = None
+    if any(b is not None for b in biases):
+        bias = torch.cat(
+            [
+                torch.zeros(part.out_features) if b is None else b.detach().float()
+                for part, b in zip(linears, biases, strict=True)
+            ]
+        )
+    matrix = PackedMatrix(
+        kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias
+    )
+    starts = itertools.accumulate((part.out_features for part in linears), initial=0)
+    for part, first in zip(linears, starts, strict=False):
+        pack_rows(kind, matrix, part.weight.detach(), first)
+    return matrix
+
+
+def pack_rows(kind: Kind, matrix: PackedMatrix, weight: Tensor, first: int) -> None:
+    """Pack a weight [out, in] as the rows of a matrix from `first` on."""
+    outputs, inputs = weight.shape
+    piece = max(1, PIECE_WEIGHTS // inputs)
+    for start in range(0, outputs, piece):
+        matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), first + start)
+
+
+def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
+    """Pack as `pack`; the linears lose their weights, so that at no time a whole layer is there
+    twice."""
+    matrix = pack(kind, linears)
+    for part in linears:
+        part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    return matrix
+
+
+def sampled_rows(outputs: int) -> Tensor:
+    """Return which rows of a matrix of so many are compared with the checkpoint's."""
+    return torch.linspace(0, outputs - 1, min(SAMPLED, outputs)).long()
+
+
+def check_packed(name: str, matrix: PackedMatrix, weight: Tensor) -> None:
+    """`UnsupportedError` where a random row by a packed matrix gives something else than by the
+    weight [out, in] that it was packed from."""
+    x = torch.randn(1, matrix.k, generator=torch.Generator().manual_seed(matrix.k))
+    picked = sampled_rows(matrix.n)
+    compare_product(name, matrix, matrix.linear(x)[:, picked], x @ weight[picked].float().t())
+
+
+def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Tensor) -> None:
+    """`UnsupportedError` where rows by packed weights are far from those by the checkpoint's."""
+    share = float((found - expected).norm() / (expected.norm() + 1e-20))
+    if not share <= PRODUCT_TOLERANCE[Kind(matrix.kind)]:
+        raise UnsupportedError(
+            f"a product by its {name} weights differs from that by the checkpoint's by {share:.1e}"
+        )

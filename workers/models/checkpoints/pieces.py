@@ -1,0 +1,127 @@
+"""Tensors that a checkpoint holds under another name than transformers' model has, or in pieces:
+the experts of a layer, each of which has matrices of its own in most files.
+
+A model's tensor is read from its pieces alone, so that no more than one layer is there as it was
+stored. Knows names and shapes; not what is computed with them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Stored
+
+STACK = re.compile(r"^(.+\.experts)\.(gate_up|down)_proj$")
+"""The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of a checkpoint's tensors, where they differ from the model's."""
+
+    gate_up: Sequence[str] = ("gate_proj", "up_proj")
+    """Matrices of one expert that are `gate_up_proj` of the model, below each other."""
+    down: Sequence[str] = ("down_proj",)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the model's names, and what stands for each in the checkpoint's."""
+
+
+_MIXTRAL = {".mlp.": ".block_sparse_moe."}
+_STATICS = {".mlp.gate.moe_statics.": ".mlp.moe_statics."}
+_GRANITE = {
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+    ".router.weight": ".router.layer.weight",
+}
+NAMINGS: Mapping[str, Naming] = {
+    **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe"), Naming()),
+    **dict.fromkeys(("mixtral", "minimax_m2"), Naming(("w1", "w3"), ("w2",), _MIXTRAL)),
+    "ernie4_5_moe": Naming(renamed=_STATICS),
+    "granitemoe": Naming(renamed=_GRANITE),
+}
+"""By model type, the models whose tensors are read from pieces."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The tensors of a model, by those of a checkpoint that they are made of."""
+
+    naming: Naming
+    tensors: Mapping[str, Stored]
+    shapes: Mapping[str, Sequence[int]]
+    """Of the model's tensors."""
+
+    def of(self, name: str) -> Sequence[str]:
+        """Return the names of the pieces of a tensor of the model, one below the other."""
+        if name in self.tensors:
+            return [name]
+        stored = name
+        for part, instead in self.naming.renamed.items():
+            stored = stored.replace(part, instead)
+        found = STACK.match(stored)
+        if stored in self.tensors or found is None:
+            return [stored]
+        parts = self.naming.gate_up if found[2] == "gate_up" else self.naming.down
+        experts = range(self.shapes[name][0])
+        return [f"{found[1]}.{expert}.{part}.weight" for expert in experts for part in parts]
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of the model in the type that all its pieces are stored in, or in fp32
+        where they differ."""
+        pieces, shape = self.of(name), self.shapes[name]
+        if len(pieces) == 1:
+            return self.tensors[pieces[0]].read(pieces[0])
+        kinds = {self.tensors[piece].kind for piece in pieces}
+        whole = torch.empty(shape, dtype=FLOAT_TYPES[kinds.pop()] if len(kinds) == 1 else None)
+        rows, first = whole.view(-1, shape[-1]), 0
+        for piece in pieces:
+            part = self.tensors[piece].read(piece)
+            rows[first : first + len(part)] = part
+            first += len(part)
+        return whole
+
+    def refuse_misshapen(self, folder: Path) -> None:
+        """`CheckpointError` naming a piece that is missing, that has another shape than the model
+        calls for, or other numbers than fractions."""
+        missing = [piece for name in self.shapes for piece in self._missing(name)]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} tensors that its config.json calls for, such as "
+                f"{missing[0]}; fetch the model again"
+            )
+        for name in self.shapes:
+            for piece, shape in self._shaped(name):
+                self._refuse_piece(piece, shape, folder)
+
+    def superfluous(self) -> list[str]:
+        """Return what the checkpoint has beside the pieces of the model."""
+        used = {piece for name in self.shapes for piece in self.of(name)}
+        return [name for name in self.tensors if name not in used]
+
+    def _missing(self, name: str) -> Iterator[str]:
+        return (piece for piece in self.of(name) if piece not in self.tensors)
+
+    def _shaped(self, name: str) -> Iterator[tuple[str, Sequence[int]]]:
+        """The pieces of a tensor, and the shape that each has to have."""
+        pieces, shape = self.of(name), tuple(self.shapes[name])
+        if len(pieces) > 1:
+            shape = (shape[0] * shape[1] // len(pieces), shape[2])
+        return ((piece, shape) for piece in pieces)
+
+    def _refuse_piece(self, piece: str, shape: Sequence[int], folder: Path) -> None:
+        stored = self.tensors[piece]
+        if stored.shape != tuple(shape):
+            raise CheckpointError(
+                f"{folder}: tensor {piece} has the shape {list(stored.shape)}, where config.json "
+                f"calls for {list(shape)}; fetch the model again"
+            )
+        if stored.kind not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{stored.file}: tensor {piece} has numbers of type {stored.kind}; take weights "
+                f"of type {', '.join(FLOAT_TYPES)}"
+            )

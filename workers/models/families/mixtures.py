@@ -1,0 +1,151 @@
+"""Mixtures of experts: attention as Llama's but for a detail, and in most layers experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from dovetail.workers.kernels.layer_plan import HeadNorm, Score
+from dovetail.workers.models.families.description import (
+    GATED,
+    HEAD_NORMS,
+    Attention,
+    Experts,
+    Family,
+    LayerSpec,
+    Mlp,
+    Norms,
+    Rope,
+    Router,
+    activation,
+    attention,
+    gated,
+)
+from dovetail.workers.models.parity.following import UnsupportedError
+
+
+def _layer(config: Any, mixed: Attention, mlp: Mlp | Experts) -> LayerSpec:
+    return LayerSpec(mixed, mlp, Norms(config.rms_norm_eps))
+
+
+def _experts(config: Any, chosen: int, router: Router, **fields: Any) -> Experts:
+    return Experts(chosen, activation(GATED, config.hidden_act), router, **fields)
+
+
+def _shared(config: Any, part: str) -> Mlp:
+    """The MLP of all rows, whose linears are parts of `part`."""
+    return gated(
+        config.hidden_act,
+        gate_up=(f"mlp.{part}.gate_proj", f"mlp.{part}.up_proj"),
+        down=f"mlp.{part}.down_proj",
+    )
+
+
+def _mixtral(config: Any, index: int) -> LayerSpec:
+    router = Router(normalised=True)
+    return _layer(
+        config, attention(config, index), _experts(config, config.num_experts_per_tok, router)
+    )
+
+
+def _qwen3_moe(config: Any, index: int) -> LayerSpec:
+    """Experts stand in every `decoder_sparse_step`-th layer that is not said to have none."""
+    mixed = attention(config, index, norms=HEAD_NORMS)
+    sparse = (index + 1) % config.decoder_sparse_step == 0 and config.num_experts > 0
+    if index in config.mlp_only_layers or not sparse:
+        return _layer(config, mixed, gated(config.hidden_act))
+    router = Router(normalised=config.norm_topk_prob)
+    return _layer(config, mixed, _experts(config, config.num_experts_per_tok, router))
+
+
+def _olmoe(config: Any, index: int) -> LayerSpec:
+    """Queries are normed together, and so are keys."""
+    if config.clip_qkv is not None:
+        raise UnsupportedError("the kernels do not clip queries, keys and values (clip_qkv)")
+    mixed = attention(
+        config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
+    )
+    router = Router(normalised=config.norm_topk_prob)
+    return _layer(config, mixed, _experts(config, config.num_experts_per_tok, router))
+
+
+def _granitemoe(config: Any, index: int) -> LayerSpec:
+    """Weights are the softmax of the chosen logits; both halves are multiplied as Granite's are."""
+    router = Router("block_sparse_moe.router.weight", Score.SOFTMAX_OF_CHOSEN, normalised=False)
+    experts = _experts(config, config.num_experts_per_tok, router, part="block_sparse_moe.experts")
+    mixed = attention(config, index, window=0, scale=config.attention_multiplier)
+    return replace(_layer(config, mixed, experts), residual_scale=config.residual_multiplier)
+
+
+def _glm4_moe(config: Any, index: int) -> LayerSpec:
+    """The first layers have no experts; behind them is a shared one, and the choice is corrected
+    and made among groups."""
+    norms = HEAD_NORMS if config.use_qk_norm else None
+    mixed = attention(config, index, window=0, norms=norms)
+    if index < config.first_k_dense_replace:
+        return _layer(config, mixed, gated(config.hidden_act))
+    router = Router(
+        score=Score.SIGMOID,
+        correction="mlp.gate.e_score_correction_bias",
+        groups=config.n_group,
+        chosen_groups=config.topk_group,
+        normalised=config.norm_topk_prob,
+        least_sum=1e-20,
+        scale=config.routed_scaling_factor,
+    )
+    shared = _shared(config, "shared_experts")
+    return _layer(
+        config, mixed, _experts(config, config.num_experts_per_tok, router, shared=shared)
+    )
+
+
+def _ernie4_5_moe(config: Any, index: int) -> LayerSpec:
+    """Experts from one layer to another, in steps; the choice is corrected."""
+    mixed = attention(config, index, window=0, rope=Rope(interleaved=True))
+    among = config.moe_layer_start_index <= index <= config.moe_layer_end_index
+    if not among or (index + 1) % config.moe_layer_interval:
+        return _layer(config, mixed, gated(config.hidden_act))
+    router = Router(
+        correction="mlp.gate.moe_statics.e_score_correction_bias",
+        normalised=True,
+        least_sum=config.moe_norm_min,
+    )
+    shared = _shared(config, "shared_experts") if config.moe_num_shared_experts > 0 else None
+    return _layer(
+        config, mixed, _experts(config, config.num_experts_per_tok, router, shared=shared)
+    )
+
+
+def _hunyuan_v1_moe(config: Any, index: int) -> LayerSpec:
+    """Queries and keys are normed after they are rotated; the number of chosen experts may be one
+    for each layer."""
+    mixed = attention(
+        config,
+        index,
+        window=0,
+        norms=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+        norm_place=HeadNorm.HEAD_AFTER_ROPE,
+    )
+    many = config.moe_topk
+    chosen = many if isinstance(many, int) else many[index]
+    router, shared = Router("mlp.gate.wg.weight"), _shared(config, "shared_mlp")
+    return _layer(config, mixed, _experts(config, chosen, router, shared=shared))
+
+
+def _minimax_m2(config: Any, index: int) -> LayerSpec:
+    """Sigmoids are scores, of which the choice is corrected; queries are normed together."""
+    mixed = attention(
+        config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
+    )
+    router = Router(score=Score.SIGMOID, correction="mlp.e_score_correction_bias", normalised=True)
+    return _layer(config, mixed, _experts(config, config.num_experts_per_tok, router))
+
+
+FAMILIES = {
+    "mixtral": Family(_mixtral),
+    "qwen3_moe": Family(_qwen3_moe),
+    "olmoe": Family(_olmoe),
+    "granitemoe": Family(_granitemoe),
+    "glm4_moe": Family(_glm4_moe),
+    "ernie4_5_moe": Family(_ernie4_5_moe),
+    "hunyuan_v1_moe": Family(_hunyuan_v1_moe),
+    "minimax_m2": Family(_minimax_m2),
+}
