@@ -20,6 +20,7 @@ from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_SPACE,
     Tensor,
     head_loading_bytes,
+    in_pieces,
     loading_bytes,
     read_tensors,
     rearranged,
@@ -178,8 +179,14 @@ def _by_library(settings: Settings, tensors: Sequence[Tensor]) -> bool:
     return (
         settings.target.backend == "library"
         or settings.target.weights == "int8-per-tensor"
-        or rearranged(tensors)
+        or (rearranged(tensors) and not _in_pieces(settings))
     )
+
+
+def _in_pieces(settings: Settings) -> bool:
+    """Return whether the target is read expert by expert."""
+    folder = _folder(with_target(settings.target).model)
+    return folder is not None and in_pieces(folder)
 
 
 def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, str, Settings]]:
@@ -208,19 +215,23 @@ def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, st
 
 
 def _tensors(model: str) -> list[Tensor]:
-    """Return the tensors of a model that is here, in a folder or in the hub's cache; of one that is
-    not, none."""
+    """Return the tensors of a model that is here; of one that is not, none."""
+    folder = _folder(model)
+    return [] if folder is None else read_tensors(folder)
+
+
+def _folder(model: str) -> Path | None:
+    """Return where a model is, in a folder or in the hub's cache; None for one that is not here."""
     if not model or (folder := Path(model).expanduser()).is_dir():
-        return read_tensors(folder) if model else []
+        return folder if model else None
     from dovetail.workers.models.checkpoints.hub import (
         local_folder,  # huggingface_hub takes long to import
     )
 
     try:
-        cached = local_folder(model)
+        return local_folder(model)
     except CheckpointError:  # whoever loads it says what is wrong
-        cached = None
-    return [] if cached is None else read_tensors(cached)
+        return None
 
 
 def _listed(needs: Sequence[Need]) -> str:

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
+from dovetail.workers.models.checkpoints.namings import NAMINGS
 
 PROCESS_BYTES = 300_000_000
 """Memory of a process that has imported torch and transformers and holds no model (torch 2.13,
@@ -58,6 +59,11 @@ class Tensor:
     def is_matrix(self) -> bool:
         return len(self.shape) == 2 and not self.is_table
 
+    @property
+    def is_expert(self) -> bool:
+        """Return whether this is of one expert of a layer, or of all of them."""
+        return EXPERTS.search(self.name) is not None or len(self.shape) > 2
+
 
 def read_tensors(folder: Path) -> list[Tensor]:
     """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
@@ -95,9 +101,17 @@ def half_of(tensors: Sequence[Tensor]) -> bool:
 
 
 def rearranged(tensors: Sequence[Tensor]) -> bool:
-    """Return whether transformers rearranges these as it loads them, and so has all of them in fp32
-    at a time: experts become one tensor."""
-    return any(EXPERTS.search(tensor.name) or len(tensor.shape) > 2 for tensor in tensors)
+    """Return whether transformers would rearrange these as it loads them, and so have all of them
+    in fp32 at a time: experts become one tensor."""
+    return any(tensor.is_expert for tensor in tensors)
+
+
+def in_pieces(folder: Path) -> bool:
+    """Return whether the model of a folder is one whose experts are read one by one."""
+    try:
+        return json.loads((folder / "config.json").read_bytes()).get("model_type") in NAMINGS
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return False
 
 
 def weights_bytes(tensors: Sequence[Tensor], weights: str) -> int:
@@ -145,9 +159,10 @@ def loading_bytes(
     of_heads = sum(_kept_bytes(tensor, weights) for tensor in heads)
     tables = sum(tensor.stored_bytes for tensor in tensors if tensor.is_table)
     # a layer is proved before it is packed: as it was stored, as the kernels have that, and as
-    # transformers computes it, in fp32
+    # transformers computes it, in fp32, but for experts, which are proved as they are packed
+    plain = [[tensor for tensor in layer if not tensor.is_expert] for layer in layers]
     widest = max(
-        (int(grown * 4 * sum(tensor.numbers for tensor in layer)) for layer in layers), default=0
+        (int(grown * 4 * sum(tensor.numbers for tensor in layer)) for layer in plain), default=0
     )
     at_layers = whole - of_heads - tables - packed + 2 * stored + widest
     # embedding and head are read when all layers are packed
@@ -192,11 +207,11 @@ def head_loading_bytes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> i
 def _kept_bytes(tensor: Tensor, weights: str) -> int:
     if tensor.is_table:
         return tensor.numbers * min(4, STORED_BYTES.get(tensor.kind, 4))
+    kind = weights if weights in WEIGHT_BYTES else "int8" if weights.startswith("int8") else "fp32"
     if tensor.is_matrix:
-        kind = (
-            weights if weights in WEIGHT_BYTES else "int8" if weights.startswith("int8") else "fp32"
-        )
         return matrix_bytes(kind, *tensor.shape)
+    if len(tensor.shape) == 3:
+        return tensor.shape[0] * matrix_bytes(kind, *tensor.shape[1:])
     return 4 * tensor.numbers
 
 

@@ -32,7 +32,8 @@ from dovetail.workers.models.checkpoints.configured import (
     with_buffers,
 )
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.pieces import NAMINGS, Naming, Pieces
+from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
+from dovetail.workers.models.checkpoints.pieces import Pieces
 from dovetail.workers.models.lean import (
     AutoModelForCausalLM,
     Conv1D,

@@ -7,7 +7,7 @@ stored. Knows names and shapes; not what is computed with them.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,36 +15,10 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Stored
+from dovetail.workers.models.checkpoints.namings import Naming
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
-
-
-@dataclass(frozen=True)
-class Naming:
-    """The names of a checkpoint's tensors, where they differ from the model's."""
-
-    gate_up: Sequence[str] = ("gate_proj", "up_proj")
-    """Matrices of one expert that are `gate_up_proj` of the model, below each other."""
-    down: Sequence[str] = ("down_proj",)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of the model's names, and what stands for each in the checkpoint's."""
-
-
-_MIXTRAL = {".mlp.": ".block_sparse_moe."}
-_STATICS = {".mlp.gate.moe_statics.": ".mlp.moe_statics."}
-_GRANITE = {
-    ".experts.gate_up_proj": ".input_linear.weight",
-    ".experts.down_proj": ".output_linear.weight",
-    ".router.weight": ".router.layer.weight",
-}
-NAMINGS: Mapping[str, Naming] = {
-    **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe"), Naming()),
-    **dict.fromkeys(("mixtral", "minimax_m2"), Naming(("w1", "w3"), ("w2",), _MIXTRAL)),
-    "ernie4_5_moe": Naming(renamed=_STATICS),
-    "granitemoe": Naming(renamed=_GRANITE),
-}
-"""By model type, the models whose tensors are read from pieces."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,32 @@
+"""The names that checkpoints have for the experts of a layer, which transformers holds in one
+tensor. Names alone; needs no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of a checkpoint's tensors, where they differ from the model's."""
+
+    gate_up: Sequence[str] = ("gate_proj", "up_proj")
+    """Matrices of one expert that are `gate_up_proj` of the model, below each other."""
+    down: Sequence[str] = ("down_proj",)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the model's names, and what stands for each in the checkpoint's."""
+
+
+_MIXTRAL = {".mlp.": ".block_sparse_moe."}
+_STATICS = {".mlp.gate.moe_statics.": ".mlp.moe_statics."}
+_GRANITE = {
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+    ".router.weight": ".router.layer.weight",
+}
+NAMINGS: Mapping[str, Naming] = {
+    **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe"), Naming()),
+    **dict.fromkeys(("mixtral", "minimax_m2"), Naming(("w1", "w3"), ("w2",), _MIXTRAL)),
+    "ernie4_5_moe": Naming(renamed=_STATICS),
+    "granitemoe": Naming(renamed=_GRANITE),
+}
+"""By model type, the models whose tensors are read from pieces."""
