@@ -100,9 +100,9 @@ class ExpertsPlan:
 
     router: RouterPlan
     gate_up: Sequence[PackedMatrix]
-    """Of each expert [2 units, hidden], the gate first; without a gate [units, hidden]."""
+    """A matrix [2 units, hidden] for each expert, the gate first; else [units, hidden]."""
     down: Sequence[PackedMatrix]
-    """Of each [hidden, units]."""
+    """A matrix [hidden, units] for each expert."""
     shared_gate: PackedMatrix | None = None
     """[1, hidden]: what all rows share is multiplied by its sigmoid."""
 

@@ -25,7 +25,7 @@ from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, No
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
-from dovetail.workers.models.backends.expert_parts import ExpertParts
+from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
     LayerParts,
     described_norm,

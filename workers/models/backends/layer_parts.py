@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer import normalise
 from dovetail.workers.kernels.layer_plan import Activation, Norm, NormKind
-from dovetail.workers.models.backends.expert_parts import ExpertParts
+from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.families.description import Experts, LayerSpec, Mlp, Norms
 from dovetail.workers.models.parity.following import UnsupportedError
 

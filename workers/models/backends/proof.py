@@ -20,7 +20,7 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.expert_proof import ExpertProof
+from dovetail.workers.models.backends.experts import ExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts, by_heads
 from dovetail.workers.models.backends.packing import compare_product, sampled_rows
 from dovetail.workers.models.families.description import Attention

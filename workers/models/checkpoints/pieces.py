@@ -28,7 +28,7 @@ class Pieces:
     naming: Naming
     tensors: Mapping[str, Stored]
     shapes: Mapping[str, Sequence[int]]
-    """Of the model's tensors."""
+    """The shapes of the model's tensors."""
 
     def of(self, name: str) -> Sequence[str]:
         """Return the names of the pieces of a tensor of the model, one below the other."""
