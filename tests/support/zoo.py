@@ -46,7 +46,7 @@ COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "smollm3": ("SmolLM3", {}, "kernels"),
     "smollm3 by a list": ("SmolLM3", NO_ROPE_AT, "kernels"),
     "smollm3 with windows": ("SmolLM3", WINDOWED, "kernels"),
-    "ministral3": ("Ministral3", {"sliding_window": None, **SCALED}, "library"),
+    "ministral3": ("Ministral3", {"sliding_window": None, **SCALED}, "kernels"),
     "llama linear": ("Llama", rope("linear", factor=4.0), "kernels"),
     "llama dynamic": ("Llama", rope("dynamic", factor=4.0), "kernels"),
     "llama yarn": ("Llama", YARN, "kernels"),
@@ -106,7 +106,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"original_max_position_embeddings": ORIGINAL, **longrope(4.0)},
         "rotary embeddings of type longrope",
     ),
-    "stablelm": ("StableLm", {}, "layer 0 .*what the model is given does not reach its attention"),
+    "stablelm with head norms": (
+        "StableLm",
+        {"qk_layernorm": True},
+        "layer 0 .*what the model is given does not reach its attention",
+    ),
     "diffllama": ("DiffLlama", {}, "layer 0 .*computes 2 attentions|layer 0"),
 }
 """Family, changes and what the refusal says."""

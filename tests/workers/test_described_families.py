@@ -14,7 +14,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer_plan import HeadNorm
 from dovetail.workers.models.backends import fused
-from dovetail.workers.models.families.description import Family, LayerSpec, Rope
+from dovetail.workers.models.families.description import Family, Growth, LayerSpec, Rope
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -30,6 +30,7 @@ TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.25}
 NEW = (
     *("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "arcee"),
     *("qwen3_moe", "glm4_moe", "granitemoe"),
+    *("ministral3", "stablelm", "nemotron", "olmo", "gpt2"),
 )
 """Families that between them take every branch of a description."""
 FIELDS: dict[str, dict[str, Any]] = {
@@ -48,6 +49,16 @@ FIELDS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
+    },
+    "hyperclovax": {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 6.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        }
     },
 }
 WAYS = [
@@ -135,6 +146,7 @@ def spoilt(spec: LayerSpec, how: str) -> LayerSpec:
         "window": replace(attention, window=attention.window + 1),
         "scale": replace(attention, scale=attention.scale * 1.5),
         "place": replace(attention, norm_place=HeadNorm.HEAD_AFTER_ROPE),
+        "growth": replace(attention, rope=Rope(growth=Growth(0.5, 17))),
     }
     if how in changed:
         return replace(spec, attention=changed[how])
@@ -159,6 +171,7 @@ def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec
         ("mistral", "window"),
         ("qwen2", "scale"),
         ("qwen3", "place"),
+        ("ministral3", "growth"),
         ("llama", "residual"),
         ("llama", "parallel"),
         ("llama", "plus one"),
@@ -172,6 +185,39 @@ def test_a_wrong_description_of_one_layer_is_found(
     monkeypatch.setattr(fused, "FAMILIES", {kind: wrong})
     with pytest.raises(CheckpointError, match=r"layer \d+ .*(differ|described)"):
         load(kind, tmp_path / "model", "fp32")
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "gpt2"])
+def test_what_a_configuration_switches_is_described(kind: str, tmp_path: Path) -> None:
+    fields = {
+        "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
+        "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    }[kind]
+    write_tiny(kind, tmp_path / "model", **fields)
+    model = load_language_model(
+        str(tmp_path / "model"), weights="fp32", device="cpu", backend="kernels"
+    )
+    ids = tokens()
+    expected = reference_logits(tmp_path / "model", ids)
+    shares = (read(model, ids, [len(ids)]) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(shares.max()) < TOLERANCE["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "words"),
+    [
+        ("olmo", {"clip_qkv": 1.0}, "do not clip"),
+        ("phi", {"qk_layernorm": True}, "no layer norms of queries"),
+    ],
+)
+def test_what_the_kernels_cannot_compute_of_a_family_is_named(
+    kind: str, field: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write_tiny(kind, tmp_path / "model", **field)
+    with pytest.raises(CheckpointError, match=words):
+        load_language_model(
+            str(tmp_path / "model"), weights="fp32", device="cpu", backend="kernels"
+        )
 
 
 def test_an_activation_that_the_kernels_lack_is_named(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ class LayerStruct(Structure):
         ("residual", c_float),
         *((name, c_int32) for name in ("head_norm", "parallel")),
         ("experts", c_void_p),
+        ("query_factors", c_void_p),
     )
 
 
@@ -331,6 +332,9 @@ def _set_rotary(struct: LayerStruct, rotary: Rotary) -> None:
     struct.rotary_dim = 2 * rotary.cosines.shape[1]
     struct.cosines, struct.sines = (
         _address(table, tuple(table.shape)) for table in (rotary.cosines, rotary.sines)
+    )
+    struct.query_factors = (
+        None if rotary.factors is None else _address(rotary.factors, (len(rotary.cosines),))
     )
 
 

@@ -70,6 +70,8 @@ class Rotary:
 
     cosines: Tensor
     sines: Tensor
+    factors: Tensor | None = None
+    """float32 [context], by which rotated queries are multiplied; None: they are not."""
 
 
 @dataclass(frozen=True)

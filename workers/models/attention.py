@@ -9,6 +9,8 @@ work for its rows and their paths only, whatever the length of the cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +167,20 @@ Notes = Callable[[Noted, Tensor, Tensor], None]
 head_dim]."""
 
 
+_handed: ContextVar[tuple[tuple[Block, ...], Notes] | None] = ContextVar("handed", default=None)
+
+
+@contextmanager
+def handing(blocks: tuple[Block, ...], notes: Notes) -> Iterator[None]:
+    """Give attention its blocks and its listener past layers that do not pass on what they are
+    given."""
+    token = _handed.set((blocks, notes))
+    try:
+        yield
+    finally:
+        _handed.reset(token)
+
+
 def arrange(segments: Sequence[Segment], masks: Masks) -> tuple[Block, ...]:
     """The blocks of a pass."""
     blocks, first = [], 0
@@ -196,6 +212,8 @@ def attend(
     What is asked for is told to `notes`, if anybody wants to know. ValueError for whatever else is
     asked for.
     """
+    if blocks is None and (handed := _handed.get()) is not None:
+        blocks, notes = handed
     if blocks is None:
         raise ValueError("what the model is given does not reach its attention")
     if strange := sorted(

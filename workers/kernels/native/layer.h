@@ -64,6 +64,7 @@ struct Layer {
     int32_t head_norm;  // where the norms of queries and keys stand
     int32_t parallel;   // the MLP reads what attention read, and not its sum
     const Experts* experts;  // null: there are none
+    const float* query_factors;  // [context], of rotated queries; or null
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.

@@ -55,7 +55,10 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
     for (int64_t i = 0; i < rows.count; i++) {
         float* heads = qkv + (rows.row + i) * stride;
         const int64_t position = pass.positions[rows.row + i];
-        for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) place_head(l, l.query_norm, heads + head * l.head_dim, position);
+        for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) {
+            place_head(l, l.query_norm, heads + head * l.head_dim, position);
+            if (l.query_factors) multiply(heads + head * l.head_dim, l.query_factors[position], l.head_dim);
+        }
         float* key = heads + (l.heads + kv_head) * l.head_dim;
         place_head(l, l.key_norm, key, position);
         write({to.keys + i, to.values + i * l.head_dim}, key, key + l.kv_heads * l.head_dim, l.head_dim);

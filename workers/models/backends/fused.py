@@ -369,7 +369,7 @@ class Kernels:
 
 
 def _final_norm(base: Any) -> tuple[str, nn.Module]:
-    for name in ("norm", "ln_f"):
+    for name in ("norm", "ln_f", "final_layernorm"):
         if hasattr(base, name):
             return name, getattr(base, name)
     raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")

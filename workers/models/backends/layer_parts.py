@@ -134,13 +134,19 @@ def by_heads(order: Tensor, width: int) -> Tensor:
     return (torch.arange(0, width, len(order)).unsqueeze(1) + order).flatten()
 
 
-def described_norm(module: nn.Module, norms: Norms) -> tuple[NormKind, Norm, float]:
-    """Return kind, weights and epsilon of a norm that a description knows."""
-    weight: Any = getattr(module, "weight", None)
-    bias: Any = getattr(module, "bias", None)
+def _weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a norm, float32 [width]: ones where it has a shape and no weights."""
+    weight, shape = getattr(module, "weight", None), getattr(module, "normalized_shape", None)
+    if weight is None and isinstance(shape, tuple):
+        return torch.ones(shape)
     if not isinstance(weight, Tensor):
         raise UnsupportedError(f"a norm of type {type(module).__name__} without weights")
-    weight = weight.detach().float().contiguous()
+    return weight.detach().float().contiguous()
+
+
+def described_norm(module: nn.Module, norms: Norms) -> tuple[NormKind, Norm, float]:
+    """Return kind, weights and epsilon of a norm that a description knows."""
+    weight, bias = _weight_of(module), getattr(module, "bias", None)
     weight = 1.0 + weight if norms.plus_one else weight
     return (
         norms.kind,

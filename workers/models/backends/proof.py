@@ -186,7 +186,7 @@ class LayerProof:
             raise _Enough
 
         try:
-            self._oracle.run_ours(self._layer, self._index, self._states, note)
+            self._oracle.run_ours(self._layer, self._index, self._states, note, handed=True)
         except _Enough:
             pass
         except (UnsupportedError, UnprovableError) as error:

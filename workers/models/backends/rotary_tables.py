@@ -1,6 +1,8 @@
 """The rotary tables of a model, compared with the angles of transformers' own embedding."""
 
 import copy
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.kernels.layer import rotary_table
 from dovetail.workers.kernels.layer_plan import Rotary
-from dovetail.workers.models.families.description import Rope
+from dovetail.workers.models.families.description import Growth, Rope
 from dovetail.workers.models.parity.following import UnsupportedError
 
 TABLE_ROWS = 512
@@ -42,7 +44,13 @@ class RotaryTables:
         table = rotary_table(frequencies.float(), self._context, scaling=scaling)
         assert isinstance(embedding, nn.Module)
         _check_table(table, embedding, self._context, rope)
-        return table
+        return table if rope.growth is None else replace(table, factors=self._grow(rope.growth))
+
+    def _grow(self, growth: Growth) -> Tensor:
+        """Return the factors of queries, float32 [context]: the same bytes on every machine."""
+        steps = torch.arange(self._context) // growth.period
+        last = int(steps[-1])
+        return torch.tensor([1 + growth.beta * math.log1p(k) for k in range(last + 1)])[steps]
 
 
 def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) -> None:

@@ -19,8 +19,24 @@ GATED = {
     ),
 }
 """Activations of gated MLPs, by their names in configurations."""
+UNGATED = {
+    "relu2": Activation.RELU2,
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation.GELU_TANH
+    ),
+}
+"""Activations of MLPs without a gate, by their names in configurations."""
 SEPARATE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Rotated queries are multiplied by 1 + beta ln(1 + floor(position / period)): those far away
+    look more sharply."""
+
+    beta: float
+    period: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class Rope:
     """The layer type whose angles are taken, where a model has several tables."""
     interleaved: bool = False
     """True if neighbours are rotated together, 0 with 1 and 2 with 3; else the halves of a head."""
+    growth: Growth | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +183,11 @@ def slides(config: Any, index: int) -> bool:
 def gated(name: str, **fields: Any) -> Mlp:
     """Return a gated MLP with the activation of this name."""
     return Mlp(activation(GATED, name), **fields)
+
+
+def ungated(name: str, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Mlp:
+    """Return an MLP without a gate, with the activation of this name."""
+    return Mlp(activation(UNGATED, name), gate_up=(up,), down=down)
 
 
 def activation(known: Mapping[str, Activation], name: str) -> Activation:

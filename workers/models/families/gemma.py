@@ -1,6 +1,7 @@
 """Gemma 1 to 3: weights of norms are stored minus one; from the second on norms stand on both sides
 of each half."""
 
+from dataclasses import replace
 from typing import Any
 
 from dovetail.workers.models.families.description import (
@@ -47,8 +48,15 @@ def _gemma3(config: Any, index: int) -> LayerSpec:
     return _gemma2(config, index, norms=HEAD_NORMS, rope=Rope(config.layer_types[index]))
 
 
+def _vaultgemma(config: Any, index: int) -> LayerSpec:
+    """Gemma 2 with no norms on what a half adds."""
+    spec = _gemma2(config, index)
+    return replace(spec, norms=replace(spec.norms, post_mixer=None, post_mlp=None))
+
+
 FAMILIES = {
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2),
     "gemma3_text": Family(_gemma3),
+    "vaultgemma": Family(_vaultgemma),
 }

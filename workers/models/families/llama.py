@@ -1,18 +1,19 @@
 """Llama and the families that are Llama but for a detail."""
 
+from dataclasses import replace
 from typing import Any
 
-from dovetail.workers.kernels.layer_plan import Activation, HeadNorm
+from dovetail.workers.kernels.layer_plan import HeadNorm
 from dovetail.workers.models.families.description import (
     HEAD_NORMS,
     Family,
+    Growth,
     LayerSpec,
-    Mlp,
     Norms,
     Rope,
-    activation,
     attention,
     gated,
+    ungated,
 )
 
 
@@ -38,7 +39,14 @@ def _smollm3(config: Any, index: int) -> LayerSpec:
     return _llama(config, index, **fields)
 
 
-def _ernie(config: Any, index: int) -> LayerSpec:
+def _ministral3(config: Any, index: int) -> LayerSpec:
+    """Queries grow with their position, in steps of the length of the first training."""
+    rope = config.rope_parameters
+    growth = Growth(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    return _llama(config, index, rope=Rope(growth=growth))
+
+
+def _neighbours(config: Any, index: int) -> LayerSpec:
     return _llama(config, index, window=0, rope=Rope(interleaved=True))
 
 
@@ -62,11 +70,27 @@ def _granite(config: Any, index: int) -> LayerSpec:
     )
 
 
+def _hyperclovax(config: Any, index: int) -> LayerSpec:
+    """Granite, with norms on what a half adds if that is said."""
+    spec = _granite(config, index)
+    if not config.use_post_norm:
+        return spec
+    return replace(spec, norms=replace(spec.norms, post_mixer="post_norm1", post_mlp="post_norm2"))
+
+
+def _glm(config: Any, index: int) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index, window=0, rope=Rope(interleaved=True)),
+        gated(config.hidden_act, gate_up=("mlp.gate_up_proj",)),
+        Norms(config.rms_norm_eps),
+    )
+
+
 def _arcee(config: Any, index: int) -> LayerSpec:
     """No gate, and the squares of what is positive."""
     return LayerSpec(
         attention(config, index, window=0),
-        Mlp(activation({"relu2": Activation.RELU2}, config.hidden_act), gate_up=("mlp.up_proj",)),
+        ungated(config.hidden_act),
         Norms(config.rms_norm_eps),
     )
 
@@ -83,13 +107,18 @@ FAMILIES = {
     "llama": Family(_full),
     "mistral": Family(_llama),
     "ministral": Family(_llama),
+    "ministral3": Family(_ministral3),
+    "cwm": Family(_llama),
     "qwen2": Family(_llama),
     "qwen3": Family(_head_norms),
     "seed_oss": Family(_full),
     "phi3": Family(_phi3),
     "smollm3": Family(_smollm3),
-    "ernie4_5": Family(_ernie),
+    "ernie4_5": Family(_neighbours),
+    "helium": Family(_neighbours),
+    "glm": Family(_glm),
     "hunyuan_v1_dense": Family(_hunyuan),
     "granite": Family(_granite),
+    "hyperclovax": Family(_hyperclovax),
     "arcee": Family(_arcee),
 }

@@ -2,9 +2,21 @@
 
 from collections.abc import Mapping
 
-from dovetail.workers.models.families import cohere, gemma, llama, mixtures, post_normed
+from dovetail.workers.models.families import (
+    cohere,
+    gemma,
+    layer_normed,
+    llama,
+    mixtures,
+    post_normed,
+)
 from dovetail.workers.models.families.description import Family
 
 FAMILIES: Mapping[str, Family] = (
-    llama.FAMILIES | gemma.FAMILIES | post_normed.FAMILIES | cohere.FAMILIES | mixtures.FAMILIES
+    llama.FAMILIES
+    | gemma.FAMILIES
+    | post_normed.FAMILIES
+    | cohere.FAMILIES
+    | layer_normed.FAMILIES
+    | mixtures.FAMILIES
 )

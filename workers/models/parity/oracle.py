@@ -9,7 +9,7 @@ layers themselves need no numbers until they are run. Knows nothing of kernels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -325,9 +325,18 @@ class Oracle:
             {name: change(value) for name, value in call.kwargs.items()},
         )
 
-    def run_ours(self, layer: nn.Module, index: int, states: Tensor, notes: Notes) -> Tensor:
+    def run_ours(
+        self,
+        layer: nn.Module,
+        index: int,
+        states: Tensor,
+        notes: Notes,
+        *,
+        handed: bool = False,
+    ) -> Tensor:
         """Return what a layer makes of the rows of our own pass [dense + count, hidden] with our
-        attention, which says what it is asked for."""
+        attention, which says what it is asked for; `handed`: though the layer may not pass on to
+        its attention what it is given."""
         masks = Masks(groups=1, device=torch.device("cpu"), dtype=torch.float32)
 
         def note(noted: Noted, query: Tensor, key: Tensor) -> None:
@@ -337,7 +346,10 @@ class Oracle:
         blocks = attention.arrange(self.segments(index, ProofCache), masks)
         rows = torch.cat([states[: self.dense], states]).unsqueeze(0)
         args, kwargs = self._ours.calls[index].of(rows, blocks=blocks, notes=note)
-        with implementation(self._model, attention.IMPLEMENTATION, layer):
+        with ExitStack() as stack:
+            stack.enter_context(implementation(self._model, attention.IMPLEMENTATION, layer))
+            if handed:
+                stack.enter_context(attention.handing(blocks, note))
             return first_of(layer(*args, **kwargs))
 
     def difference(

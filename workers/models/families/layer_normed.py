@@ -1,0 +1,108 @@
+"""Families with layer norms: StarCoder 2, Jais 2, Nemotron, StableLM, OLMo, Phi and GPT-2."""
+
+from typing import Any
+
+from dovetail.workers.kernels.layer_plan import NormKind
+from dovetail.workers.models.families.description import (
+    Family,
+    LayerSpec,
+    Norms,
+    attention,
+    gated,
+    ungated,
+)
+from dovetail.workers.models.parity.following import UnsupportedError
+
+OLMO_EPSILON = 1e-5
+"""That of OLMo's norms, which no configuration says (`OlmoLayerNorm` of transformers)."""
+
+
+def _layer_norms(epsilon: float, **fields: Any) -> Norms:
+    return Norms(epsilon, kind=NormKind.LAYER_NORM, **fields)
+
+
+def _starcoder2(config: Any, index: int) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index),
+        ungated(config.hidden_act, "mlp.c_fc", "mlp.c_proj"),
+        _layer_norms(config.norm_epsilon),
+    )
+
+
+def _jais2(config: Any, index: int) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index, window=0),
+        ungated(config.hidden_act),
+        _layer_norms(config.layer_norm_eps),
+    )
+
+
+def _nemotron(config: Any, index: int) -> LayerSpec:
+    """Weights of norms are stored minus one."""
+    return LayerSpec(
+        attention(config, index, window=0),
+        ungated(config.hidden_act),
+        _layer_norms(config.norm_eps, plus_one=True),
+    )
+
+
+def _stablelm(config: Any, index: int) -> LayerSpec:
+    """The halves are parallel if that is said."""
+    _refuse_head_norms(config)
+    parallel = config.use_parallel_residual
+    second = {"pre_mlp": None} if parallel else {}
+    return LayerSpec(
+        attention(config, index, window=0),
+        gated(config.hidden_act),
+        _layer_norms(config.layer_norm_eps, **second),
+        parallel=parallel,
+    )
+
+
+def _olmo(config: Any, index: int) -> LayerSpec:
+    """Norms have no weights."""
+    if config.clip_qkv is not None:
+        raise UnsupportedError("the kernels do not clip queries, keys and values (clip_qkv)")
+    return LayerSpec(
+        attention(config, index, window=0), gated(config.hidden_act), _layer_norms(OLMO_EPSILON)
+    )
+
+
+def _phi(config: Any, index: int) -> LayerSpec:
+    """The halves are parallel behind one norm."""
+    _refuse_head_norms(config)
+    return LayerSpec(
+        attention(config, index, window=0, output="self_attn.dense"),
+        ungated(config.hidden_act, "mlp.fc1", "mlp.fc2"),
+        _layer_norms(config.layer_norm_eps, pre_mlp=None),
+        parallel=True,
+    )
+
+
+def _gpt2(config: Any, index: int) -> LayerSpec:
+    """Positions are embedded, and nothing is rotated."""
+    fields: dict[str, Any] = {"qkv": ("attn.c_attn",), "output": "attn.c_proj", "rope": None}
+    scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+    if config.scale_attn_by_inverse_layer_idx:
+        scale /= index + 1
+    return LayerSpec(
+        attention(config, index, window=0, scale=scale, **fields),
+        ungated(config.activation_function, "mlp.c_fc", "mlp.c_proj"),
+        _layer_norms(config.layer_norm_epsilon, pre_mixer="ln_1", pre_mlp="ln_2"),
+    )
+
+
+def _refuse_head_norms(config: Any) -> None:
+    if config.qk_layernorm:
+        raise UnsupportedError("the kernels have no layer norms of queries and keys (qk_layernorm)")
+
+
+FAMILIES = {
+    "starcoder2": Family(_starcoder2),
+    "jais2": Family(_jais2),
+    "nemotron": Family(_nemotron),
+    "stablelm": Family(_stablelm),
+    "olmo": Family(_olmo),
+    "phi": Family(_phi),
+    "gpt2": Family(_gpt2),
+}
