@@ -63,7 +63,7 @@ COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "exaone4": ("Exaone4", {"sliding_window": 6, "sliding_window_pattern": 4}, "kernels"),
     "olmo2": ("Olmo2", {}, "kernels"),
     "olmo3": ("Olmo3", {"sliding_window": 6}, "kernels"),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}, "library"),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}, "kernels"),
     "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3}, "kernels"),
     "starcoder2": ("Starcoder2", {"sliding_window": 6}, "kernels"),
 }

@@ -17,12 +17,16 @@ from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
+from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import Choice, route
 from dovetail.workers.kernels.layer_plan import RouterPlan, Score
 from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.footprint import in_pieces, read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.families.description import Experts, Family, LayerSpec
 from dovetail.workers.models.families.mixtures import FAMILIES
@@ -287,3 +291,32 @@ def test_olmoe_that_clips_is_left_to_the_library(tmp_path: Path) -> None:
     assert load(tmp_path / "m", backend="auto").backend == "library"
     with pytest.raises(CheckpointError, match="clip_qkv"):
         load(tmp_path / "m")
+
+
+def test_experts_that_are_to_be_split_or_streamed_are_refused(tmp_path: Path) -> None:
+    write_tiny("mixtral", tmp_path / "m")
+    with pytest.raises(CheckpointError, match="layers of experts are computed on one CPU"):
+        load_language_model(
+            str(tmp_path / "m"),
+            weights="fp32",
+            device="cpu",
+            stage=lambda config, kind: Staging([Place.RESIDENT] * 4, HostTransfer()),
+        )
+
+
+# memory
+
+
+@pytest.mark.parametrize("weights", ["half", "int8"])
+def test_the_estimate_of_memory_counts_experts_as_they_are_packed(
+    weights: str, tmp_path: Path
+) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m", dtype=torch.bfloat16)
+    assert in_pieces(tmp_path / "m")
+    tensors = read_tensors(tmp_path / "m")
+    numbers = sum(tensor.numbers for tensor in tensors if tensor.is_expert)
+    whole = weights_bytes(tensors, weights) - weights_bytes(
+        [tensor for tensor in tensors if not tensor.is_expert], weights
+    )
+    number = {"half": 2, "int8": 1}[weights]
+    assert number * numbers <= whole <= 1.5 * number * numbers
