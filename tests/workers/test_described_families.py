@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.settings import Sampling
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer_plan import HeadNorm
 from dovetail.workers.models.backends import fused
@@ -20,7 +21,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VOCABULARY, write_tiny
-from support.models import reference_logits
+from support.models import reference_choice, reference_logits, reference_tokens
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
@@ -127,6 +128,20 @@ def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
     expected = reference_logits(tmp_path / "model", ids)
     shares = (plain - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(shares.mean() if weights == "int8" else shares.max()) < TOLERANCE[weights]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", NEW)
+def test_the_tokens_are_those_of_transformers(
+    kind: str, temperature: float, tmp_path: Path
+) -> None:
+    model, log = load(kind, tmp_path / "model", "fp32"), tokens()[:PROMPT]
+    key, sampling = bytes(range(16)), Sampling(temperature=temperature)
+    expected = reference_tokens(tmp_path / "model", log, PATH, key=key, sampling=sampling)
+    for token in expected:
+        logits = read(model, log, [len(log)])[-1].tolist()
+        assert reference_choice(logits, sampling, key, len(log)) == token
+        log.append(token)
 
 
 @pytest.mark.parametrize("weights", WAYS)

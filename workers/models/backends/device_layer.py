@@ -238,7 +238,7 @@ class Turn:
     angles: Mapping[int, tuple[Tensor, Tensor]]
     """Cosines and sines [T, 1, rotary_dim / 2], by the id of their table."""
     factors: Mapping[int, Tensor] = field(default_factory=dict)
-    """What queries are multiplied by [T, 1, 1], by the id of the table that says so."""
+    """The factors of queries [T, 1, 1], by the id of their table."""
 
     def of(self, heads: Tensor, rotary: Rotary) -> Tensor:
         """heads [T, H, head_dim], the first part of each turned by the angles that a table has for
