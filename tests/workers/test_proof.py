@@ -15,6 +15,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.backends import fused
+from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.following import UnprovableError
@@ -30,6 +31,8 @@ RIGHT = 1e-4
 PARTS = (17, 1, 22)
 """Rows of the passes in which a text is read, over and over."""
 
+WITHOUT_GROWTH = {"ministral3": FAMILIES["mistral"]}
+"""A wrong description of Ministral 3: its queries do not grow."""
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
 
@@ -137,8 +140,9 @@ def test_the_positions_of_a_proof_are_the_beginning_the_end_and_both_sides_of_wh
 @needs_kernels
 @pytest.mark.parametrize("position", [9, 40, 90])
 def test_a_scale_that_a_whole_layer_would_hide_is_noticed_at_the_position_where_it_begins(
-    tmp_path: Path, position: int
+    tmp_path: Path, position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fused, "FAMILIES", WITHOUT_GROWTH)
     scaled = rope(
         "yarn", factor=2.0, original_max_position_embeddings=position, llama_4_scaling_beta=0.001
     )
@@ -192,7 +196,10 @@ def test_a_configuration_that_names_a_stretch_of_the_context_is_proved_there(
 
 
 @needs_kernels
-def test_a_target_that_torch_computes_says_why_where_its_models_are_named(tmp_path: Path) -> None:
+def test_a_target_that_torch_computes_says_why_where_its_models_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "FAMILIES", WITHOUT_GROWTH)
     folder = str(write(tmp_path, "Ministral3", {"sliding_window": None, **SCALED}))
     told = open_target_worker(TargetSettings(model=folder), name="target", threads=1).hello(1)
     assert "by torch's own operations, since the C++ kernels cannot compute" in told.placement
