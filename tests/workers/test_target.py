@@ -1,6 +1,7 @@
 """What a target worker is made of: settings in, a fingerprint out; and the features that it sends
 to those who ask for them."""
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
 from dovetail.protocol.messages import (
+    Close,
     Open,
     Opened,
     Prefilled,
@@ -227,6 +229,74 @@ def test_features_that_are_held_come_with_the_next_verdict_that_is_not(
                 assert (held, len(features)) == (rows - 1, rows)
                 check(features, expected(folder, log, reads)[at : at + rows], reads)
                 at += rows
+
+
+def act(
+    worker: TargetWorker,
+    drawn: random.Random,
+    pairs: Mapping[int, int],
+    truth: Sequence[int],
+    round: int,
+    *,
+    last: bool,
+) -> dict[int, tuple[int, Tensor | None]]:
+    """Verify a round of sessions and their twins in two passes. `pairs`: the tokens that each has
+    committed, by its number. Both get the same tree, and the twin holds nothing. Return the tokens
+    that each commits and the features that come with them."""
+    items = []
+    for session, committed in pairs.items():
+        right, wrong = truth[committed], (truth[committed] + 1) % VOCABULARY
+        tokens, parents = drawn.choice([((), ()), ((wrong, right), (-1, -1)), ((right,), (-1,))])
+        item = VerifyItem(
+            session=session,
+            round=round,
+            prefix=len(PROMPT) + committed,
+            tokens=tokens,
+            parents=parents,
+            hold=not last and drawn.random() < 0.7,
+        )
+        items += [item, item.model_copy(update={"session": session + 100, "hold": False})]
+    drawn.shuffle(items)
+    cut, found = drawn.randrange(1, len(items)), dict[int, tuple[int, Tensor | None]]()
+    for part in (items[:cut], items[cut:]):
+        for event in worker.handle(Verify(epoch=1, items=tuple(part))):
+            assert isinstance(event, Verified)
+            rows = None if event.features is None else to_tensor(event.features)
+            for item in event.items:
+                count = item.held + 1 + len(item.accepted)
+                shown, rows = (None, None) if rows is None else (rows[:count], rows[count:])
+                found[item.session] = 1 + len(item.accepted), shown
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_held_is_what_a_session_shows_that_holds_nothing(
+    worker: TargetWorker, folder: Path, seed: int
+) -> None:
+    """Sessions of both kinds of features and their twins, in passes of any order; some end in the
+    midst."""
+    drawn, rounds = random.Random(seed), 12
+    truth = reference_tokens(folder, PROMPT, 2 * rounds + 2, key=bytes(16), sampling=Sampling())
+    pairs, shown = dict.fromkeys(range(1, 7), 1), dict[int, list[Tensor]]()
+    for session in pairs:
+        for twin in (session, session + 100):
+            list(worker.handle(opening(twin, LAST if session % 2 else TAPS)))
+            shown[twin] = []
+    for round in range(1, rounds + 1):
+        found = act(worker, drawn, pairs, truth, round, last=round == rounds)
+        for session, (tokens, features) in found.items():
+            if features is not None:
+                shown[session].append(features)
+            if session < 100:
+                assert tokens == found[session + 100][0]
+                pairs[session] += tokens
+        if round % 4 == 0 and drawn.random() < 0.5:
+            del pairs[session := drawn.choice([*pairs])]
+            list(worker.handle(Close(epoch=1, session=session)))
+            list(worker.handle(Close(epoch=1, session=session + 100)))
+    for session in pairs:
+        assert torch.equal(torch.cat(shown[session]), torch.cat(shown[session + 100]))
+    assert any(len(shown[session]) < len(shown[session + 100]) for session in pairs)
 
 
 @pytest.mark.parametrize(
