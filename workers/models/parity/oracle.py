@@ -9,7 +9,7 @@ layers themselves need no numbers until they are run. Knows nothing of kernels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -346,10 +346,8 @@ class Oracle:
         blocks = attention.arrange(self.segments(index, ProofCache), masks)
         rows = torch.cat([states[: self.dense], states]).unsqueeze(0)
         args, kwargs = self._ours.calls[index].of(rows, blocks=blocks, notes=note)
-        with ExitStack() as stack:
-            stack.enter_context(implementation(self._model, attention.IMPLEMENTATION, layer))
-            if handed:
-                stack.enter_context(attention.handing(blocks, note))
+        past_the_layer = attention.handing(blocks, note) if handed else nullcontext()
+        with implementation(self._model, attention.IMPLEMENTATION, layer), past_the_layer:
             return first_of(layer(*args, **kwargs))
 
     def difference(
