@@ -101,6 +101,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
         "swa_qk_nope_head_dim": 8,
     },
+    "granitemoe": {"attention_multiplier": 0.2},  # at 1.0 the least rounding turns choices
     "gemma3n_text": {
         "intermediate_size": 96,
         "altup_num_inputs": 4,
