@@ -1,2 +1,2 @@
-"""What two processes must agree on: messages, trees, noise, settings, links and keys. Knows nobody
-else, and never torch."""
+"""The agreement between two processes: messages, trees, noise, settings, links and keys. Knows
+nobody else, and never torch."""

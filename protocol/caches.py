@@ -1,4 +1,4 @@
-"""Where a user's caches lie, for every process that keeps something between two starts."""
+"""The folder of a user's caches, for every process that keeps something between two starts."""
 
 import os
 from pathlib import Path

@@ -33,7 +33,7 @@ MARKS = {
 
 
 def refusal(error: OSError) -> str:
-    """What the system says, and what to do about it."""
+    """Return what the system says of an error, and what to do about it."""
     said = error.strerror or str(error)
     return f"{said}; {REMEDIES[error.errno]}" if error.errno in REMEDIES else said
 

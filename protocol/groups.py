@@ -1,5 +1,5 @@
-"""Where the kernel keeps a process's control group and those around it (cgroups(7)), of the second
-kind, of the first, or of both.
+"""The control group of a process and those around it (cgroups(7)), of the second kind, of the
+first, or of both.
 
 Read under a root that can be another one. Standard library only; what the files mean, their readers
 know.

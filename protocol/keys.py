@@ -37,7 +37,7 @@ from dovetail.protocol.messages import Role
 
 COORDINATOR = "coordinator"
 OPERATOR = "operator"
-"""Of a key: its holder is a client that may change workers."""
+"""The mark of a key whose holder is a client that may change workers."""
 ROLES: tuple[str, ...] = (*get_args(Role), OPERATOR)
 DOMAIN = b"dovetail"
 """The ZAP domain: the hub's socket and its handler must name the same one, else libzmq lets
@@ -62,7 +62,7 @@ class PeerKey:
     public: str
 
     def may_be(self, roles: Iterable[str]) -> bool:
-        """Whether a peer with this key may take these roles."""
+        """Return whether a peer with this key may take these roles."""
         return _allows(self.roles, roles)
 
 
@@ -189,7 +189,7 @@ def own_key_for(folder: Path, role: str) -> OwnKey:
 
 
 def _remedy(folder: Path, role: str) -> str:
-    """How a machine comes to the key of a role; deployments were made once without one of an
+    """Return how a machine comes to the key of a role; deployments were made once without one of an
     operator."""
     if (folder / f"{COORDINATOR}.key").exists():
         return f"make it with `dovetail keygen --out {folder} --name {role} --role {role}`"
@@ -200,7 +200,7 @@ def _remedy(folder: Path, role: str) -> str:
 
 
 def _allows(held: Sequence[str], roles: Iterable[str]) -> bool:
-    """Whether a key of the roles `held` is good for these: an operator is a client, too."""
+    """Return whether a key of the roles `held` is good for these: an operator is a client, too."""
     return {*roles} <= {*held, *(("client",) if OPERATOR in held else ())}
 
 
@@ -309,7 +309,7 @@ class _Refusals:
         self._unsaid = 0
 
     def tell(self, key: str, address: str) -> None:
-        """Of a handshake with a key, in words, from an address."""
+        """Tell of a handshake with a key, in words, from an address."""
         now_s = time.monotonic()
         if now_s - self._said_s < _SAY_EVERY_S:
             self._unsaid += 1

@@ -85,7 +85,7 @@ class Hub(Protocol):
 
     @property
     def address(self) -> str:
-        """Where links connect, with the real port or path."""
+        """The address that links connect to, with the real port or path."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when something may have arrived.
@@ -115,8 +115,8 @@ class Hub(Protocol):
         `disconnects` then."""
 
     def disconnects(self) -> int:
-        """How many peers disconnected since the last call. Which ones, `send` tells: probe them
-        all. Takes some milliseconds if there are any."""
+        """Return how many peers disconnected since the last call. Which ones, `send` tells: probe
+        them all. Takes some milliseconds if there are any."""
 
     def refused(self) -> int:
         """Handshakes and messages refused so far."""
@@ -543,7 +543,7 @@ class ZmqLink:
 
 
 class _Monitor:
-    """What libzmq reports of a socket's connections."""
+    """The events that libzmq reports of a socket's connections."""
 
     def __init__(self, context: Context, watched: Socket, events: int) -> None:
         endpoint = f"inproc://monitor-{id(self)}"
@@ -591,7 +591,7 @@ def _watch(socket: Socket) -> None:
 
 
 def _bounded(frames: Sequence[bytes]) -> bool:
-    """Whether what arrived keeps the bounds; libzmq bounds single frames only."""
+    """Return whether what arrived keeps the bounds; libzmq bounds single frames only."""
     return 1 <= len(frames) <= MAX_FRAMES and sum(map(len, frames)) <= MAX_MESSAGE_BYTES
 
 
@@ -692,8 +692,8 @@ class _IpcPlace:
             os.close(lock)  # its former owner removed the file between our open and our lock
 
     def _make_folder(self) -> None:
-        """What is about to be made is noted first, so that an interruption at any point leaves
-        nothing behind."""
+        """Make the folder. It is noted before it is made, so that an interruption at any point
+        leaves nothing behind."""
         folder = self._path.parent
         self._made += [
             place

@@ -1,5 +1,5 @@
-"""How much memory the kernel would still give a process, and whether it has killed one for want of
-it.
+"""The memory that the kernel would still give a process, and processes that it has killed for want
+of it.
 
 Counted are the machine's available memory, the limits of the control groups around the process (of
 the first kind and the second), the nodes that it is bound to, and its own limits of address space.
@@ -19,7 +19,8 @@ from dovetail.protocol.groups import ROOT, GroupFolders, read_text
 NO_LIMIT = 1 << 60
 """A limit of the first kind of control groups that is not set is a number beyond this."""
 KILLED = re.compile(r"^\d+,\d+,(\d+),[^;]*;.*Killed process (\d+) ", re.MULTILINE)
-"""What the kernel logs of a process that it has killed for want of memory: when, and which."""
+"""Matches what the kernel logs of a process that it has killed for want of memory: when, and
+which."""
 LOG_BYTES = 8192
 """A record of /dev/kmsg is never longer."""
 
@@ -29,10 +30,10 @@ class Room:
     """Memory that may still be taken."""
 
     size: int
-    """In bytes."""
+    """The size in bytes."""
     bound: str
-    """What the bound is, in words that follow "there are 3 GB": "available on this machine", "left
-    in the control group /a (limit 4 GB)"."""
+    """The name of the bound, in words that follow "there are 3 GB": "available on this machine",
+    "left in the control group /a (limit 4 GB)"."""
     swap: int = 0
     """Bytes of swap beside it; nothing runs well there, but nothing is killed either."""
 
@@ -140,10 +141,11 @@ def _fields(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Kills:
-    """How many processes the kernel has killed for want of memory, up to a moment."""
+    """The numbers of processes that the kernel had killed for want of memory at a moment."""
 
     groups: tuple[tuple[Path, int], ...]
-    """By file of a control group around a process, innermost first, as far as it counts them."""
+    """Counts by file of a control group around a process, innermost first, as far as they are
+    kept."""
     machine: int
     at_us: int
     """The moment, on the clock of the kernel's log."""

@@ -31,9 +31,11 @@ MAX_TOKENS = 1 << 20
 MAX_SESSIONS = 64
 MAX_SPANS = 256
 MAX_SEEN_ROUNDS = 256
-"""Of one reply to Look; so that with trees of MAX_NODES it is a message that may travel."""
+"""The most rounds of one reply to Look, so that with trees of MAX_NODES it is a message that may
+travel."""
 MAX_SEEN_SPANS = 1024
-"""The same; small enough that a coordinator answers within some milliseconds."""
+"""The most spans of one reply to Look; few enough that a coordinator answers within some
+milliseconds."""
 MAX_SEEN_WORKERS = 64
 MAX_CORES = 4096
 MAX_MOVES = 64
@@ -92,8 +94,8 @@ Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0
 
 
 class TokenLogprobs(Frozen):
-    """What the target's own distribution says of a token: log softmax of its logits before any
-    processor, natural logarithm."""
+    """The log-probability of a token by the target's own distribution: log softmax of its logits
+    before any processor, natural logarithm."""
 
     logprob: Annotated[float, Field(le=0.0)]
     top: Annotated[
@@ -108,7 +110,7 @@ ScoredTokens = Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_SCORED,
 
 
 class Message(Frozen):
-    """What all messages have in common: the incarnation of the sender."""
+    """A message of any kind, with the incarnation of its sender."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ()
     """The fields that travel as raw frames behind the body, in this order."""
@@ -124,8 +126,8 @@ class AboutSession(Message):
 
 
 class Fingerprint(Frozen):
-    """Where "the same output" holds: two target workers of equal fingerprint compute the same bytes
-    for the same tokens."""
+    """The bounds of "the same output": two target workers of equal fingerprint compute the same
+    bytes for the same tokens."""
 
     checkpoint: Label
     """SHA-256 of the weights and the configuration, with the inflation if there is one."""
@@ -143,7 +145,7 @@ class Fingerprint(Frozen):
 
 
 class Limits(Frozen):
-    """What a worker can hold."""
+    """The most that a worker can hold."""
 
     context: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """Longest sequence in tokens, drafted nodes not counted."""
@@ -155,7 +157,7 @@ class Limits(Frozen):
 
 
 class VocabularyFacts(Frozen):
-    """What a worker knows of its vocabulary; the tokenizer file itself travels beside it."""
+    """Facts that a worker knows of its vocabulary; the tokenizer file itself travels beside it."""
 
     digest: Name
     """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
@@ -179,7 +181,7 @@ class States(Frozen):
 
 
 class Reads(Frozen):
-    """What a draft reads of its target: for each token that is committed a row of features."""
+    """The features that a draft reads of its target: a row for each token that is committed."""
 
     taps: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...],
@@ -188,7 +190,7 @@ class Reads(Frozen):
     """None: the last hidden state, after the final norm. Else the residual streams that enter these
     decoder layers, side by side in this order."""
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
-    """Of the target's hidden state."""
+    """The width of the target's hidden state."""
     dtype: Literal["float16", "bfloat16"]
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
     """Rows of the target's embedding."""
@@ -202,7 +204,7 @@ class Reads(Frozen):
 
     @property
     def row_bytes(self) -> int:
-        """What travels for each token."""
+        """Bytes that travel for each token."""
         return self.row * ITEM_BYTES[self.dtype]
 
     @model_validator(mode="after")
@@ -235,9 +237,9 @@ class Hello(Message):
     """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model,
     or with a head of its target's, knows its target's."""
     states: States | None = None
-    """Of a target: what a draft may read of it."""
+    """The hidden states that a draft may read of this target; None for a draft."""
     reads: Reads | None = None
-    """Of a draft: what it reads of its target."""
+    """The features that this draft reads of its target; None if it reads none."""
     cores: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...],
         Field(max_length=MAX_CORES, fail_fast=True),
@@ -245,21 +247,22 @@ class Hello(Message):
     """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a
     core in common share a device."""
     curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
-    """Of a target T_V, of a draft t_D, over rows at some lengths of the cache, as its machine's
+    """T_V of a target or t_D of a draft, over rows at some lengths of the cache, as its machine's
     profile file has them; none if it has not been calibrated."""
     inflation: Name = ""
-    """Of a target: to what size its linears were inflated, as the setting says it; empty: they were
+    """The size to which a target's linears were inflated, as the setting says it; empty: they were
     not."""
     standby: bool = False
-    """Of a worker: it gets no sessions until it is put in place, by a Swap."""
+    """True if the worker gets no sessions until it is put in place, by a Swap."""
     placement: Name = ""
-    """Of a target that is spread over devices: which layers are where, in words."""
+    """The devices of the layers of a target that is spread over several, in words."""
     load_s: Annotated[float, Field(ge=0.0)] = 0.0
-    """Of a worker: from the start of its process until its model was loaded; 0: not measured."""
+    """Seconds from the start of the worker's process until its model was loaded; 0: not
+    measured."""
 
 
 class LoadingState(Frozen):
-    """How far a worker has got with the weights of its model, before it introduces itself."""
+    """The progress of a worker with the weights of its model, before it introduces itself."""
 
     name: Name
     roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3, fail_fast=True)]
@@ -270,7 +273,7 @@ class LoadingState(Frozen):
     """checking: files that are not known yet are read to the end, for their digest and for what is
     no number."""
     done: Count
-    """In bytes."""
+    """Bytes that are done."""
     total: Count
     bytes_per_s: Annotated[float, Field(ge=0.0)]
     """The mean since this was begun."""
@@ -358,13 +361,14 @@ class Open(AboutSession):
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """Longest this sequence can become, prompt included."""
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
-    """Of the target: a draft never proposes an id at or beyond it."""
+    """Ids of the target's vocabulary: a draft never proposes one at or beyond it."""
     end: Ends = ()
     """Ids that end the reply; what `Sampling.min_tokens` holds back."""
     sampling: Sampling
     tree: TreeSettings
     features: Reads | None = None
-    """What the session's draft reads: the target is to send it of every token that it commits."""
+    """The features that the session's draft reads: the target is to send them of every token that
+    it commits."""
     base: Count | None = None
     """A session that was closed to be kept and whose log begins as the prompt does: this one takes
     its cache over, and it is no more."""
@@ -419,7 +423,7 @@ class Refeed(AboutSession):
     prefix: Count
     """Committed length."""
     features: Reads
-    """What the draft reads."""
+    """The features that the draft reads."""
 
 
 class Refed(AboutSession):
@@ -430,7 +434,7 @@ class Refed(AboutSession):
 
 
 class Scored(AboutSession):
-    """What the target thinks of the tokens of the prompt, each after those before it; the parts
+    """The target's log-probabilities of tokens of the prompt, each after those before it; the parts
     come in order, and all of them before Opened."""
 
     type: Literal["scored"] = "scored"
@@ -441,7 +445,8 @@ class Scored(AboutSession):
 
 
 class Feed(AboutSession):
-    """What the target's Prefilled brought, for the draft: after Open, in the order of positions."""
+    """Features that the target's Prefilled brought, for the draft: after Open, in the order of
+    positions."""
 
     ARRAYS = ("features",)
     type: Literal["feed"] = "feed"
@@ -456,7 +461,7 @@ class Fed(AboutSession):
     type: Literal["fed"] = "fed"
     round: Count = 0
     start: Count
-    """Of the Feed."""
+    """The `start` of the Feed that this answers."""
     spans: SpanFields = ()
 
 
@@ -469,10 +474,11 @@ class Opened(AboutSession):
     bonus: Token | None = None
     margin: float | None = None
     logprobs: TokenLogprobs | None = None
-    """Of the bonus, where they were asked for."""
+    """The log-probabilities of the bonus, where they were asked for."""
     spans: SpanFields = ()
     placement: Name = ""
-    """As in Hello, of a target; of one that is whole, its device."""
+    """The devices of the target's layers, in words, as in its Hello; for a target that is whole,
+    its device."""
     read_by: Name = ""
     """The device that read the prompt; empty: those that compute the model."""
 
@@ -488,8 +494,8 @@ class Draft(AboutSession):
     accepted: Nodes
     bonus: Token
     more: Tokens = ()
-    """What was committed behind the bonus in rounds in which nothing was drafted; `round` has moved
-    on by as many as it took."""
+    """Tokens that were committed behind the bonus in rounds in which nothing was drafted; `round`
+    has moved on by as many rounds as that took."""
     max_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)]
     max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)]
     max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
@@ -502,7 +508,7 @@ class Draft(AboutSession):
     """A node less likely than this to be accepted would not be verified: it need not be offered,
     and nothing is grown below it."""
     ahead: bool = False
-    """Whether growth goes on while the proposal is verified, until the next command."""
+    """True if growth goes on while the proposal is verified, until the next command."""
     features: Array | None = None
     """[1 + accepted + more, row] for a draft that reads its target: of the last root and the
     accepted nodes, and of the tokens before the last of bonus and `more`. None in round 1, before
@@ -522,7 +528,7 @@ class Drafted(AboutSession):
     grown: Annotated[int, Field(ge=0, le=1 << 24)]
     """Nodes that joined the tree between the order and this proposal."""
     hit: bool
-    """Whether the root lay in the tree that was there already."""
+    """True if the root lay in the tree that was there already."""
     ahead: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     """Nodes that had joined the tree between the last proposal and the order."""
     wasted: Annotated[int, Field(ge=0, le=1 << 24)] = 0
@@ -538,7 +544,8 @@ class Drafted(AboutSession):
     policy asks for it (HeteroSpec, section 4.1)."""
     spans: SpanFields = ()
     beside: BesideFields = ()
-    """What this worker did beside its commands since it last said so: growth ahead, messages."""
+    """Spans of what this worker did beside its commands since it last said so: growth ahead,
+    messages."""
     candidates: Array | None = None
     """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among
     which the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement
@@ -596,7 +603,7 @@ class VerifiedItem(Frozen):
     logprobs: Annotated[
         tuple[TokenLogprobs, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)
     ] = ()
-    """Of each accepted token and the bonus, where they were asked for."""
+    """The log-probabilities of each accepted token and the bonus, where they were asked for."""
     held: Count = 0
     """Rows of features that had been held and come with this verdict, before those of its root."""
 
@@ -612,7 +619,7 @@ class Verified(Message):
     ]
     spans: SpanFields = ()
     beside: BesideFields = ()
-    """As in Drafted."""
+    """Spans of what this worker did beside its commands, as in Drafted."""
     features: Array | None = None
     """[sum of held + 1 + accepted, row], where they were asked for: of each item's positions that
     had been held, its root and accepted nodes, one below the other."""
@@ -656,7 +663,7 @@ class Probed(Message):
     """True: it answers in the midst of a command, whose answer is still to come; else everything
     that was asked before the probe has been answered."""
     beside: BesideFields = ()
-    """As in Drafted."""
+    """Spans of what this worker did beside its commands, as in Drafted."""
 
 
 class Observe(Message):
@@ -721,7 +728,7 @@ class Submit(Message):
     record: bool = False
     """True: every round comes as a Recorded."""
     ahead: bool | None = None
-    """Whether the draft goes on growing while the target verifies; None: where the two share no
+    """True if the draft goes on growing while the target verifies; None: where the two share no
     device, or where measuring says that it pays."""
 
 
@@ -797,17 +804,17 @@ class Emitted(Message):
     request: Count
     tokens: Tokens
     drafted: Annotated[tuple[bool, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
-    """Of each of them, whether the draft had proposed it."""
+    """For each token, True if the draft had proposed it."""
     text: Text
     logprobs: Annotated[
         tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)
     ] = ()
-    """Of each of them, where they were asked for."""
+    """The log-probabilities of each token, where they were asked for."""
 
 
 class PromptScored(Message):
-    """What the target thinks of tokens of the prompt, where that was asked for: in order, before
-    the first Emitted."""
+    """The target's log-probabilities of tokens of the prompt, where those were asked for: in order,
+    before the first Emitted."""
 
     type: Literal["prompt_scored"] = "prompt_scored"
     request: Count
@@ -817,7 +824,7 @@ class PromptScored(Message):
 
 
 class Progressed(Message):
-    """How far a Swap or Dismiss has come, in words."""
+    """The progress of a Swap or Dismiss, in words."""
 
     type: Literal["progressed"] = "progressed"
     request: Count
@@ -860,8 +867,8 @@ class Described(Message):
 
 
 class RoundRecord(Frozen):
-    """What happened in a round: what was offered, what of it was verified, the verdict, and where
-    the time went."""
+    """The record of a round: what was offered, what of it was verified, the verdict, and where the
+    time went."""
 
     round: Count
     prefix: Count
@@ -910,12 +917,12 @@ class SeenRound(Frozen):
     at_ns: Nanoseconds
     """When its verdict was handled, on the coordinator's clock."""
     readable: bool = True
-    """Whether its tokens are told; else zeros stand in the record for them and for the bonus."""
+    """True if its tokens are told; else zeros stand in the record for them and for the bonus."""
     record: RoundRecord
 
 
 class SeenSpan(Frozen):
-    """What a process did for a while."""
+    """A stretch of time in which a process did one thing."""
 
     process: Name
     device: Name = ""
@@ -932,7 +939,7 @@ class SeenSpan(Frozen):
 
 
 class SeenWorker(Frozen):
-    """What a worker does at present."""
+    """A worker's present state."""
 
     name: Name
     worker_epoch: Count
@@ -946,28 +953,28 @@ class SeenWorker(Frozen):
     node: Name = ""
     """The memory nodes that it is bound to, such as 0 or 0-1; empty: to none."""
     busy_ns: Nanoseconds
-    """As it last said (Probed)."""
+    """Nanoseconds that it has worked, as it last said (Probed)."""
     at_ns: Nanoseconds
     """When that was, on the coordinator's clock."""
     clock_bound_ns: Nanoseconds | None = None
-    """What is said of its clock is wrong by so much at most; None: it has not been asked yet."""
+    """The most by which what is said of its clock is wrong; None: it has not been asked yet."""
     waiting: Literal["", "draft", "target", "coordinator", "no work"] = ""
-    """What it waits for; empty: it works."""
+    """The part that it waits for; empty: it works."""
 
 
 class Seen(Message):
-    """What has happened since a number, oldest first, as much as one message may hold."""
+    """Events since a number, oldest first, as many as one message may hold."""
 
     type: Literal["seen"] = "seen"
     request: Count
     at_ns: Nanoseconds
     """Now, on the coordinator's clock."""
     next: Count
-    """What to ask with next time."""
+    """The number to ask with next time."""
     missed: Count = 0
     """Rounds and spans that had happened since and are not there any more."""
     more: bool = False
-    """Whether there is more that did not fit."""
+    """True if there is more that did not fit."""
     workers: Annotated[tuple[SeenWorker, ...], Field(max_length=MAX_SEEN_WORKERS, fail_fast=True)]
     rounds: Annotated[tuple[SeenRound, ...], Field(max_length=MAX_SEEN_ROUNDS, fail_fast=True)] = ()
     spans: Annotated[tuple[SeenSpan, ...], Field(max_length=MAX_SEEN_SPANS, fail_fast=True)] = ()
@@ -989,7 +996,7 @@ class DraftFailure(Frozen):
     """Name of the worker."""
     error: Name
     round: Count
-    """In which it failed; 0: before the first."""
+    """The round in which it failed; 0: before the first."""
     after_s: Annotated[float, Field(ge=0.0)]
     """Since the request came."""
 
@@ -1033,18 +1040,18 @@ class Result(Frozen):
     plain_rounds: Count = 0
     """Rounds that were verified without a tree."""
     control_rounds: Count = 0
-    """Of these, rounds in which nothing was drafted so that the target's pass over a single row
-    could be measured."""
+    """Those of the plain rounds that went without a draft so that the target's pass over a single
+    row could be measured."""
     predicted_tokens_per_s: float | None = None
-    """What the cost model expected of these rounds before each began; None where it knows too
-    little."""
+    """The rate that the cost model expected of these rounds before each began; None where it knows
+    too little."""
     reused_tokens: Count = 0
     """Prompt tokens that the target had read in an earlier session, and did not read again."""
     moves: Count = 0
     """Times that the session went on on another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
-    """Of the targets that served it, in order, where they were not all the same; `fingerprint` is
-    the last one's."""
+    """The fingerprints of the targets that served it, in order, where they were not all the same;
+    `fingerprint` is the last one's."""
     placement: Name = ""
     """Which of the target's layers were where, in words, of the last one that served it; a device's
     name: all of them there."""
@@ -1060,9 +1067,9 @@ class Finished(Message):
     request: Count
     result: Result
     margins: Annotated[tuple[float, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
-    """Of every completion token: how far the target's choice was from its runner-up."""
+    """For every completion token, the distance of the target's choice to its runner-up."""
     spans: Annotated[tuple[SeenSpan, ...], Field(max_length=1 << 16, fail_fast=True)] = ()
-    """Of all processes, if the request asked for a trace."""
+    """Spans of all processes, if the request asked for a trace."""
 
 
 class WorkerState(Frozen):
@@ -1075,7 +1082,7 @@ class WorkerState(Frozen):
     threads: Count
     binding: Name = ""
     placement: Name = ""
-    """Of a target that is spread over devices: which layers are where, in words."""
+    """The devices of the layers of a target that is spread over several, in words."""
     fingerprint: Name
     host: Name
     pid: Count
@@ -1101,14 +1108,13 @@ class WorkerState(Frozen):
     """To it, since it registered; `received_bytes`: from it."""
     received_bytes: Count = 0
     bytes_per_round: float | None = None
-    """Of a round's order and its answer, both ways, lately; None: it has had none."""
+    """Bytes of a round's order and its answer, both ways, lately; None: it has had none."""
     feature_bytes: Count = 0
-    """Of a draft: what it is sent of its target's hidden states for each token; 0: none."""
+    """Bytes of its target's hidden states that a draft is sent for each token; 0: none."""
 
 
 class PairState(Frozen):
-    """What is known of a draft and a target that work together: measured costs and what follows
-    from them."""
+    """Measured costs of a draft and a target that work together, and what follows from them."""
 
     draft: Name
     target: Name
@@ -1119,12 +1125,12 @@ class PairState(Frozen):
     gamma: float | None
     """Nodes verified a round, lately."""
     tokens_per_s: float | None
-    """Of one session, lately."""
+    """The rate of one session, lately."""
     alone_tokens_per_s: float | None
-    """What the target alone would do."""
+    """The rate that the target alone would have."""
     predicted_tokens_per_s: float | None
     hops_us: float | None
-    """What the messages of a round cost beside the work."""
+    """The time that the messages of a round take beside the work."""
     t_v: RowsSeconds | None
     """The target's pass over rows, at the context of late."""
     t_d: RowsSeconds | None
@@ -1136,7 +1142,7 @@ class Totals(Frozen):
 
     prompt_tokens: Count = 0
     reused_tokens: Count = 0
-    """Of these, not read again."""
+    """Tokens of the prompts that were not read again."""
     completion_tokens: Count = 0
     drafts: Count = 0
     """Rounds that were verified with a tree."""
@@ -1150,7 +1156,7 @@ class Totals(Frozen):
     reasons: Annotated[
         tuple[tuple[FinishReason, Count], ...], Field(max_length=4, fail_fast=True)
     ] = ()
-    """How requests ended."""
+    """Numbers of requests by how they ended."""
     refused_requests: Count = 0
     """Requests that were turned down before anything was decoded: what they asked for is not
     possible, or there was no room for them."""
@@ -1184,17 +1190,17 @@ class Fault(Frozen):
 
     @property
     def words(self) -> str:
-        """The same in words."""
+        """Return the fault in words."""
         retry = "" if self.retry_s is None else f"; it is started again in {self.retry_s:.1f} s"
         return f"the {self.part} has not been working for {self.since_s:.1f} s: {self.why}{retry}"
 
 
 class Supervised(Frozen):
-    """What a supervisor tells its coordinator, a line of JSON on its standard input, whenever it
-    changes."""
+    """The words of a supervisor to its coordinator, a line of JSON on its standard input, whenever
+    they change."""
 
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
-    """Of the parts that it looks after."""
+    """The faults of the parts that it looks after."""
     ending: Name = ""
     """Why the service ends: a part that it needs is lost for good. Empty: it does not."""
     drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
@@ -1221,9 +1227,9 @@ class Reported(Message):
     """Peers and messages that broke the protocol."""
     degraded: bool
     reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
-    """In words: what is degraded, and what else there is to say."""
+    """Sentences that say what is degraded, and what else there is to say."""
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
-    """Of the reasons, those that are about a part."""
+    """Those of the reasons that are about a part."""
     loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
     """Workers that are not registered yet."""
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()

@@ -44,7 +44,7 @@ MACHINE_FIELDS = (
     "CPU part",
     "Features",
 )
-"""What tells processors apart in /proc/cpuinfo, on x86-64 and on aarch64."""
+"""The fields of /proc/cpuinfo that tell processors apart, on x86-64 and on aarch64."""
 
 
 class ProfileError(UserError):
@@ -52,12 +52,12 @@ class ProfileError(UserError):
 
 
 class ProfileKey(Frozen):
-    """Where a measurement holds: change any of these, and it is measured anew."""
+    """The circumstances of a measurement: change any of these, and it is made anew."""
 
     machine: str
     """`machine_key()`."""
     software: str
-    """What computes, with versions: torch, the kernels and their instruction set."""
+    """The software that computes, with versions: torch, the kernels and their instruction set."""
     weights: str
     threads: Positive
     shapes: str
@@ -144,7 +144,7 @@ class Roofline:
 
 
 class Limits(Frozen):
-    """What this machine can do on the cores in use, measured without a model."""
+    """The limits of this machine on the cores in use, measured without a model."""
 
     bandwidth_gb_s: Rate
     """Reading memory, 10^9 bytes a second."""
@@ -152,7 +152,7 @@ class Limits(Frozen):
     """Arithmetic -> 10^9 operations a second (a multiply and an add are two): fp32 (FMA) and, where
     there are instructions, int8 (VNNI) and bf16."""
     probe: str
-    """What measured them, in words: "kernels avx512-vnni" or "torch"."""
+    """The software that measured them, in words: "kernels avx512-vnni" or "torch"."""
 
     def peak_of(self, weights: str, *, library: bool) -> float:
         """Return the peak of the arithmetic that multiplies such weights: 16-bit weights are
@@ -172,7 +172,7 @@ class Limits(Frozen):
 
 
 class Calibration(Frozen):
-    """What `dovetail calibrate` found of a target: seconds of one pass."""
+    """Seconds of one pass of a target, as `dovetail calibrate` found them."""
 
     measured: str
     """When, ISO 8601 in UTC."""
@@ -190,7 +190,7 @@ class Calibration(Frozen):
 
 
 class Reading(Frozen):
-    """What reading a prompt takes, with a model on the CPU: on the CPU itself, and with its weights
+    """Seconds of reading a prompt, with a model on the CPU: on the CPU itself, and with its weights
     streaming through a device."""
 
     device: str
@@ -207,8 +207,8 @@ class Reading(Frozen):
 
 
 class DeviceCosts(Frozen):
-    """What the parts of a target take in a pass over rows, on a device and on the CPU beside it:
-    what a planner puts placements together from."""
+    """Seconds of the parts of a target in a pass over rows, on a device and on the CPU beside it: a
+    planner puts placements together from them."""
 
     device: str
     link_gb_s: Rate
@@ -231,14 +231,15 @@ class Entry(Frozen):
     calibrations: tuple[Calibration, ...] = ()
     """At most one for each back end."""
     levels: ContextCurve | None = None
-    """Of a draft: t_D, a level of its tree."""
+    """t_D of a draft, a level of its tree."""
     readings: tuple[Reading, ...] = ()
-    """Of a target on the CPU, at most one for each device."""
+    """Seconds of reading a prompt of a target on the CPU, at most one for each device."""
     devices: tuple[DeviceCosts, ...] = ()
-    """Of a target, at most one for each device."""
+    """Costs of a target's parts, at most one for each device."""
 
     def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
-        """What was chosen for a shape: the entry of the smallest row class that holds `rows`."""
+        """Return what was chosen for a shape: the entry of the smallest row class that holds
+        `rows`."""
         fitting = (c for c in self.linears if (c.n, c.k) == (n, k) and c.rows >= rows)
         return min(fitting, key=lambda c: c.rows, default=None)
 
@@ -274,7 +275,7 @@ class Profile(Frozen):
     entries: tuple[Entry, ...] = ()
 
     def find(self, key: ProfileKey) -> Entry:
-        """What is known under a key; an empty entry if it is nothing."""
+        """Return what is known under a key; an empty entry if nothing is."""
         return next((entry for entry in self.entries if entry.key == key), Entry(key=key))
 
     def with_entry(self, entry: Entry) -> "Profile":

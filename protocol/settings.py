@@ -32,7 +32,7 @@ WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BACKENDS = ("auto", "kernels", "library")
 DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
-"""Of a target's substitute; auto is int4."""
+"""Types of the weights of a target's substitute; auto is int4."""
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 HOST_DEVICES = ("cpu", "pretended")
 """Devices that compute in the host's memory; every other one has a memory of its own."""
@@ -337,8 +337,8 @@ class TreeSettings(Frozen):
 
     @property
     def low_bins(self) -> int:
-        """In how many bins of entropy, from the lowest on, heterospec adapts the tree; never in the
-        last one, which has no upper bound."""
+        """Return in how many bins of entropy, from the lowest on, heterospec adapts the tree; never
+        in the last one, which has no upper bound."""
         return (
             0
             if not self.traits.by_entropy or isinstance(self.thresholds, str)
@@ -367,12 +367,12 @@ class TreeSettings(Frozen):
 
     @property
     def most_nodes(self) -> int:
-        """Of any proposal."""
+        """Return the most nodes of any proposal."""
         return max(self.size_in(stratum)[0] for stratum in range(self.low_bins + 1))
 
     @property
     def most_levels(self) -> int:
-        """Of any proposal."""
+        """Return the most levels of any proposal."""
         return max(self.size_in(stratum)[1] for stratum in range(self.low_bins + 1))
 
 
@@ -471,19 +471,19 @@ class Sampling(Frozen):
 
     @property
     def rejects(self) -> bool:
-        """Whether what is drafted is drawn at random and accepted with probability p/q; at
+        """Return whether what is drafted is drawn at random and accepted with probability p/q; at
         temperature 0 both rules are the greedy one."""
         return self.acceptance == "rejection" and self.temperature > 0.0
 
     @property
     def truncates(self) -> bool:
-        """Whether there are tokens that cannot be chosen because others are likelier."""
+        """Return whether there are tokens that cannot be chosen because others are likelier."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def looks_back(self) -> bool:
-        """Whether anything is asked for beside temperature, top-k, top-p and min-p: then a token's
-        logit depends on what was said before."""
+        """Return whether anything is asked for beside temperature, top-k, top-p and min-p: then a
+        token's logit depends on what was said before."""
         return self.repetition_penalty != 1.0 or bool(
             self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
         )
@@ -503,8 +503,8 @@ class SamplingSettings(Sampling):
 
 
 class MemorySettings(Frozen):
-    """What a target may take of memory: for weights, buffers, the keys and values of one long
-    conversation and a pass; a substitute that shares them too."""
+    """The memory that a target may take: for weights, buffers, the keys and values of one long
+    conversation and a pass; for a substitute that shares them, too."""
 
     vram: str = Field(
         "auto",

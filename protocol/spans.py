@@ -61,7 +61,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.fine = False
-        """Whether fine spans are recorded."""
+        """True if fine spans are recorded."""
         self._spans: list[Span] = []
         self._beside: list[Beside] = []
 
@@ -74,7 +74,7 @@ class Spans:
             self.add(name, start, time.monotonic_ns())
 
     def finely(self, name: str) -> AbstractContextManager[None]:
-        """The same for a fine span."""
+        """Measure a fine span, if those are recorded."""
         return self.measure(name) if self.fine else nullcontext()
 
     def add(self, name: str, start_ns: int, end_ns: int) -> None:
@@ -114,7 +114,7 @@ class Spans:
 
 @dataclass
 class ClockOffset:
-    """How far a peer's monotonic clock is ahead of ours, from the fastest of the last probes.
+    """The distance of a peer's monotonic clock to ours, from the fastest of the last probes.
 
     The true offset lies within `bound_ns` of `offset_ns`: half the round trip of the probe that it
     came from (Cristian, 1989).

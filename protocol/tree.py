@@ -71,7 +71,8 @@ class TokenTree:
         return TokenTree(self.tokens[:nodes], self.parents[:nodes])
 
     def is_path(self, nodes: Sequence[int]) -> bool:
-        """Whether `nodes` leads down from a child of the root, each the parent of the next."""
+        """Return whether `nodes` leads down from a child of the root, each the parent of the
+        next."""
         above = ROOT
         for node in nodes:
             if not 0 <= node < len(self) or self.parents[node] != above:

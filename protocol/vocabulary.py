@@ -41,7 +41,7 @@ def vocabulary_digest(vocabulary: Mapping[int, str]) -> str:
 def vocabulary_differences(
     target: Mapping[int, str], draft: Mapping[int, str], most: int = 3
 ) -> list[str]:
-    """In words, the first `most` ids whose tokens differ."""
+    """Return in words the first `most` ids whose tokens differ."""
     differing = (i for i in sorted(target.keys() | draft.keys()) if target.get(i) != draft.get(i))
     return [
         f"id {i} is {_quote(target.get(i))} in the target and {_quote(draft.get(i))} in the draft"

@@ -49,8 +49,6 @@ OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"
 are pickled, and the user has to ask for it."""
 SORTED = ("launch", "workers", "runtime")
 """The folders that have rooms: few entries at the top, and no long file."""
-SPOKEN = ("launch", "workers", "runtime")
-"""The folders whose docstrings are sentences."""
 MOST_ENTRIES, MOST_LINES = 20, 400
 FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where)\b")
 """A docstring that begins so is a part of a sentence, and the reader has to find the rest."""
@@ -217,9 +215,7 @@ def test_a_file_has_at_most_four_hundred_lines(path: Path) -> None:
     assert lines <= MOST_LINES, f"{name(path)} has {lines}: give a part of it a file of its own"
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in sources() if name(p).split("/")[0] in SPOKEN], ids=name
-)
+@pytest.mark.parametrize("path", sources(), ids=name)
 def test_a_docstring_is_a_sentence_that_stands_alone(path: Path) -> None:
     said = [
         node.value.value
