@@ -361,7 +361,7 @@ class Open(AboutSession):
     capacity: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     """Longest this sequence can become, prompt included."""
     vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
-    """Ids of the target's vocabulary: a draft never proposes one at or beyond it."""
+    """The size of the target's vocabulary: a draft never proposes an id at or beyond it."""
     end: Ends = ()
     """Ids that end the reply; what `Sampling.min_tokens` holds back."""
     sampling: Sampling

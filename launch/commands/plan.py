@@ -22,7 +22,7 @@ from dovetail.launch.planning.alternatives import (
     Alternative,
 )
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
-from dovetail.launch.planning.designs import Design, config_of, read_config
+from dovetail.launch.planning.designs import Design, config_of, read_target_config
 from dovetail.launch.planning.prices import described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
 from dovetail.launch.planning.words import (
@@ -168,7 +168,7 @@ def _elsewhere(configuration: Configuration, machine: str, target_size: str | No
     config = (
         config_of(target_size)
         if target_size is not None
-        else read_config(folder_of(with_target(current.target).model), "target model")
+        else read_target_config(folder_of(with_target(current.target).model))
     )
     hardware = described(found, weights, current.memory.vram_bytes, current.memory.ram_bytes)
     device = GPU if hardware.device is not None else None

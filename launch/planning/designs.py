@@ -26,6 +26,8 @@ from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, has_sizes, size
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configurations."""
 HALF = 2
 """Bytes of a draft's number."""
 DEVICE = "cuda:0"
@@ -34,6 +36,19 @@ GROUP_BITS = 0.5
 """A weight, of the scale and the offset that a group of 64 has (HQQ)."""
 CONTEXT = 4096
 HEAD_DIM = 128
+
+
+def read_target_config(folder: Path) -> Mapping[str, Any]:
+    """A target's config.json; `CheckpointError` for a model with experts, too: a pass reads the
+    weights of those alone that its rows choose, which nothing here reckons with."""
+    config = read_config(folder, "target model")
+    for name in EXPERTS:
+        if isinstance(count := config.get(name), int) and count > 1:
+            raise CheckpointError(
+                f"{folder / 'config.json'} has {name} {count}: passes of models with experts are "
+                "not planned, since they read some of the weights; measure them with bench"
+            )
+    return config
 
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from dovetail.launch.planning.alternatives import (
     names_of,
 )
 from dovetail.launch.planning.candidates import Candidate
-from dovetail.launch.planning.designs import Design, read_config
+from dovetail.launch.planning.designs import Design, read_target_config
 from dovetail.launch.planning.prices import MEASURED, Hardware, Prices, level, price
 from dovetail.launch.planning.this_machine import Here, look_here
 from dovetail.launch.planning.words import (
@@ -212,7 +212,7 @@ def _check_folder(settings: Settings) -> None:
     """Raise `CheckpointError` before anything is measured for a target whose config.json cannot be
     read."""
     if settings.target.model:
-        read_config(folder_of(settings.target.model), "target model")
+        read_target_config(folder_of(settings.target.model))
 
 
 def folder_of(source: str) -> Path:

@@ -146,6 +146,17 @@ def test_a_config_alone_gives_a_table(invoke: Run, tmp_path: Path) -> None:
         assert words in result.stdout
 
 
+def test_a_target_with_experts_is_not_planned_as_if_it_had_none(
+    invoke: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "num_experts": 128}))
+    for machine in (("--machine", "subspec-desktop"), ()):
+        result = invoke("plan", *machine, "--target", str(tmp_path))
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "num_experts 128: passes of models with experts are not planned" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
