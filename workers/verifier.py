@@ -326,12 +326,14 @@ class Verifier:
                     self._held_of(reads).add(passed.states, paths)
                     continue
                 features = passed.features(reads, [row for _, path in paths for row in path])
-                parts = features.split_with_sizes([len(path) for _, path in paths])
-                for (place, verdict), (held, _), part in zip(own, paths, parts, strict=True):
-                    shown[place] = _with_features(verdict, held, part)
+                whole = _with_features([verdict for _, verdict in own], paths, features)
             except Exception as error:
                 for place, _ in own:
                     shown[place] = as_request_error(error)
+                continue
+            for (place, _), (held, _), verdict in zip(own, paths, whole, strict=True):
+                shown[place] = verdict
+                held.clear()  # nobody's are lost if another's cannot be put together
         return shown
 
     def _held_of(self, reads: Reads) -> HeldPasses:
@@ -363,15 +365,21 @@ def _path(accepted: Sequence[int]) -> list[int]:
     return [0, *(node + 1 for node in accepted)]
 
 
-def _with_features(verdict: Verdict, held: HeldFeatures, own: Tensor) -> Verdict:
-    """Return a verdict with the features that were held, and its own."""
-    if not (rows := len(held)):
-        return replace(verdict, features=own)
-    return replace(
-        verdict,
-        item=verdict.item.model_copy(update={"held": rows}),
-        features=torch.cat([held.take(), own]),
-    )
+def _with_features(
+    verdicts: Sequence[Verdict],
+    paths: Sequence[tuple[HeldFeatures, Sequence[int]]],
+    features: Tensor,
+) -> list[Verdict]:
+    """Return verdicts with what was held for each and its own rows of features [rows, row], which
+    stand below each other."""
+    parts = features.split_with_sizes([len(path) for _, path in paths])
+    whole = []
+    for verdict, (held, _), own in zip(verdicts, paths, parts, strict=True):
+        if rows := len(held):
+            item = verdict.item.model_copy(update={"held": rows})
+            verdict, own = replace(verdict, item=item), torch.cat([held.rows(), own])
+        whole.append(replace(verdict, features=own))
+    return whole
 
 
 def tree_paths(tree: TokenTree, root: int) -> Paths:

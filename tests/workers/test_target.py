@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
 from dovetail.protocol.messages import (
     Close,
+    Event,
     Open,
     Opened,
     Prefilled,
@@ -231,6 +232,44 @@ def test_features_that_are_held_come_with_the_next_verdict_that_is_not(
                 at += rows
 
 
+def test_rows_that_are_held_outlast_the_failure_of_another_session(
+    worker: TargetWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = (1, 2)
+    for session in sessions:
+        list(worker.handle(opening(session, LAST)))
+
+    def round(number: int, *, hold: bool) -> Sequence[Event]:
+        items = tuple(
+            VerifyItem(
+                session=session,
+                round=number,
+                prefix=len(PROMPT) + number,
+                tokens=(),
+                parents=(),
+                hold=hold,
+            )
+            for session in sessions
+        )
+        return tuple(worker.handle(Verify(epoch=1, items=items)))
+
+    for number in (1, 2, 3):
+        round(number, hold=True)
+    rows, taken = HeldFeatures.rows, list[HeldFeatures]()
+
+    def fails_for_the_second(self: HeldFeatures) -> Tensor:
+        taken.append(self)
+        if len(taken) == 2:
+            raise MemoryError("no memory for features")
+        return rows(self)
+
+    monkeypatch.setattr(HeldFeatures, "rows", fails_for_the_second)
+    assert [event.type for event in round(4, hold=False)] == ["failed"] * 2
+    (verified,) = round(4, hold=False)
+    assert isinstance(verified, Verified)
+    assert [item.held for item in verified.items] == [3, 3]
+
+
 def act(
     worker: TargetWorker,
     drawn: random.Random,
@@ -341,9 +380,10 @@ def test_held_rows_are_taken_in_their_order_however_many_passes_wait(
         if turn == 20:
             del sessions["forgotten"]
         if turn % 50 == 49:
-            assert torch.equal(sessions["taker"].take(), torch.cat(expected.pop("taker")))
+            assert torch.equal(sessions["taker"].rows(), torch.cat(expected.pop("taker")))
+            sessions["taker"].clear()
             assert len(sessions["taker"]) == 0
             expected["taker"] = []
     patient = torch.cat(expected["patient"])
     assert len(sessions["patient"]) == len(patient)
-    assert torch.equal(sessions["patient"].take(), patient)
+    assert torch.equal(sessions["patient"].rows(), patient)

@@ -67,13 +67,15 @@ class HeldFeatures:
             self._picked.append(features[self._waiting])
             self._waiting = []
 
-    def take(self) -> Tensor:
-        """Return all rows [n, row], of which there are some; none are left."""
+    def rows(self) -> Tensor:
+        """Return all rows [n, row], of which there are some; they are held on."""
         if self._passes is not None:
             self._passes.settle()
-        taken = torch.cat(self._picked)
-        self._picked, self._rows = [], 0
-        return taken
+        return torch.cat(self._picked)
+
+    def clear(self) -> None:
+        """Forget all rows, which have been handed over."""
+        self._picked, self._waiting, self._rows = [], [], 0
 
 
 class HeldPasses:
