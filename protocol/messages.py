@@ -1040,8 +1040,8 @@ class Result(Frozen):
     plain_rounds: Count = 0
     """Rounds that were verified without a tree."""
     control_rounds: Count = 0
-    """Those of the plain rounds that went without a draft so that the target's pass over a single
-    row could be measured."""
+    """Rounds without a draft, among the plain ones, that were made to measure the target's pass
+    over a single row."""
     predicted_tokens_per_s: float | None = None
     """The rate that the cost model expected of these rounds before each began; None where it knows
     too little."""
@@ -1229,7 +1229,7 @@ class Reported(Message):
     reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
     """Sentences that say what is degraded, and what else there is to say."""
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
-    """Those of the reasons that are about a part."""
+    """Faults of parts, which are among the reasons."""
     loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
     """Workers that are not registered yet."""
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()

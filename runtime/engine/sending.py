@@ -131,12 +131,10 @@ class CommandSender:
         except BaseException as error:
             self._broken(live, error)
 
-    def can_draft(self, live: RunningRequest, load: Load) -> bool:
-        """Return whether a session is drafted for at the load that it runs at. If the draft has not
-        read its prompt, it is not where so many others are about to run that drafting will stop,
-        nor where the rest of the reply would not pay for that."""
-        if not live.controller.drafts_at(load):
-            return False
+    def can_draft(self, live: RunningRequest) -> bool:
+        """Return whether a session is drafted for where drafting is on. If the draft has not read
+        its prompt, it is not where so many others are about to run that drafting will stop, nor
+        where the rest of the reply would not pay for that."""
         if live.draft is None or live.session.number not in live.draft.turns.postponed:
             return True
         begins = live.session.round <= 1

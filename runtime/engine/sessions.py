@@ -151,7 +151,7 @@ class Sessions:
             live.joining = live.draft.turns.busy_with(session.number)
         if controller.idle:
             return None
-        if not self._dispatch.can_draft(live, load):
+        if not self._dispatch.can_draft(live):
             return controller.plan(session.length, ready=False)
         self._dispatch.resume(live)
         if session.holding:  # what the draft is yet to read comes with the next verdict

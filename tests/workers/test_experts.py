@@ -22,6 +22,7 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import Choice, route
 from dovetail.workers.kernels.layer_plan import RouterPlan, Score
 from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends.packing import check_packed
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
@@ -32,6 +33,7 @@ from dovetail.workers.models.families.description import Experts, Family, LayerS
 from dovetail.workers.models.families.mixtures import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
@@ -284,6 +286,17 @@ def test_a_wrong_description_of_experts_is_found(
     )
     with pytest.raises(CheckpointError, match=r"layer 3 .*(differs|chooses other experts)"):
         load(tmp_path / "m")
+
+
+def test_of_thousands_of_experts_none_is_refused_for_its_rounding() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3000):
+        weight = torch.randn(16, 64, generator=generator) ** 3  # few are large, as in models
+        matrix = PackedMatrix(Kind.INT8, *weight.shape)
+        matrix.pack(weight)
+        check_packed("experts'", matrix, weight)
+    with pytest.raises(UnsupportedError, match="experts' weights differs"):
+        check_packed("experts'", matrix, weight.roll(1, 0))
 
 
 def test_olmoe_that_clips_is_left_to_the_library(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dovetail.workers.models.families.description import (
 from dovetail.workers.models.parity.following import UnsupportedError
 
 OLMO_EPSILON = 1e-5
-"""That of OLMo's norms, which no configuration says (`OlmoLayerNorm` of transformers)."""
+"""The epsilon of OLMo's norms, which no configuration says (`OlmoLayerNorm` of transformers)."""
 
 
 def _layer_norms(epsilon: float, **fields: Any) -> Norms:
