@@ -122,26 +122,24 @@ class ClockOffset:
 
     keep: int = 32
     _samples: list[tuple[int, int]] = field(default_factory=list)
-    _fastest: tuple[int, int] = (0, 0)
+    offset_ns: int = field(default=0, init=False)
+    bound_ns: int = field(default=0, init=False)
+    ahead_ns: int = field(default=0, init=False)
+    """Nanoseconds that the peer's clock is taken to be ahead of ours: `offset_ns`, or 0 where that
+    is possible, since processes of one machine share a clock."""
 
     def add(self, sent_ns: int, peer_ns: int, received_ns: int) -> None:
         round_trip = received_ns - sent_ns
         self._samples = [*self._samples, (round_trip, peer_ns - (sent_ns + received_ns) // 2)][
             -self.keep :
         ]
-        self._fastest = min(self._samples)
+        round_trip, self.offset_ns = min(self._samples)
+        self.bound_ns = round_trip // 2
+        self.ahead_ns = 0 if abs(self.offset_ns) <= self.bound_ns else self.offset_ns
 
     @property
     def known(self) -> bool:
         return bool(self._samples)
-
-    @property
-    def offset_ns(self) -> int:
-        return self._fastest[1]
-
-    @property
-    def bound_ns(self) -> int:
-        return self._fastest[0] // 2
 
     def to_ours(self, peer_ns: int) -> int:
         return peer_ns - self.offset_ns

@@ -8,6 +8,7 @@ follow by index arithmetic. Knows no scores and no model.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import lt
 
 from dovetail.protocol.errors import TreeError
 
@@ -27,8 +28,23 @@ class TokenTree:
     def check(self, vocabulary_size: int) -> "TokenTree":
         """This tree, if it is one over a vocabulary of that size; else `TreeError` naming the
         node."""
-        if len(self.tokens) != len(self.parents):
-            raise TreeError(f"a tree of {len(self.tokens)} tokens has {len(self.parents)} parents")
+        tokens, parents = self.tokens, self.parents
+        if len(tokens) != len(parents):
+            raise TreeError(f"a tree of {len(tokens)} tokens has {len(parents)} parents")
+        if (
+            not tokens
+            or min(parents) >= ROOT
+            and all(map(lt, parents, range(len(parents))))
+            and 0 <= min(tokens)
+            and max(tokens) < vocabulary_size
+            and len(set(zip(parents, tokens, strict=True))) == len(tokens)
+        ):
+            return self
+        self._name_fault(vocabulary_size)
+        raise AssertionError("a tree with a fault that no node has")
+
+    def _name_fault(self, vocabulary_size: int) -> None:
+        """Raise `TreeError` for the first node that makes this no tree."""
         seen: set[tuple[int, int]] = set()
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if not ROOT <= parent < node:
@@ -40,7 +56,6 @@ class TokenTree:
             if (parent, token) in seen:
                 raise TreeError(f"node {node} repeats token {token} below parent {parent}")
             seen.add((parent, token))
-        return self
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -74,8 +89,9 @@ class TokenTree:
         """Return whether `nodes` leads down from a child of the root, each the parent of the
         next."""
         above = ROOT
+        parents = self.parents
         for node in nodes:
-            if not 0 <= node < len(self) or self.parents[node] != above:
+            if not 0 <= node < len(parents) or parents[node] != above:
                 return False
             above = node
         return True

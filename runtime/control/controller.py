@@ -17,7 +17,7 @@ from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import Pricing, Situation
-from dovetail.runtime.control.rounds import Plan, Round
+from dovetail.runtime.control.rounds import Begun, Plan, Round
 from dovetail.runtime.costs.averages import add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
@@ -58,18 +58,10 @@ class Controller:
         self._fixed = tree.insist or drawn
         self._now = Situation(pair, costs)
         self._pricing = Pricing(tree, self._now)
-        self._era = 0
-        """The era of the on/off when the round was planned."""
-        self.sampled = True
-        """True if the round that runs is learned from."""
-        self._unready = False
-        """True if the round would have been drafted, had the draft read the prompt."""
-        self._expected: tuple[float, float] | None = None
-        """Tokens and seconds that are expected of this round."""
-        self._expected_nodes = 0.0
-        """Nodes that are expected to be accepted in it."""
-        self._exposed_s: float | None = None
-        """Seconds that it waits for its draft; None: not known."""
+        self._begun = Begun()
+        """The round that runs."""
+        self._priced: tuple[int, Plan] | None = None
+        """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
         """Sums over all rounds that could be predicted."""
         self.controls = 0
@@ -106,7 +98,8 @@ class Controller:
     def _settle(self) -> None:
         """Look up what decides on drafting at the present load."""
         now = self._now
-        now.crowd, now.on_off, self.sampled = None, self._own, True
+        now.crowd, now.on_off, self._priced = None, self._own, None
+        self._begun = Begun(now.load)
         if self._own is not None and now.pair is not None and not now.load.alone:
             now.crowd = now.pair.crowd(greedy=self._greedy, load=now.load)
             now.on_off = now.crowd.on_off
@@ -144,6 +137,11 @@ class Controller:
     def predicted_tokens_per_s(self) -> float | None:
         """Return the predicted rate of all rounds that could be predicted; None if none could."""
         return self.expected_tokens / self.predicted_s if self.predicted_s > 0.0 else None
+
+    @property
+    def sampled(self) -> bool:
+        """Return whether the round that runs is learned from."""
+        return self._begun.sampled
 
     @property
     def cuts(self) -> bool:
@@ -218,8 +216,9 @@ class Controller:
 
     # -- before a round ----------------------------------------------------------------------------
 
-    def begin_round(self, load: Load) -> None:
-        """Begin a round at this load: rounds at another level say nothing of it."""
+    def begin_round(self, load: Load) -> bool:
+        """Begin a round at this load, since rounds at another level say nothing of it. Return
+        whether it may be drafted."""
         now = self._now
         changed, now.load = load.level != now.load.level, load
         if changed:
@@ -227,16 +226,19 @@ class Controller:
             self._pricing.forget()
             if now.crowd is not None:
                 now.crowd.on_off.begin()
-        self.sampled = now.crowd is None or now.crowd.due(load.draft)
-        self._era = now.on_off.era if now.on_off is not None else 0
-        self._exposed_s, self._unready = 0.0, False
+        sampled = now.crowd is None or now.crowd.due(load.draft)
+        if (on_off := now.on_off) is None:
+            self._begun = Begun(load, sampled=sampled)
+            return now.pair is not None
+        self._begun = Begun(load, on_off.era, sampled)
+        return on_off.drafting
 
     def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
         """Return how to draft for the round that has begun; None: not at all. `ready`: the draft is
         there for it, and has read the prompt; `patient`: it is waited for until it has, which only
         a request that insists does, unless it `awaits_draft`."""
-        load, pair, on_off = self._now.load, self._now.pair, self._now.on_off
-        self._unready = not ready
+        load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self._begun
+        begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
             return None
         if on_off is not None:
@@ -246,9 +248,14 @@ class Controller:
                 pair.controls += 1
                 self.controls += 1
                 return None
-        costs = pair.costs
-        self._exposed_s = self.order_s if costs.exposed_s.known else None
-        ahead = self._ahead  # whether the draft goes on while the target verifies
+        begun.exposed_s = pair.costs.order_s if pair.costs.exposed_s.known else None
+        era = on_off.era if on_off is not None else 0
+        (priced_in, plan), self._priced = self._priced or (-1, None), None
+        return plan if plan is not None and priced_in == era else self._price(context, pair, on_off)
+
+    def _price(self, context: int, pair: Pair, on_off: OnOff | None) -> Plan:
+        """Return how to draft for a round by what is known now."""
+        load, ahead = self._now.load, self._ahead
         if ahead is None and pair.ahead_in_doubt:
             # On a shared device that takes from the passes of other sessions.
             ahead = pair.trial.ahead and (load.alone or not pair.shared)
@@ -279,26 +286,31 @@ class Controller:
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
         """Predict the round whose nodes of these scores are verified in a pass of so many rows
         behind so many tokens, in the mean of all who share it."""
-        self._expected_nodes = nodes = sum(map(exp, scores))
-        self._expected, costs = None, self._now.costs
+        begun, costs = self._begun, self._now.costs
+        begun.nodes = nodes = sum(map(exp, scores))
+        begun.expected = None
         known = costs.target.known and costs.target_hop_s.known
-        if self.sampled and known and self._exposed_s is not None:
-            self._expected = (
+        if begun.sampled and known and begun.exposed_s is not None:
+            begun.expected = (
                 1.0 + self._calibration.factor * nodes,
-                costs.round_s(rows=rows, context=context, exposed_s=self._exposed_s),
+                costs.round_s(rows=rows, context=context, exposed_s=begun.exposed_s),
             )
 
     # -- after it ----------------------------------------------------------------------------------
 
-    def count_prediction(self) -> None:
-        """Add the prediction of a round that has ended to those before it."""
-        if self._expected is not None:
-            self.expected_tokens += self._expected[0]
-            self.predicted_s += self._expected[1]
+    def end_round(self) -> Begun:
+        """End the round that runs: what was expected of it counts among the predictions."""
+        ended = self._begun
+        self._begun = Begun(ended.load, ended.era, ended.sampled)
+        if ended.expected is not None:
+            self.expected_tokens += ended.expected[0]
+            self.predicted_s += ended.expected[1]
+        return ended
 
     def learn(self, done: Round) -> None:
-        """Learn from a round that has ended. Rounds that are not `sampled` are left out."""
-        now, times = self._now, done.times
+        """Learn from a round that has ended, and price the next one. That takes its time, and may
+        be done while the next one runs; rounds that are not `sampled` are left out."""
+        now, times, begun = self._now, done.times, done.begun
         seconds = times.own_ns / 1e9
         if seconds <= 0.0:
             return
@@ -306,19 +318,26 @@ class Controller:
         host_s = now.costs.undrafted_host_s if done.drafted is None else now.costs.host_s
         hop_s = now.costs.target_hop_s
         add_all(((hop_s, times.target_hop_ns / 1e9), (host_s, times.coordinator_ns / 1e9)))
-        tokens = self._calibration.learn(done.tokens, self._expected_nodes)
-        self._pricing.count(tokens, judged_s)
+        tokens = self._calibration.learn(done.tokens, begun.nodes)
         on_off = now.on_off
-        if done.load.level == now.load.level and on_off is not None:
-            if on_off.era != self._era:
-                alone_s, among = self._pricing.alone_s(done.context), now.load.draft
-                on_off.straggled(self._era, tokens, judged_s, alone_s, among=among)
-            elif now.crowd is not None:
-                self._judge_crowd(now.crowd, done, tokens, judged_s)
-            else:
-                self._judge(on_off, done, tokens, judged_s)
+        if begun.load.level == now.load.level:
+            self._pricing.count(tokens, judged_s)
+            if on_off is not None and done.load.level == now.load.level:
+                self._weigh(on_off, done, tokens, judged_s)
         if now.pair is not None and done.drafted is not None:
             self._learn_of_draft(now.pair, done, done.drafted, seconds)
+        if now.pair is not None and on_off is not None and on_off.drafting:
+            self._priced = on_off.era, self._price(done.context + done.tokens, now.pair, on_off)
+
+    def _weigh(self, on_off: OnOff, done: Round, tokens: float, judged_s: float) -> None:
+        """Judge whether drafting pays, by a round at the present load."""
+        if on_off.era != done.begun.era:
+            alone_s, among = self._pricing.alone_s(done.context), done.begun.load.draft
+            on_off.straggled(done.begun.era, tokens, judged_s, alone_s, among=among)
+        elif self._now.crowd is not None:
+            self._judge_crowd(self._now.crowd, done, tokens, judged_s)
+        else:
+            self._judge(on_off, done, tokens, judged_s)
 
     def _judge(self, on_off: OnOff, done: Round, tokens: float, seconds: float) -> None:
         """Judge whether drafting pays for this session, which runs alone."""
@@ -338,9 +357,9 @@ class Controller:
     def _judge_crowd(self, crowd: Crowd, done: Round, tokens: float, seconds: float) -> None:
         """Judge whether drafting pays for all who run at once, by a round of this session with
         everything that it waited for."""
-        load, costs = self._now.load, self._now.costs
+        load, costs = done.begun.load, self._now.costs
         drafting, pricing = crowd.on_off.drafting, self._pricing
-        if done.disturbed or (self._unready and drafting):
+        if done.disturbed or (done.begun.unready and drafting):
             alone_s = pricing.alone_s(done.context)
             crowd.on_off.catching_up(done.tokens, seconds, alone_s, among=load.draft)
             return
@@ -367,29 +386,14 @@ class Controller:
             self._say(f"{self._names}: {load}: {words} each")
 
     def _learn_of_draft(self, pair: Pair, done: Round, drafted: Drafted, seconds: float) -> None:
-        times, nodes, on_off = done.times, self._expected_nodes, self._now.on_off
-        pair.costs.draft.observe_all(drafted.passes)
-        told = [
-            (pair.costs.exposed_s, times.draft_ns / 1e9),
-            (pair.costs.draft_hop_s, times.draft_hop_ns / 1e9),
-            (pair.hits, float(drafted.hit)),
-            (pair.gamma, float(done.verified)),
-            (pair.tokens, float(done.tokens)),
-            (pair.seconds, seconds),
-            (pair.expected_nodes, nodes),
-            (pair.accepted, done.tokens - 1.0),
-        ]
-        if self._expected is not None:
-            told += zip((pair.expected_tokens, pair.predicted_s), self._expected, strict=True)
-        add_all(told)
-        pair.rounds += 1
-        pair.context = float(done.context)
-        self._empty = 0 if drafted.tokens or self._empty >= EMPTY else self._empty + 1
-        if self._empty == EMPTY and not self._now.load.alone:
-            self._resting, self._empty = RESTING, EMPTY - 1
+        on_off, alone = self._now.on_off, self._now.load.alone
+        pair.learn(done, drafted, seconds)
         pair.speculating = on_off is None or on_off.state == "on"
-        if self._ahead is None and pair.ahead_in_doubt and self._now.load.alone:
-            tokens = 1.0 + self._calibration.factor * nodes
+        self._empty = 0 if drafted.tokens or self._empty >= EMPTY else self._empty + 1
+        if self._empty == EMPTY and not alone:
+            self._resting, self._empty = RESTING, EMPTY - 1
+        if self._ahead is None and pair.ahead_in_doubt and alone:
+            tokens = 1.0 + self._calibration.factor * done.begun.nodes
             if pair.reads and pair.trial.ahead:
                 tokens *= STALE
             if (words := pair.trial.drafted(tokens, seconds)) is not None:

@@ -100,6 +100,7 @@ class OnOff:
         drafting, which has yet to show that it pays."""
         self._experience, self._many = experience, many
         self.state: Literal["on", "off", "try"] = "off" if experience.losing or many else "on"
+        self.drafting = self.state != "off"
         self.era = 0
         """Counts the changes of state: a round that began before one says nothing of what is
         now."""
@@ -121,10 +122,6 @@ class OnOff:
         """Time that drafting has won since it was resumed."""
         self._barren = 0.0
         """Rounds in a row in which nothing was verified that a draft had proposed."""
-
-    @property
-    def drafting(self) -> bool:
-        return self.state != "off"
 
     @property
     def settling(self) -> bool:
@@ -311,6 +308,7 @@ class OnOff:
 
     def _enter(self, state: Literal["on", "off", "try"]) -> None:
         self._before, self.state, self.era = self.state, state, self.era + 1
+        self.drafting = state != "off"
         self._rounds, self._balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
         self._won_s = 0.0
         self._tokens = self._seconds = self._barren = 0.0

@@ -6,12 +6,13 @@ Pure: rounds are handed in by the controllers of sessions.
 
 from dataclasses import dataclass, field
 
-from dovetail.protocol.messages import Hello, PairState
+from dovetail.protocol.messages import Drafted, Hello, PairState
 from dovetail.runtime.control.calibration import MOST_CALIBRATION
 from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.on_off import AheadTrial, Experience
-from dovetail.runtime.costs.averages import Average
+from dovetail.runtime.control.rounds import Round
+from dovetail.runtime.costs.averages import Average, add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
 CPU = "cpu"
@@ -78,6 +79,27 @@ class Pair:
         if key not in self.crowds:
             self.crowds[key] = Crowd()
         return self.crowds[key]
+
+    def learn(self, done: Round, drafted: Drafted, seconds: float) -> None:
+        """Learn from a round that was drafted, and took so many seconds without the wait for its
+        target."""
+        times, costs = done.times, self.costs
+        costs.draft.observe_all(drafted.passes)
+        told = [
+            (costs.exposed_s, times.draft_ns / 1e9),
+            (costs.draft_hop_s, times.draft_hop_ns / 1e9),
+            (self.hits, float(drafted.hit)),
+            (self.gamma, float(done.verified)),
+            (self.tokens, float(done.tokens)),
+            (self.seconds, seconds),
+            (self.expected_nodes, done.begun.nodes),
+            (self.accepted, done.tokens - 1.0),
+        ]
+        if (expected := done.begun.expected) is not None:
+            told += zip((self.expected_tokens, self.predicted_s), expected, strict=True)
+        add_all(told)
+        self.rounds += 1
+        self.context = float(done.context)
 
     def state(self) -> PairState:
         """Return the figures of the pair, as `dovetail status` shows them."""

@@ -1,7 +1,7 @@
-"""The values that a speculation controller gives and takes: a plan before a round, and the round
-as it was."""
+"""The values that a speculation controller gives and takes: a plan before a round, what is known
+of the round as it begins, and the round as it was."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Drafted
 from dovetail.runtime.control.loads import ALONE, Load
@@ -18,6 +18,25 @@ class Plan:
     ahead: bool = False
     deadline_ms: float | None = None
     most_depth: int | None = None
+
+
+@dataclass
+class Begun:
+    """A round that runs: what it began with, and what is expected of it."""
+
+    load: Load = ALONE
+    era: int = 0
+    """The era of the on/off when it began."""
+    sampled: bool = True
+    """True if it is to be learned from."""
+    unready: bool = False
+    """True if it would have been drafted, had the draft read the prompt."""
+    exposed_s: float | None = None
+    """Seconds that it waits for its draft; None: not known."""
+    nodes: float = 0.0
+    """Nodes that are expected to be accepted."""
+    expected: tuple[float, float] | None = None
+    """Tokens and seconds that are expected of it; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +59,5 @@ class Round:
     """True if a worker read a prompt meanwhile."""
     unread: int = 0
     """Tokens that the draft would have to read before it could be asked."""
+    begun: Begun = field(default_factory=Begun)
+    """The round as it began."""

@@ -14,21 +14,25 @@ class Average:
     """A running mean of the last values, the early ones all alike."""
 
     def __init__(self, recent: float = RECENT) -> None:
-        self._recent, self._count = recent, 0
+        self.recent, self.count = recent, 0
+        """Values that weigh, and values that have come."""
         self.known = False
         self.value = 0.0
         """0 where nothing is known."""
 
     def add(self, value: float) -> None:
-        self._count += 1
+        """Add a value."""
+        self.count += 1
         self.known = True
-        self.value += (value - self.value) / min(self._count, self._recent)
+        self.value += (value - self.value) / min(self.count, self.recent)
 
 
 def add_all(told: Iterable[tuple[Average, float]]) -> None:
-    """Add a value to each of these averages."""
+    """Add a value to each of these averages; a round has many."""
     for average, value in told:
-        average.add(value)
+        average.count += 1
+        average.known = True
+        average.value += (value - average.value) / min(average.count, average.recent)
 
 
 class Lags:

@@ -16,6 +16,8 @@ from itertools import accumulate, pairwise
 from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
 from dovetail.protocol.profile import ContextCurve, RowsSeconds
 
+EXACT_ROWS = 32
+"""Passes of fewer rows are remembered by themselves."""
 KEPT = 16
 """Passes that are remembered of each number of rows."""
 FEW = 8
@@ -174,10 +176,10 @@ class RowCosts:
         """A pass over so many rows behind a context of so many tokens has taken so long."""
         if seconds <= 0.0:
             return
-        key = bucket(rows)
-        if key not in self._passes:
-            self._passes[key] = _Passes()
-        self._passes[key].add(seconds, context)
+        key = rows if rows < EXACT_ROWS else bucket(rows)
+        if (known := self._passes.get(key)) is None:
+            known = self._passes[key] = _Passes()
+        known.add(seconds, context)
         self._observed += 1
         self.known = True
 

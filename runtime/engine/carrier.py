@@ -20,6 +20,7 @@ from dovetail.runtime.engine.effects import (
     Fail,
     Follow,
     Forget,
+    Free,
     Gone,
     Join,
     LetGo,
@@ -32,6 +33,7 @@ from dovetail.runtime.engine.effects import (
 )
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.peers import Peers
+from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.session.request import Request
@@ -51,6 +53,7 @@ class Carrier:
         service: Service,
         sessions: Sessions,
         peers: Peers,
+        dispatch: CommandSender,
         post: Outgoing,
         *,
         decide: Callable[[str], None],
@@ -59,7 +62,8 @@ class Carrier:
     ) -> None:
         """`decide` tells and keeps a sentence for `status`; `resume` goes on with what follows from
         deferred work."""
-        self._service, self._sessions, self._peers, self._post = service, sessions, peers, post
+        self._service, self._sessions, self._peers = service, sessions, peers
+        self._dispatch, self._post = dispatch, post
         self._decide, self._defer, self._resume = decide, defer, resume
 
     def carry_out(self, effects: Effects[T]) -> T:
@@ -82,6 +86,8 @@ class Carrier:
         match effect:
             case Follow():
                 self._sessions.perform(effect.live, effect.actions)
+            case Free():
+                self._dispatch.next(effect.worker)
             case Say():
                 self._decide(effect.words)
             case Send():

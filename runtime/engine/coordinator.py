@@ -213,6 +213,7 @@ class Coordinator:
             self.service,
             self._sessions,
             self._peers,
+            self._dispatch,
             self._post,
             decide=self.decide,
             defer=lambda work, done: self._defer(work, done),
@@ -239,10 +240,11 @@ class Coordinator:
             self.carry_out(self._admission.strike(peer, error))
             self._conclude()
             return
-        if (known := worker or client) is not None:
+        if self._recorder is not None and (known := worker or client) is not None:
             self._record(lambda recorder: recorder.received(known, message, frames))
         try:
-            self._observing.finely("receive", now_ns, message)
+            if self._observing.fine:
+                self._observing.finely("receive", now_ns, message)
             if isinstance(message, Loading):
                 if worker is None:
                     self.registry.hear_loading(peer, message.state, self._hub.user(peer), now_ns)
@@ -270,7 +272,7 @@ class Coordinator:
     def _answered(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         """Handle what a worker answers; then it is free for what waits."""
         try:
-            self.carry_out(self._answers.take(worker, event, now_ns, size))
+            self._carrier.carry_out(self._answers.take(worker, event, now_ns, size))
         finally:
             self._dispatch.next(worker)
 
@@ -350,7 +352,8 @@ class Coordinator:
             self._record(lambda recorder: recorder.begin(live))
 
     def _sent(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
-        self._record(lambda recorder: recorder.sent(peer, message, frames))
+        if self._recorder is not None:
+            self._record(lambda recorder: recorder.sent(peer, message, frames))
 
     def look_around(self) -> None:
         """Find out who disconnected, if anybody did, by speaking to everybody."""

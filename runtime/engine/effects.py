@@ -65,6 +65,13 @@ class Lose:
 
 
 @dataclass(frozen=True)
+class Free:
+    """Send a worker the command that waits for it, since it has answered the last one."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
 class Send:
     """Send to a worker what needs no answer."""
 
@@ -173,6 +180,7 @@ Effect = (
     | Break
     | Say
     | Lose
+    | Free
     | Send
     | Tell
     | Start

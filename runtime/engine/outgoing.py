@@ -71,17 +71,20 @@ class Outgoing:
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
         """Bytes sent, and since when they are on their way: the worker may begin before we are back
         from sending. One that cannot be reached is lost."""
-        began_ns = self._observing.began_ns
+        observing = self._observing
+        began_ns = observing.now_ns() if observing.fine else 0
         frames = encode(message)
-        began_ns = self._observing.finely("encode", began_ns, message)
-        left_ns = self._observing.now_ns()
+        left_ns = observing.now_ns()
+        if observing.fine:
+            observing.finely("encode", began_ns, message)
         try:
             self._hub.send(worker.peer, frames)
         except LinkError as error:
             log.debug("%s", error)
             self._worker_lost(worker)
             return 0, left_ns
-        self._observing.finely("send", began_ns, message)
+        if observing.fine:
+            observing.finely("send", left_ns, message)
         self._sent(worker, message, frames)
         size = sum(map(len, frames))
         worker.traffic.sent_bytes += size

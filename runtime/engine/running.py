@@ -7,18 +7,18 @@ to which that has been done. Times are handed in.
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, Verify
+from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, VerifiedItem, Verify
 from dovetail.protocol.spans import Span
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
+from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
-from dovetail.runtime.telemetry.event_log import EventLog, Waits, offset
+from dovetail.runtime.telemetry.event_log import EventLog, Waits
 from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
 
 P = ParamSpec("P")
@@ -113,8 +113,11 @@ class RunningRequest:
     was heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
-    untold: deque[Callable[[], None]] = field(default_factory=deque)
-    """Calls that tell its client and onlookers of its last events, once workers have been asked."""
+    untold: deque[tuple[Action, int]] = field(default_factory=deque)
+    """Actions, and their times, that its client and onlookers are told of once workers have been
+    asked."""
+    done: Round | None = None
+    """The round that has ended, until it is learned from."""
     _prompts: int = 0
     """Prompts that its workers had been given to read when it was watched for."""
     _reading: bool = False
@@ -196,15 +199,25 @@ class RunningRequest:
     def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
         """The answer that the session waits for has come."""
         waited = now_ns - self.mark_ns
-        worked = self.session.accounts.reply(ACCOUNT_OF[self.session.state], waited, spans)
-        if self.session.state is State.DRAFTING:
-            self.times.draft_ns += worked
-            self.times.draft_hop_ns += waited - worked
-        elif self.session.state is State.VERIFYING or self.session.round:
-            self.times.verify_ns += worked
-            self.times.target_hop_ns += waited - worked
-        self.session.accounts.bytes += size
-        self._travelled(worker, now_ns, waited - worked, spans)
+        session, times = self.session, self.times
+        worked = session.accounts.reply(ACCOUNT_OF[session.state], waited, spans, size)
+        if session.state is State.DRAFTING:
+            times.draft_ns += worked
+            times.draft_hop_ns += waited - worked
+        elif session.state is State.VERIFYING or session.round:
+            times.verify_ns += worked
+            times.target_hop_ns += waited - worked
+        if self.observing is not None:
+            # When the worker began says how long the command was on its way, as far as its clock is
+            # known; the rest was the answer's.
+            began_ns = min((start for _, start, _ in spans), default=0) - worker.clock.ahead_ns
+            there_ns = min(max(0, began_ns - self.mark_ns), waited - worked)
+            back_ns = waited - worked - there_ns
+            self.observing.add_ours(
+                (("link", self.mark_ns, there_ns), ("link", now_ns - back_ns, back_ns)),
+                session.number,
+                session.round,
+            )
         self.mark_ns, self.sent = now_ns, False
 
     def interrupted(self, now_ns: int) -> None:
@@ -247,17 +260,44 @@ class RunningRequest:
         ended, self.times = self.times, RoundTimes()
         return ended
 
+    def end_round(self, item: VerifiedItem, load: Load) -> RoundTimes:
+        """End the round of this verdict at this load. Return where its time went; what it teaches
+        is in `done`, if it is to be learned from."""
+        times, session = self.round_ended(), self.session
+        begun = self.controller.end_round()
+        if begun.sampled:
+            self.done = Round(
+                times,
+                session.length,
+                1 + len(item.accepted),
+                session.verifying,
+                session.proposal,
+                self.other_rows,
+                load,
+                self._reading or self._prompts != self.prompts,
+                self.unread,
+                begun,
+            )
+        return times
+
+    def learn(self) -> None:
+        """Learn from the round that has ended, if that has not been done yet."""
+        if (done := self.done) is not None:
+            self.done = None
+            self.controller.learn(done)
+
     def watch_reading(self) -> None:
-        """Note whether its workers read prompts as a round begins, for `disturbed`."""
-        self._prompts = self._prompts_given()
-        self._reading = any(worker.turns.reading for worker in self.workers)
+        """Note whether its workers read prompts as a round begins: that would disturb it."""
+        target, draft = self.target.turns, self.draft.turns if self.draft else self.target.turns
+        self._prompts = self.prompts
+        self._reading = (target.prompted and target.reading) or (draft.prompted and draft.reading)
 
-    def disturbed(self) -> bool:
-        """Return whether one of its workers has read a part of a prompt since `watch_reading`."""
-        return self._reading or self._prompts != self._prompts_given()
-
-    def _prompts_given(self) -> int:
-        return sum(worker.prompts for worker in self.workers)
+    @property
+    def prompts(self) -> int:
+        """Return how many prompts its workers have been given to read."""
+        draft = self.draft
+        others = draft.prompts if draft is not None and draft is not self.target else 0
+        return self.target.prompts + others
 
     @property
     def unread(self) -> int:
@@ -267,19 +307,13 @@ class RunningRequest:
             return 0
         return self.session.to_brief
 
-    def round_report(self) -> Callable[[], None] | None:
-        """Return the call that reports the round that has ended to onlookers; None if none has."""
+    def tell_round(self, at_ns: int) -> None:
+        """Tell onlookers of the round that has ended at this time, if one has."""
         ended, self.session.ended = self.session.ended, None
-        if ended is None or self.observing is None or self.trial:
-            return None
-        return partial(
-            self.observing.round_ended,
-            self.session.number,
-            self.draft,
-            self.target,
-            self.mark_ns,
-            ended.light().record,
-        )
+        if ended is not None and self.observing is not None and not self.trial:
+            self.observing.round_ended(
+                self.session.number, self.draft, self.target, at_ns, ended.light().record
+            )
 
     def over(self, now_ns: int) -> None:
         """The session has ended; what was handled since its last round belongs to none."""
@@ -288,21 +322,6 @@ class RunningRequest:
             self.observing.add_ours(
                 (("handle", self.mark_ns, now_ns - self.mark_ns),), self.session.number
             )
-
-    def _travelled(
-        self, worker: Worker, now_ns: int, travel_ns: int, spans: Sequence[Span]
-    ) -> None:
-        """Command and answer have been on their way for so long; when the worker began says which
-        of them was for how long, as far as its clock is known."""
-        if self.observing is None:
-            return
-        began_ns = min((start for _, start, _ in spans), default=0) - offset(worker.clock)
-        there_ns = min(max(0, began_ns - self.mark_ns), travel_ns)
-        number, round = self.session.number, self.session.round
-        back_ns = travel_ns - there_ns
-        self.observing.add_ours(
-            (("link", self.mark_ns, there_ns), ("link", now_ns - back_ns, back_ns)), number, round
-        )
 
     def _spend(self, account: Account, now_ns: int) -> None:
         """Put down the time since the mark to an account, and have whoever looks hear of it."""

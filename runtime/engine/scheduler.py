@@ -74,11 +74,11 @@ class Turns:
     the same number may have begun."""
     _sent: list[tuple[int, Command]] = field(default_factory=list)
     """The commands that `next` returned last, by session."""
-    _prompts: bool = False
+    prompted: bool = False
     """False if no prompt has been asked for since none was to be read."""
 
     def ask(self, session: int, command: Command) -> None:
-        self._prompts |= isinstance(command, Open | Feed)
+        self.prompted |= isinstance(command, Open | Feed)
         self.waiting.append((session, command))
 
     def postpone(self, session: int, command: Open | Feed) -> None:
@@ -114,12 +114,12 @@ class Turns:
     @property
     def reading(self) -> bool:
         """Return whether a prompt of any session is still to be read."""
-        if not self._prompts:
+        if not self.prompted:
             return False
-        self._prompts = any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(
+        self.prompted = any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(
             isinstance(c, Open | Feed) for _, c in self.waiting
         )
-        return self._prompts
+        return self.prompted
 
     def orders(self) -> Iterator[tuple[int, bool]]:
         """The sessions that are served next, in their order, and whether it is a proposal that each

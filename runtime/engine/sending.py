@@ -84,9 +84,10 @@ class CommandSender:
         elif isinstance(ask.command, Open | Feed) and self._can_wait(live, worker, ask.command):
             self._postpone(live, worker, ask.command)
         else:
-            if isinstance(ask.command, Draft | Feed):
-                worker.turns.resume(live.session.number)  # the prompt is read before
-            worker.turns.ask(live.session.number, ask.command)
+            number, turns = live.session.number, worker.turns
+            if number in turns.postponed and isinstance(ask.command, Draft | Feed):
+                turns.resume(number)  # the prompt is read before
+            turns.ask(number, ask.command)
             self.next(worker)
 
     def _can_wait(self, live: RunningRequest, worker: Worker, command: Open | Feed) -> bool:

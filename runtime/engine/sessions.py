@@ -90,12 +90,17 @@ class Sessions:
 
     def perform(self, live: RunningRequest, actions: Sequence[Action]) -> None:
         """Carry out what a session decided; nothing is raised."""
-        self.attempt(live, lambda: self._perform(live, actions))
+        try:
+            self._perform(live, actions)
+        except BaseException as error:
+            self.broken(live, error)
 
     def _perform(self, live: RunningRequest, actions: Sequence[Action]) -> None:
-        """Ask workers first, so that they begin: what clients and onlookers are told waits for
-        `settle`. At the end of the session they are told before."""
-        self._leave_untold(live, actions)
+        """Ask workers first, so that they begin: what clients and onlookers are told, and what is
+        learned, waits for `settle`. At the end of the session they are told before."""
+        if actions and not isinstance(actions[0], Ask):
+            live.untold.extend((action, live.mark_ns) for action in actions)
+            self._unsettled.append(live)
         over = live.session.state is State.DONE
         if over:
             self._settle(live)
@@ -106,28 +111,22 @@ class Sessions:
         if not over and not live.sent and not live.queued:
             live.waits(self._now_ns())
 
-    def _leave_untold(self, live: RunningRequest, actions: Sequence[Action]) -> None:
-        """Note what is to be told of a session once workers have been asked."""
-        if (report := live.round_report()) is not None:
-            live.untold.append(report)
-        live.untold.extend(
-            partial(self._replies.tell, live, action, live.mark_ns)
-            for action in actions
-            if not isinstance(action, Ask | NextRound)
-        )
-        if live.untold:
-            self._unsettled.append(live)
-
     def settle(self) -> None:
-        """Tell clients and onlookers what was left untold while workers were asked."""
+        """Tell clients and onlookers what was left untold while workers were asked, and learn from
+        the rounds that have ended."""
         while self._unsettled:
             live = self._unsettled.popleft()
             self.attempt(live, partial(self._settle, live))
 
     def _settle(self, live: RunningRequest) -> None:
         try:
+            if live.untold:
+                live.tell_round(live.untold[0][1])
             while live.untold:
-                live.untold.popleft()()
+                action, at_ns = live.untold.popleft()
+                if not isinstance(action, Ask | NextRound):
+                    self._replies.tell(live, action, at_ns)
+            live.learn()
         except BaseException:
             live.untold.clear()
             raise
@@ -136,38 +135,37 @@ class Sessions:
         """Begin a session's next round, with another draft if there is one that it should get."""
         joining = self._carry_out(self._moving.seek(live)) if self._moving.seeks(live) else None
         plan = self.plan(live) if joining is None and live.session.may_draft else None
-        if live.controller.sampled:
+        controller = live.controller
+        if controller.sampled:
             live.watch_reading()
-        return live.give(live.session.next_round, plan, joining, live.controller.idle)
+        return live.give(live.session.next_round, plan, joining, plan is None and controller.idle)
 
     def plan(self, live: RunningRequest) -> Plan | None:
         """Return how to draft for a session's next round."""
-        if live.draft is None:
+        if (draft := live.draft) is None:
             return None
-        session, controller = live.session, live.controller
+        session, controller, turns = live.session, live.controller, draft.turns
         load = self._census.load(live)
-        controller.begin_round(load)
+        drafting = controller.begin_round(load)
         if live.joining:
-            live.joining = live.draft.turns.busy_with(session.number)
-        if controller.idle:
+            live.joining = turns.busy_with(session.number)
+        if not drafting:
             return None
-        if not self._dispatch.can_draft(live):
-            return controller.plan(session.length, ready=False)
-        self._dispatch.resume(live)
+        if session.number in turns.postponed:
+            if not self._dispatch.can_draft(live):
+                return controller.plan(session.length, ready=False)
+            self._dispatch.resume(live)
         if session.holding:  # what the draft is yet to read comes with the next verdict
             return controller.plan(session.length, ready=False, patient=False)
-        ready = not live.draft.turns.busy_with(session.number)
         worth_waiting = session.round == 1 and controller.awaits_draft(
             session.length, session.new_tokens
         )
-        began_ns = self._observing.began_ns
-        free = load.alone or live.draft is live.target or not live.draft.turns.reading
-        plan = controller.plan(
-            session.length,
-            ready=(ready or worth_waiting) and free,
-            patient=not live.joining,
-        )
-        self._observing.finely("plan", began_ns, session)
+        ready = worth_waiting or not turns.busy_with(session.number)
+        free = load.alone or draft is live.target or not turns.reading
+        began_ns = self._observing.now_ns() if self._observing.fine else 0
+        plan = controller.plan(session.length, ready=ready and free, patient=not live.joining)
+        if began_ns:
+            self._observing.finely("plan", began_ns, session)
         return plan
 
     def fail(self, live: RunningRequest, error: RequestError) -> None:
@@ -184,6 +182,7 @@ class Sessions:
         """Forget a session that nobody waits for any more, here and on its workers, whatever state
         it was in."""
         live.untold.clear()
+        live.done = None
         aside(self._forget, live)
         aside(live.give, live.session.abandon)
         for role in ("target", "draft"):

@@ -29,9 +29,8 @@ from dovetail.protocol.messages import (
     VerifiedItem,
 )
 from dovetail.protocol.spans import Span
-from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.engine.draft_failures import FailingDrafts
-from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Lose, Say
+from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Free, Lose, Say
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.engine.scheduler import Owed
@@ -43,7 +42,7 @@ from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 from dovetail.runtime.telemetry.event_log import EventLog
-from dovetail.runtime.telemetry.metrics import Dropped, RoundTimes, extent_ns
+from dovetail.runtime.telemetry.metrics import Dropped, extent_ns
 
 log = logging.getLogger("dovetail.coordinator")
 E = TypeVar("E", Prefilled, Refed, Drafted)
@@ -87,7 +86,10 @@ class WorkerEvents:
         worker.silent = False
         worker.liveness.heard()
         try:
-            self._aside(worker, lambda: self._observing.event(worker, event))
+            try:
+                self._observing.event(worker, event)
+            except Exception:  # it changes nothing for anybody
+                log.exception("what %s says of its time could not be noted", worker.name)
             if (effects := self._take(worker, event, now_ns, size)) is not None:
                 yield from effects
         except StaleError:
@@ -109,13 +111,6 @@ class WorkerEvents:
         if (live := self._live.get(session)) is None:
             raise error
         yield Break(live, error)
-
-    def _aside(self, worker: Worker, note: Callable[[], None]) -> None:
-        """Note what is about no session; what goes wrong there changes nothing for anybody."""
-        try:
-            note()
-        except Exception:
-            log.exception("what %s says of its time could not be noted", worker.name)
 
     def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None] | None:
         match event:
@@ -221,6 +216,8 @@ class WorkerEvents:
             raise StaleError(
                 f"session {event.session} has done without the proposal of round {event.round}"
             )
+        if worker.turns.waiting and worker is not live.target:
+            yield Free(worker)  # it drafts for another session while this one's tree is handled
         worker.traffic.answered(size, 1)
         live.answered(worker, now_ns, size, event.spans)
         yield from self._sensible(live, worker, live.session.drafted, event)
@@ -252,7 +249,8 @@ class WorkerEvents:
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> Effects[None]:
         """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
         be or cannot be handled ends its session."""
-        self._aside(worker, lambda: self._passed(worker, event, size))
+        if worker.passing is not None:
+            self._passed(worker, event, size)
         for item, features in zip(event.items, _shares(event), strict=True):
             answer = Owed(Verified, item.round)
             try:
@@ -287,7 +285,7 @@ class WorkerEvents:
         spans: Sequence[Span],
     ) -> Effects[None]:
         live.answered(worker, now_ns, size, spans)
-        times = self._learn(live, item)
+        times = live.end_round(item, self._census.load(live))
         if not live.session.readable(item, features):
             yield from self._go_on_alone(
                 live,
@@ -296,41 +294,25 @@ class WorkerEvents:
                 f"{len(item.accepted)}",
             )
         yield Follow(live, live.give(live.session.verified, item, features, times))
-        yield from self._relieve(live)
+        if live.session.held_bytes > MAX_HELD_BYTES:
+            yield from self._relieve(live)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
-        """Remember what the pass took that these are the first verdicts of."""
-        if worker.passing is not None and any(
-            item.session in worker.turns.owed for item in event.items
-        ):
-            rows, context = worker.passing
-            worker.passing = None
+        """Remember what the pass took that these are the first verdicts of; what goes wrong there
+        changes nothing for anybody."""
+        owed = worker.turns.owed
+        if worker.passing is None or not any(item.session in owed for item in event.items):
+            return
+        (rows, context), worker.passing = worker.passing, None
+        try:
             worker.traffic.answered(size, len(event.items))
             worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
-
-    def _learn(self, live: RunningRequest, item: VerifiedItem) -> RoundTimes:
-        """A round has ended: what it cost and brought says how the next is drafted."""
-        times, session = live.round_ended(), live.session
-        live.controller.count_prediction()
-        if not live.controller.sampled:
-            return times
-        done = Round(
-            times,
-            session.length,
-            1 + len(item.accepted),
-            session.verifying,
-            session.proposal,
-            live.other_rows,
-            self._census.load(live),
-            live.disturbed(),
-            live.unread,
-        )
-        live.controller.learn(done)
-        return times
+        except Exception:
+            log.exception("what a pass of %s took could not be noted", worker.name)
 
     def _relieve(self, live: RunningRequest) -> Effects[None]:
         """A draft that has not been asked for long would have too much to catch up with."""
-        if live.session.held_bytes > MAX_HELD_BYTES and live.session.state is not State.DONE:
+        if live.session.state is not State.DONE:
             yield Say(
                 f"session {live.session.number} gives its draft up: "
                 f"{live.session.held_bytes >> 20} MiB of features wait for it"

@@ -121,7 +121,7 @@ class Worker:
     @property
     def available(self) -> bool:
         """Return whether it may be given sessions."""
-        return self.serves and not (self.stuck or self.silent)
+        return not (self.standby or self.leaving or self.stuck or self.silent)
 
     @property
     def serves(self) -> bool:

@@ -103,12 +103,12 @@ class Session(OpeningSession):
     @property
     def verifying(self) -> int:
         """Return how many nodes the target is asked for, or was."""
-        return len(self._tree)
+        return len(self._tree.tokens)
 
     @property
     def scores(self) -> Sequence[float]:
         """Return the scores of these nodes."""
-        return self.proposal.scores[: len(self._tree)] if self.proposal is not None else ()
+        return self.proposal.scores[: len(self._tree.tokens)] if self.proposal is not None else ()
 
     def readable(self, item: VerifiedItem, features: Array | None) -> bool:
         """Return whether the features that came with a verdict, or came not, are what the draft
@@ -136,7 +136,7 @@ class Session(OpeningSession):
     def sent(self, nodes: int) -> list[Action]:
         """The first so many nodes of the proposal have gone to the target: the verdict is about
         these."""
-        if nodes < len(self._tree):
+        if nodes < len(self._tree.tokens):
             self._tree = self._tree.prefix(nodes)
         return []
 
@@ -171,18 +171,18 @@ class Session(OpeningSession):
         times: RoundTimes | None,
     ) -> list[Action]:
         """End a round in which these nodes were accepted; `tokens` are theirs and the bonus."""
+        before, drafted = len(self.tokens), len(self._tree.tokens)
         ended = RoundFacts(
             self.round,
             self.length,
             self.proposal,
-            len(self._tree),
+            drafted,
             accepted,
             tokens[-1],
             times or RoundTimes(),
         )
         if self.draft_sync is not None:
             self.draft_sync.committed(accepted, tokens[-1], features, ordered=self._ordered)
-        before, drafted = len(self.tokens), len(self._tree)
         actions = self._commit(tokens, margins, logprobs, drafted=len(accepted))
         committed = len(self.tokens) - before
         self.accounts.verdict(drafted, min(len(accepted), committed))

@@ -30,7 +30,7 @@ from dovetail.protocol.messages import (
     SeenWorker,
     Verified,
 )
-from dovetail.protocol.spans import ClockOffset, Span
+from dovetail.protocol.spans import Span
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.text.tokenizer import Writer
@@ -135,7 +135,8 @@ class EventLog:
         spans, beside = getattr(event, "spans", ()), getattr(event, "beside", ())
         if not spans and not beside:
             return
-        name, device, offset_ns = worker.name, worker.hello.device, offset(worker.clock)
+        hello, offset_ns = worker.hello, worker.clock.ahead_ns
+        name, device = hello.name, hello.device
         if spans and isinstance(event, Verified):
             about = [(item.session, item.round) for item in event.items]
             session, round = about[0] if len(about) == 1 else (None, None)
@@ -182,7 +183,8 @@ class EventLog:
         self._number += len(spans)
         batch = _Batch(self._number, process, device, session, round, offset_ns, spans, shared)
         self._ring.append(batch)
-        self._trim()
+        if self._number - self._gone > MAX_HELD:
+            self._trim()
         if self._traces:
             about: Sequence[tuple[int | None, int | None]] = shared or [(session, round)]
             for traced, its_round in about:
@@ -275,11 +277,11 @@ class Timed:
     def __init__(self, detokenizer: Writer, observing: EventLog, session: Session) -> None:
         self._detokenizer, self._observing, self._session = detokenizer, observing, session
 
-    def push(self, token: int) -> str:
+    def push(self, *tokens: int) -> str:
         if not self._observing.fine:
-            return self._detokenizer.push(token)
+            return self._detokenizer.push(*tokens)
         began_ns = self._observing.began_ns
-        text = self._detokenizer.push(token)
+        text = self._detokenizer.push(*tokens)
         self._observing.finely("detokenise", began_ns, self._session)
         return text
 
@@ -292,12 +294,6 @@ class Timed:
 
     def flush(self) -> str:
         return self._detokenizer.flush()
-
-
-def offset(clock: ClockOffset) -> int:
-    """Return how far a worker's clock is ahead of ours: as was measured, or not at all where that
-    may be."""
-    return 0 if abs(clock.offset_ns) <= clock.bound_ns else clock.offset_ns
 
 
 def _on_ours(peer_ns: int, offset_ns: int) -> int:
@@ -333,7 +329,7 @@ def _seen_worker(worker: Worker, waiting: Waits) -> SeenWorker:
         cores=hello.cores,
         node=bound[1] if bound else "",
         busy_ns=probed.busy_ns if probed is not None else 0,
-        at_ns=_on_ours(probed.clock_ns, offset(clock)) if probed is not None else 0,
+        at_ns=_on_ours(probed.clock_ns, clock.ahead_ns) if probed is not None else 0,
         clock_bound_ns=clock.bound_ns if clock.known else None,
         waiting=waiting,
     )

@@ -63,7 +63,7 @@ class Second:
         self.accepted += accepted
         self.plain += not record.verified
         self.hits += record.hit and record.verified > 0
-        count_depths(self.at_depth, accepted)
+        count_depths(accepted, self.at_depth)
         self.drafting_ns[seen.draft] += record.draft_ns
         for place, part in enumerate(PARTS):
             self.parts_ns[place] += getattr(record, f"{part}_ns")

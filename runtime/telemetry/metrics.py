@@ -153,12 +153,6 @@ class Tally:
         """Tokens that a round of the requests that have ended committed; None before any."""
         return self.round_tokens / self.rounds if self.rounds else None
 
-    def verdict(self, drafted: int, accepted: int) -> None:
-        self.drafts += drafted > 0
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        count_depths(self.accepted_at_depth, accepted)
-
     def totals(
         self, *, draft_failures: int, opening: int, waiting: int, kept: int, occupied: float
     ) -> Totals:
@@ -193,11 +187,13 @@ class Dropped:
     """They broke the protocol, or came from somebody who was not let in."""
 
 
-def count_depths(at_depth: list[int], accepted: int) -> None:
-    """A round accepted a node at each of so many depths."""
-    at_depth.extend([0] * (accepted - len(at_depth)))
-    for depth in range(accepted):
-        at_depth[depth] += 1
+def count_depths(accepted: int, *counts: list[int]) -> None:
+    """Count a round that accepted a node at each of so many depths in all of these counts, by
+    depth."""
+    for at_depth in counts:
+        at_depth.extend([0] * (accepted - len(at_depth)))
+        for depth in range(accepted):
+            at_depth[depth] += 1
 
 
 @dataclass
@@ -229,12 +225,13 @@ class Accounts:
     def add(self, account: Account, duration_ns: int) -> None:
         self.ns[account] += duration_ns
 
-    def reply(self, account: Account, waited_ns: int, spans: Sequence[Span]) -> int:
-        """Split the time between a command and its answer into work and transport; returns the
-        work."""
+    def reply(self, account: Account, waited_ns: int, spans: Sequence[Span], size: int) -> int:
+        """Split the time between a command and its answer, of `size` bytes, into work and
+        transport; returns the work."""
         worked = min(extent_ns(spans), waited_ns)
         self.ns[account] += worked
         self.ns["transport"] += waited_ns - worked
+        self.bytes += size
         return worked
 
     def proposal(self, drafted: Drafted) -> None:
@@ -258,12 +255,15 @@ class Accounts:
 
     def verdict(self, drafted: int, accepted: int) -> None:
         """One target pass: `accepted` of its drafted nodes were committed."""
+        tally = self.tally
         self.rounds += 1
         self.plain += drafted == 0
         self.drafted += drafted
         self.accepted += accepted
-        count_depths(self.accepted_at_depth, accepted)
-        self.tally.verdict(drafted, accepted)
+        tally.drafts += drafted > 0
+        tally.drafted_tokens += drafted
+        tally.accepted_tokens += accepted
+        count_depths(accepted, self.accepted_at_depth, tally.accepted_at_depth)
 
     def figures(self, now_ns: int, completion_tokens: int) -> dict[str, Any]:
         """The measured fields of `messages.Result`, in seconds and shares."""

@@ -27,6 +27,8 @@ MAX_GROWTH = 64
 two."""
 LARGEST_ID = (1 << 32) - 1
 """That the tokenizers library takes for one."""
+_STOP: FinishReason = "stop"
+_LENGTH: FinishReason = "length"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -148,8 +150,8 @@ class Writer(Protocol):
         """Characters that the last token completed, and that a later one may still replace: they
         have not been returned."""
 
-    def push(self, token: int, /) -> str:
-        """The text that a token completes."""
+    def push(self, *tokens: int) -> str:
+        """Return the text that these tokens complete."""
 
     def peek(self) -> str:
         """Return what `flush` would bring now."""
@@ -172,13 +174,13 @@ class Detokenizer:
         self._special = special_tokens(tokenizer) if special is None else special
         self._stages = open_stages(_decoder_spec(tokenizer), _library, BYTE_OF_LETTER)
 
-    def push(self, token: int) -> str:
-        """The text that this token completes, often a word, sometimes nothing yet."""
-        spelt = self._tokenizer.id_to_token(token) if 0 <= token <= LARGEST_ID else None
-        return (
-            ""
-            if spelt is None or spelt in self._special
-            else through(self._stages, ((spelt, True),))
+    def push(self, *tokens: int) -> str:
+        """Return the text that these tokens complete, of one often a word, sometimes nothing
+        yet."""
+        spell, special = self._tokenizer.id_to_token, self._special
+        spelt = [spell(token) if 0 <= token <= LARGEST_ID else None for token in tokens]
+        return through(
+            self._stages, [(one, True) for one in spelt if one is not None and one not in special]
         )
 
     def flush(self) -> str:
@@ -239,22 +241,24 @@ class ReplyText:
     def read(self, tokens: Sequence[int], room: int) -> tuple[int, str, FinishReason | None]:
         """Return how many of these tokens belong to the reply, the text that they complete, and
         why the reply ends with them, if it does. `room`: tokens that it may still have."""
-        shown, writer = "", self.detokenizer
-        for count, token in enumerate(tokens, 1):
+        kept, reason = tokens[:room], _LENGTH if len(tokens) >= room else None
+        count, writer = len(kept), self.detokenizer
+        for place, token in enumerate(kept):
             if token in self._end:
-                return count, shown, "stop"
-            text, stopped = writer.push(token), False
-            if self._stopping:
-                text, stopped = self._stops.push(text)
-                if not stopped and self._stops.foresees(writer.fresh):
-                    more, stopped = self._stops.peek(writer.peek())
-                    text += more if stopped else ""
+                kept, reason, count = kept[:place], _STOP, place + 1
+                break
+        if not self._stopping:
+            return count, writer.push(*kept), reason
+        shown = ""
+        for place, token in enumerate(kept, 1):
+            text, stopped = self._stops.push(writer.push(token))
+            if not stopped and self._stops.foresees(writer.fresh):
+                more, stopped = self._stops.peek(writer.peek())
+                text += more if stopped else ""
             shown += text
             if stopped:
-                return count, shown, "stop"
-            if count >= room:
-                return count, shown, "length"
-        return len(tokens), shown, None
+                return place, shown, _STOP
+        return count, shown, reason
 
     def show(self, text: str) -> None:
         """Note what the client is told."""

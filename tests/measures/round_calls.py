@@ -6,8 +6,10 @@ A real coordinator decodes with scripted workers in virtual time. Calls are coun
 `sys.setprofile`, from the arrival of a verdict until the next Draft is sent, and from the arrival
 of a proposal until its Verify is sent. A call is one of a named function in protocol or runtime; a
 move is a call from one of these files into another, and returns are counted beside it. Microseconds
-are those of `Coordinator.pump` from one verdict to the next, without profiling, a session in the
-pass. Counts are exact; times are of this machine at this hour.
+are the coordinator's processor time from one verdict to the next, without profiling, for each
+session in the pass: those that a worker waits for, from the arrival of an answer until the first
+command behind it leaves, and all of them, with what is done while workers compute. Counts are
+exact; times are of this machine at this hour.
 """
 
 import importlib.util
@@ -108,25 +110,33 @@ def count(prompt: int) -> dict[type, list[Calls]]:
     return {kind: several[WARM:] for kind, several in found.items()}
 
 
-def spend(sessions: int, prompt: int) -> list[float]:
-    """Microseconds of the coordinator's processor time a session, for every round with all of them
-    in its pass."""
-    house, found = crowd(), list[float]()
-    pump = house.hub.pump
-    spent_ns = passes = items = 0
+def spend(sessions: int, prompt: int) -> list[tuple[float, float]]:
+    """Microseconds of the coordinator's processor time a session, until workers were asked and in
+    all, for every round with all of them in its pass."""
+    house, found = crowd(), list[tuple[float, float]]()
+    pump, send = house.hub.pump, house.hub.send
+    spent_ns = waited_ns = passes = items = 0
+    began_ns = asked_ns = 0
 
     def timed() -> None:
-        nonlocal spent_ns, passes, items
+        nonlocal spent_ns, waited_ns, passes, items, began_ns, asked_ns
         event = arriving(house)
         if isinstance(event, Verified):
             if items == len(event.items) == sessions and passes > WARM:
-                found.append(spent_ns / sessions / 1000)
-            spent_ns, passes, items = 0, passes + 1, len(event.items)
-        began_ns = time.thread_time_ns()
+                found.append((waited_ns / sessions / 1000, spent_ns / sessions / 1000))
+            spent_ns, waited_ns, passes, items = 0, 0, passes + 1, len(event.items)
+        asked_ns, began_ns = 0, time.thread_time_ns()
         pump()
         spent_ns += time.thread_time_ns() - began_ns
+        waited_ns += asked_ns
 
-    house.hub.pump = timed
+    def noted(peer: bytes, frames: Sequence[bytes]) -> None:
+        nonlocal asked_ns
+        if peer != CLIENT and not asked_ns:
+            asked_ns = time.thread_time_ns() - began_ns
+        send(peer, frames)
+
+    house.hub.pump, house.hub.send = timed, noted  # type: ignore[method-assign]
     house.run(sessions, 200, tree=FIXED, prompt=prompt)
     return found
 
@@ -149,8 +159,9 @@ def main() -> None:
         say(f"{name:34}{calls:8.0f}{files:8.0f}{moves:8.0f}{returns:9.0f}{len(rounds):8}")
     for sessions in (1, 8):
         times = [us for prompt in PROMPTS for us in spend(sessions, prompt)]
-        name = f"us a session, {sessions} in a pass"
-        say(f"{name:34}{statistics.median(times):8.0f}{'':25}{len(times):8}")
+        for what, several in zip(("waited for", "in all"), zip(*times, strict=True), strict=True):
+            name = f"us a session, {sessions} in a pass, {what}"
+            say(f"{name:42}{statistics.median(several):8.0f}{'':17}{len(several):8}")
 
 
 if __name__ == "__main__":

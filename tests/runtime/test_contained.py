@@ -27,10 +27,10 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.engine import outgoing as post
+from dovetail.runtime.engine import worker_events
 from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.engine.worker_events import WorkerEvents
 from dovetail.runtime.fleet.liveness import DEAF
 from dovetail.runtime.fleet.steps import Change
 from dovetail.runtime.record.recorder import Recorder
@@ -222,12 +222,12 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
     [
         in_live(RunningRequest, "answered", KeyError("x")),
         in_live(RunningRequest, "left", KeyError("x")),
-        in_live(RunningRequest, "round_report", Panic("x")),
+        in_live(RunningRequest, "tell_round", Panic("x")),
         in_live(RunningRequest, "over", KeyError("x")),
         in_live(RunningRequest, "round_ended", KeyError("x")),
         in_live(RunningRequest, "awaits", KeyError("x")),
-        in_live(WorkerEvents, "_relieve", KeyError("x")),
-        in_live(WorkerEvents, "_learn", AssertionError()),
+        in_live(RunningRequest, "end_round", KeyError("x")),
+        in_live(RunningRequest, "learn", AssertionError()),
         in_live(CommandSender, "ask", KeyError("x")),
         in_controller("learn", ZeroDivisionError()),
         in_controller("plan", ZeroDivisionError()),
@@ -237,11 +237,11 @@ def test_so_does_every_other_step(name: str, reads: bool, monkeypatch: pytest.Mo
     ids=[
         "answered",
         "left",
-        "round_report",
+        "tell_round",
         "over",
         "round_ended",
         "awaits",
-        "relieve",
+        "end_round",
         "learn",
         "ask",
         "controller-learn",
@@ -350,7 +350,7 @@ def test_an_observer_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(EventLog, "event", fail)
-        patch.setattr(WorkerEvents, "_passed", fail)
+        patch.setattr(worker_events, "extent_ns", fail)
         assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     check_clean(house)
 

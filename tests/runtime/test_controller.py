@@ -47,7 +47,15 @@ def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Co
         controller.sends(100, PROPOSAL.scores, other_rows + 3)
         times = RoundTimes(verify_ns=(other_rows + 3) * ROW_NS, target_queue_ns=queue_ns)
         controller.learn(
-            Round(times, 100, tokens, verified=3, drafted=PROPOSAL, other_rows=other_rows)
+            Round(
+                times,
+                100,
+                tokens,
+                verified=3,
+                drafted=PROPOSAL,
+                other_rows=other_rows,
+                begun=controller.end_round(),
+            )
         )
     return controller
 
@@ -143,6 +151,7 @@ def test_a_head_grows_ahead_where_that_saves_more_time_than_guesses_from_guesses
                 3,
                 verified=3,
                 drafted=PROPOSAL,
+                begun=controller.end_round(),
             )
         )
     plan = controller.plan(100)

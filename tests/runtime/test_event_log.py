@@ -29,7 +29,7 @@ from dovetail.protocol.spans import NAMES, ClockOffset, Span
 from dovetail.runtime.client import Client
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.telemetry.event_log import LATEST_NS, LOOKED_NS, MAX_HELD, EventLog, offset
+from dovetail.runtime.telemetry.event_log import LATEST_NS, LOOKED_NS, MAX_HELD, EventLog
 from support.houses import PROMPT, House, pumped
 from support.scripted import ScriptedDraft, hello
 
@@ -221,7 +221,7 @@ def test_the_spans_of_another_machine_stand_where_they_were_within_the_bound(
     now = 10**13
     clock = ClockOffset()
     clock.add(now, now + there_ns + ahead, now + there_ns + back_ns)
-    shown = now + ahead - offset(clock)
+    shown = now + ahead - clock.ahead_ns
     assert abs(shown - now) <= 2 * clock.bound_ns + 2
     if abs(ahead) > 2 * clock.bound_ns + 2:
         assert abs(shown - now) <= clock.bound_ns + 1
@@ -263,7 +263,7 @@ def test_processes_that_may_have_one_clock_have_one() -> None:
     clock = ClockOffset()
     clock.add(0, 70_000, 100_000)
     assert clock.offset_ns == 20_000
-    assert offset(clock) == 0
+    assert clock.ahead_ns == 0
 
 
 # -- a coordinator ---------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ def test_extent_reaches_from_the_first_start_to_the_last_end() -> None:
 
 def test_a_reply_is_split_into_work_and_transport() -> None:
     accounts = Accounts(0)
-    accounts.reply("verify", 100, [("verify", 5, 70)])
+    accounts.reply("verify", 100, [("verify", 5, 70)], 0)
     assert (accounts.ns["verify"], accounts.ns["transport"]) == (70, 30)
-    accounts.reply("verify", 50, [("verify", 5, 70)])
+    accounts.reply("verify", 50, [("verify", 5, 70)], 0)
     assert (accounts.ns["verify"], accounts.ns["transport"]) == (120, 30)
 
 

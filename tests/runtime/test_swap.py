@@ -147,7 +147,9 @@ def test_a_draft_that_is_not_asked_at_this_load_is_in_place_before_the_sessions_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for judged in ("drafting", "untried"):
-        monkeypatch.setattr(OnOff, judged, property(lambda _: False))
+        monkeypatch.setattr(
+            OnOff, judged, property(lambda _: False, lambda *_: None), raising=False
+        )
     scene = Scene()
     old, newcomer = scene.house.draft, scene.newcomer(ScriptedDraft)
     scene.begin(steps=30, tree=TreeSettings(policy="goodput"))
