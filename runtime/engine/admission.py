@@ -5,16 +5,13 @@ import logging
 
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
-from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import MAX_STRIKES, Event, Failed, Hello, Welcome
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.engine.client_requests import refusal
 from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone
 from dovetail.runtime.engine.outgoing import Outgoing
-from dovetail.runtime.engine.service import Service
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.telemetry.metrics import Dropped
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -25,11 +22,9 @@ LOST_KEY = "lost its key"
 class Admission:
     """Decides who is listened to."""
 
-    def __init__(
-        self, hub: Hub, post: Outgoing, service: Service, registry: Registry, dropped: Dropped
-    ) -> None:
-        self._hub, self._post, self._service = hub, post, service
-        self._registry, self._dropped = registry, dropped
+    def __init__(self, shared: Shared, post: Outgoing) -> None:
+        self._hub, self._post, self._service = shared.hub, post, shared.service
+        self._registry, self._dropped = shared.registry, shared.dropped
         self._strikes: dict[bytes, int] = {}
 
     def strike(self, peer: bytes, error: ProtocolError) -> Effects[None]:

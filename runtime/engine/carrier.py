@@ -34,8 +34,8 @@ from dovetail.runtime.engine.effects import (
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.sessions import Sessions
+from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.session.request import Request
 
 T = TypeVar("T")

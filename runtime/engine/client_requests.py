@@ -6,7 +6,7 @@ Knows who may ask what; what becomes of a session is the coordinator's business.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from dovetail.protocol.errors import RequestError, StaleError
@@ -31,16 +31,12 @@ from dovetail.runtime.engine import effects
 from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.requests import attempt
-from dovetail.runtime.engine.running import RunningRequest, waits
-from dovetail.runtime.engine.service import Service
-from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.engine.running import waits
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
-from dovetail.runtime.telemetry.metrics import Tally
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -54,28 +50,18 @@ class ClientRequests:
 
     def __init__(
         self,
-        service: Service,
-        live: Mapping[int, RunningRequest],
-        registry: Registry,
-        placement: Placement,
-        moving: Moving,
-        changes: Changes,
-        observing: EventLog,
-        tally: Tally,
-        *,
-        user: Callable[[ClientPeer], PeerKey | None],
+        shared: Shared,
         report: Callable[[], Reported],
     ) -> None:
-        """`live`: the sessions by their numbers; `user`: the key that a client has shown, None over
-        ipc; `report`: the answer to Status."""
-        self._service, self._live, self._registry = service, live, registry
-        self._placement, self._user, self._report = placement, user, report
-        self._moving, self._changes, self._observing, self._tally = (
-            moving,
-            changes,
-            observing,
-            tally,
-        )
+        """`report`: the answer to Status."""
+        self._hub, self._service, self._live = shared.hub, shared.service, shared.live
+        self._registry, self._placement = shared.registry, shared.placement
+        self._moving, self._changes, self._tally = shared.moving, shared.changes, shared.tally
+        self._observing, self._report = shared.observing, report
+
+    def _user(self, client: ClientPeer) -> PeerKey | None:
+        """Return the key that a client has shown; None over ipc."""
+        return self._hub.user(client.peer)
 
     def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> Effects[None]:
         """Handle a request; `StaleError` where it is another incarnation's."""

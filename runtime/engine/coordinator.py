@@ -33,7 +33,6 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.admission import Admission
 from dovetail.runtime.engine.carrier import Carrier, Elsewhere
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
-from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Outgoing
@@ -41,15 +40,17 @@ from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.sessions import Sessions
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.engine.worker_events import WorkerEvents
+from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
@@ -98,18 +99,39 @@ class Coordinator:
         self._placement = Placement(
             self.registry, self.epoch, reuse=settings.reuse, say=self.decide
         )
+        self._moving = Moving(
+            self.service,
+            self._live,
+            self.registry,
+            self._placement,
+            self._failing,
+            settings,
+            clock_ns,
+        )
+        self._changes = Changes(
+            self.epoch, self._live, self.registry, self._placement, self._moving, clock_ns
+        )
         self._open_rooms(later)
 
     def _open_rooms(self, later: Later) -> None:
-        """Make the parts that decide, and those that send."""
-        settings, live, registry = self._settings, self._live, self.registry
-        self._moving = Moving(
-            self.service, live, registry, self._placement, self._failing, settings, self.now_ns
+        """Make the parts that take messages, and those that send."""
+        shared = Shared(
+            self._hub,
+            self._settings,
+            self.service,
+            self._live,
+            self._census,
+            self.registry,
+            self._placement,
+            self._failing,
+            self._moving,
+            self._changes,
+            self._observing,
+            self._tally,
+            self._dropped,
+            self.now_ns,
         )
-        self._changes = Changes(
-            self.epoch, live, registry, self._placement, self._moving, self.now_ns
-        )
-        self._post = Outgoing(
+        post = self._post = Outgoing(
             self._hub,
             self._observing,
             later,
@@ -119,102 +141,37 @@ class Coordinator:
             client_deaf=lambda client: self._peers.client_deaf(client),
             unsaid=lambda client, request, error: self._peers.unsaid(client, request, error),
         )
-        self._admission = Admission(self._hub, self._post, self.service, registry, self._dropped)
-        self._replies = Replies(
-            self.epoch,
-            self._post,
-            self._failing,
-            self._changes,
-            self._observing,
-            self._tally,
-            self.now_ns,
-        )
+        self._admission = Admission(shared, post)
         self._dispatch = CommandSender(
-            self._post,
-            live,
-            self._census,
-            registry,
-            reuse=settings.reuse,
-            broken=lambda live, error: self._sessions.broken(live, error),
+            shared, post, lambda live, error: self._sessions.broken(live, error)
         )
         self._sessions = Sessions(
-            self.epoch,
-            live,
-            self._census,
-            registry,
-            self._moving,
+            shared,
             self._dispatch,
-            self._post,
-            self._replies,
-            self._observing,
-            self._tally,
+            post,
+            Replies(shared, post),
             carry_out=self.carry_out,
             begun=self._begun,
-            clock_ns=self.now_ns,
         )
-        self._answers = WorkerEvents(
-            self.epoch,
-            live,
-            self._census,
-            registry,
-            self._moving,
-            self._failing,
-            self._changes,
-            self._observing,
-            self._dropped,
-        )
-        self._status = Status(
-            self._hub,
-            self.service,
-            live,
-            registry,
-            self._placement,
-            self._failing,
-            self._moving,
-            self._changes,
-            self._tally,
-            self._dropped,
-            clock_ns=self.now_ns,
-            attempt=self._sessions.attempt,
-        )
+        self._answers = WorkerEvents(shared)
+        self._intake = ClientRequests(shared, self.report)
+        self._status = Status(shared, self._sessions.attempt)
         self._peers = Peers(
-            self._hub,
-            self._post,
-            self.service,
-            registry,
+            shared,
+            post,
             self._admission,
             self._sessions,
-            self._census,
             self._dispatch,
-            self._placement,
-            self._moving,
-            self._changes,
-            self._failing,
             self._status,
-            self._tally,
-            settings,
             carry_out=self.carry_out,
             decide=self.decide,
-            clock_ns=self.now_ns,
-        )
-        self._intake = ClientRequests(
-            self.service,
-            live,
-            registry,
-            self._placement,
-            self._moving,
-            self._changes,
-            self._observing,
-            self._tally,
-            user=lambda client: self._hub.user(client.peer),
-            report=self.report,
         )
         self._carrier = Carrier(
             self.service,
             self._sessions,
             self._peers,
             self._dispatch,
-            self._post,
+            post,
             decide=self.decide,
             defer=lambda work, done: self._defer(work, done),
             resume=self._resume,

@@ -7,27 +7,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import ParamSpec
 
-from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Drain, Failed, Probe, Welcome
-from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.admission import LOST_KEY, Admission
 from dovetail.runtime.engine.client_requests import refusal
-from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, fault
 from dovetail.runtime.engine.outgoing import Outgoing
-from dovetail.runtime.engine.running import Census
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.engine.service import Service
 from dovetail.runtime.engine.sessions import CarryOut, Sessions
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.status import Status
+from dovetail.runtime.fleet.draft_failures import note_failure
 from dovetail.runtime.fleet.liveness import DEAF, LEAST_S
-from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.replacement import Changes
-from dovetail.runtime.telemetry.metrics import Tally
 
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
@@ -38,33 +30,24 @@ class Peers:
 
     def __init__(
         self,
-        hub: Hub,
+        shared: Shared,
         post: Outgoing,
-        service: Service,
-        registry: Registry,
         admission: Admission,
         sessions: Sessions,
-        census: Census,
         dispatch: CommandSender,
-        placement: Placement,
-        moving: Moving,
-        changes: Changes,
-        failing: FailingDrafts,
         status: Status,
-        tally: Tally,
-        settings: CoordinatorSettings,
         *,
         carry_out: CarryOut,
         decide: Callable[[str], None],
-        clock_ns: Callable[[], int],
     ) -> None:
         """`decide` tells and keeps a sentence for `status`."""
-        self._hub, self._post, self._service, self._registry = hub, post, service, registry
-        self._admission, self._sessions, self._census = admission, sessions, census
-        self._dispatch, self._placement, self._moving = dispatch, placement, moving
-        self._changes, self._failing, self._status = changes, failing, status
-        self._tally, self._settings, self._carry_out = tally, settings, carry_out
-        self._decide, self._now_ns = decide, clock_ns
+        self._hub, self._service, self._registry = shared.hub, shared.service, shared.registry
+        self._census, self._placement, self._moving = shared.census, shared.placement, shared.moving
+        self._changes, self._failing, self._tally = shared.changes, shared.failing, shared.tally
+        self._settings, self._now_ns = shared.settings, shared.now_ns
+        self._post, self._admission, self._sessions = post, admission, sessions
+        self._dispatch, self._status = dispatch, status
+        self._carry_out, self._decide = carry_out, decide
         self._gone: deque[tuple[Worker, str]] = deque()
         """Workers that are no longer registered and whose sessions have not been seen to, each with
         what became of it."""

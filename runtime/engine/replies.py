@@ -1,16 +1,11 @@
 """Replies to the client of a session: tokens and text, log-probabilities of the prompt, records
 of rounds, and how it ended."""
 
-from collections.abc import Callable
-
 from dovetail.protocol.messages import Emitted, Finished, PromptScored, Recorded
-from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.session.actions import Action, Emit, Finish, Note, Score
-from dovetail.runtime.telemetry.event_log import EventLog
-from dovetail.runtime.telemetry.metrics import Tally
 
 
 class Replies:
@@ -18,17 +13,12 @@ class Replies:
 
     def __init__(
         self,
-        epoch: int,
+        shared: Shared,
         post: Outgoing,
-        failing: FailingDrafts,
-        changes: Changes,
-        observing: EventLog,
-        tally: Tally,
-        clock_ns: Callable[[], int],
     ) -> None:
-        """`epoch`: the coordinator's."""
-        self._epoch, self._post, self._failing, self._changes = epoch, post, failing, changes
-        self._observing, self._tally, self._now_ns = observing, tally, clock_ns
+        self._epoch, self._post, self._failing = shared.epoch, post, shared.failing
+        self._changes, self._observing = shared.changes, shared.observing
+        self._tally, self._now_ns = shared.tally, shared.now_ns
 
     def tell(self, live: RunningRequest, action: Action, at_ns: int) -> None:
         """Tell a session's client of an action of the time `at_ns` that it is to hear of."""

@@ -6,7 +6,7 @@ Whose turn it is `scheduler.py` knows, what a pass costs `costs/`, how many node
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dovetail.protocol.messages import (
     MAX_SESSIONS,
@@ -23,9 +23,9 @@ from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
-from dovetail.runtime.engine.running import JOIN_WORTH, Census, RunningRequest
+from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
@@ -45,18 +45,15 @@ class CommandSender:
 
     def __init__(
         self,
+        shared: Shared,
         post: Outgoing,
-        live: Mapping[int, RunningRequest],
-        census: Census,
-        registry: Registry,
-        *,
-        reuse: bool,
         broken: Callable[[RunningRequest, BaseException], None],
     ) -> None:
-        """`live`: the sessions by their numbers; `reuse`: whether workers keep what they have of
-        ended ones."""
-        self._post, self._registry, self._reuse, self._broken = post, registry, reuse, broken
-        self._live, self._census = live, census
+        """`broken` ends a session for a fault of ours."""
+        self._live, self._census, self._registry = shared.live, shared.census, shared.registry
+        self._reuse = shared.settings.reuse
+        """True if workers keep what they have of ended sessions."""
+        self._post, self._broken = post, broken
 
     def ask(self, live: RunningRequest, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn. If the session ends at one of the commands, the

@@ -17,15 +17,12 @@ from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import as_raised, aside, fault, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.replies import Replies
-from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.actions import Action, Ask, NextRound
 from dovetail.runtime.session.state import State
-from dovetail.runtime.telemetry.event_log import EventLog
-from dovetail.runtime.telemetry.metrics import Tally
 
 log = logging.getLogger("dovetail.coordinator")
 T = TypeVar("T")
@@ -42,26 +39,20 @@ class Sessions:
 
     def __init__(
         self,
-        epoch: int,
-        live: dict[int, RunningRequest],
-        census: Census,
-        registry: Registry,
-        moving: Moving,
+        shared: Shared,
         dispatch: CommandSender,
         post: Outgoing,
         replies: Replies,
-        observing: EventLog,
-        tally: Tally,
         *,
         carry_out: CarryOut,
         begun: Callable[[RunningRequest], None],
-        clock_ns: Callable[[], int],
     ) -> None:
-        """`live`: the sessions by their numbers; `begun` hears of each before its first event."""
-        self._epoch, self._live, self._census, self._registry = epoch, live, census, registry
-        self._moving, self._dispatch, self._post, self._replies = moving, dispatch, post, replies
-        self._observing, self._tally, self._begun = observing, tally, begun
-        self._carry_out, self._now_ns = carry_out, clock_ns
+        """`begun` hears of each session before its first event."""
+        self._epoch, self._live, self._census = shared.epoch, shared.live, shared.census
+        self._registry, self._moving, self._tally = shared.registry, shared.moving, shared.tally
+        self._observing, self._now_ns = shared.observing, shared.now_ns
+        self._dispatch, self._post, self._replies = dispatch, post, replies
+        self._carry_out, self._begun = carry_out, begun
         self._unsettled: deque[RunningRequest] = deque()
 
     @property

@@ -2,9 +2,8 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     MAX_DECISIONS,
     MAX_FAULTS,
@@ -14,16 +13,10 @@ from dovetail.protocol.messages import (
     Role,
     Totals,
 )
-from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.engine.service import Service
-from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.state import State
-from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
 WORKER_ROLES: tuple[Role, ...] = ("target", "draft")
 DRAINED = (
@@ -40,27 +33,15 @@ class Status:
 
     def __init__(
         self,
-        hub: Hub,
-        service: Service,
-        live: Mapping[int, RunningRequest],
-        registry: Registry,
-        placement: Placement,
-        failing: FailingDrafts,
-        moving: Moving,
-        changes: Changes,
-        tally: Tally,
-        dropped: Dropped,
-        *,
-        clock_ns: Callable[[], int],
+        shared: Shared,
         attempt: Callable[[RunningRequest, Callable[[], object]], None],
     ) -> None:
-        """`live`: the sessions by their numbers; `attempt` does something about one session, and
-        whatever goes wrong ends it alone."""
-        self._hub, self._service, self._live, self._registry = hub, service, live, registry
-        self._placement, self._failing, self._moving = placement, failing, moving
-        self._changes, self._tally, self._dropped = changes, tally, dropped
-        self._now_ns, self._attempt = clock_ns, attempt
-        self._began_ns = clock_ns()
+        """`attempt` does something about one session, and whatever goes wrong ends it alone."""
+        self._hub, self._service, self._live = shared.hub, shared.service, shared.live
+        self._registry, self._placement = shared.registry, shared.placement
+        self._failing, self._moving, self._changes = shared.failing, shared.moving, shared.changes
+        self._tally, self._dropped, self._now_ns = shared.tally, shared.dropped, shared.now_ns
+        self._attempt, self._began_ns = attempt, shared.now_ns()
         self._lost_drafts: dict[str, tuple[str, int]] = {}
         """By the names of those that were lost and that no other draft has replaced: what became of
         them, and when."""

@@ -8,7 +8,7 @@ scheduler's business, what an event means to a request is the session's.
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 from dovetail.protocol.arrays import Array
@@ -29,20 +29,16 @@ from dovetail.protocol.messages import (
     VerifiedItem,
 )
 from dovetail.protocol.spans import Span
-from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Free, Lose, Say
 from dovetail.runtime.engine.faults import reraise_exits
-from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.scheduler import Owed
+from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.worker_failures import WorkerFailures
-from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
-from dovetail.runtime.telemetry.event_log import EventLog
-from dovetail.runtime.telemetry.metrics import Dropped, extent_ns
+from dovetail.runtime.telemetry.metrics import extent_ns
 
 log = logging.getLogger("dovetail.coordinator")
 E = TypeVar("E", Prefilled, Refed, Drafted)
@@ -53,29 +49,11 @@ class WorkerEvents:
 
     def __init__(
         self,
-        epoch: int,
-        live: Mapping[int, RunningRequest],
-        census: Census,
-        registry: Registry,
-        moving: Moving,
-        failing: FailingDrafts,
-        changes: Changes,
-        observing: EventLog,
-        dropped: Dropped,
+        shared: Shared,
     ) -> None:
-        """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
-        self._live, self._census, self._moving = live, census, moving
-        self._observing, self._dropped = observing, dropped
-        self._failures = WorkerFailures(
-            epoch,
-            live,
-            registry,
-            moving,
-            failing,
-            changes,
-            go_on_alone=self._go_on_alone,
-            clock_ns=observing.now_ns,
-        )
+        self._live, self._census, self._moving = shared.live, shared.census, shared.moving
+        self._observing, self._dropped = shared.observing, shared.dropped
+        self._failures = WorkerFailures(shared, self._go_on_alone)
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None]:
         """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other

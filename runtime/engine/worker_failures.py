@@ -1,17 +1,15 @@
 """Failures of workers: what follows when one could not do what was asked of it."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Close, Draft, Failed, Opened, Refed, Verified
-from dovetail.runtime.engine.draft_failures import FailingDrafts, note_failure
 from dovetail.runtime.engine.effects import Effects, Fail, Follow, Send
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.fleet.draft_failures import note_failure
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.replacement import Changes
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -21,21 +19,13 @@ class WorkerFailures:
 
     def __init__(
         self,
-        epoch: int,
-        live: Mapping[int, RunningRequest],
-        registry: Registry,
-        moving: Moving,
-        failing: FailingDrafts,
-        changes: Changes,
-        *,
+        shared: Shared,
         go_on_alone: Callable[[RunningRequest, Worker, object], Effects[None]],
-        clock_ns: Callable[[], int],
     ) -> None:
-        """`epoch`: the coordinator's; `live`: the sessions by their numbers; `go_on_alone`: what is
-        done where a draft sent what cannot be."""
-        self._epoch, self._live, self._registry, self._moving = epoch, live, registry, moving
-        self._failing, self._changes = failing, changes
-        self._go_on_alone, self._now_ns = go_on_alone, clock_ns
+        """`go_on_alone`: done where a draft sent what cannot be."""
+        self._epoch, self._live, self._registry = shared.epoch, shared.live, shared.registry
+        self._moving, self._failing, self._changes = shared.moving, shared.failing, shared.changes
+        self._go_on_alone, self._now_ns = go_on_alone, shared.now_ns
 
     def failed(self, worker: Worker, event: Failed) -> Effects[None]:
         """Handle that a worker could not do what was asked: a draft is done without, a target that

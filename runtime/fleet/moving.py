@@ -13,15 +13,15 @@ from functools import partial
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Refeed
 from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.draft_failures import FailingDrafts
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.engine.service import Service
+from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.recovery import Recovery
 from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.state import State
 

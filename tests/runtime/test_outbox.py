@@ -10,7 +10,7 @@ from dovetail.protocol.messages import (
     RoundRecord,
     TokenLogprobs,
 )
-from dovetail.runtime.engine.outbox import EMIT_EVERY_NS, MAX_JOINED, RECORD_EVERY_NS, Outbox
+from dovetail.runtime.fleet.outbox import EMIT_EVERY_NS, MAX_JOINED, RECORD_EVERY_NS, Outbox
 
 RECORD = RoundRecord(
     round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5

@@ -1,0 +1,42 @@
+"""The state that the parts of a coordinator share: who is here, what runs, and what is counted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dovetail.protocol.links import Hub
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.fleet.draft_failures import FailingDrafts
+from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.replacement import Changes
+from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.telemetry.event_log import EventLog
+from dovetail.runtime.telemetry.metrics import Dropped, Tally
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Values that every part may look at; each is changed by the part that it belongs to."""
+
+    hub: Hub
+    settings: CoordinatorSettings
+    service: Service
+    live: dict[int, RunningRequest]
+    """The sessions by their numbers, trials too."""
+    census: Census
+    registry: Registry
+    placement: Placement
+    failing: FailingDrafts
+    moving: Moving
+    changes: Changes
+    observing: EventLog
+    tally: Tally
+    dropped: Dropped
+    now_ns: Callable[[], int]
+
+    @property
+    def epoch(self) -> int:
+        """Return the incarnation of the coordinator."""
+        return self.service.epoch
