@@ -32,10 +32,10 @@ from dovetail.protocol.spans import Span
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Free, Lose, Say
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.engine.scheduler import Owed
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.worker_failures import WorkerFailures
 from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.scheduler import Owed
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 from dovetail.runtime.telemetry.metrics import extent_ns

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Probed
-from dovetail.runtime.engine.scheduler import Owed
+from dovetail.runtime.fleet.scheduler import Owed
 
 MOST_STEP_NS = 1_000_000_000
 """Between two looks no more counts as silence: whoever looks may have stood still itself."""

@@ -8,10 +8,10 @@ from dovetail.protocol.messages import Hello, Limits, Message, Probed, Vocabular
 from dovetail.protocol.spans import ClockOffset
 from dovetail.runtime.costs.averages import Average
 from dovetail.runtime.costs.passes import RowCosts
-from dovetail.runtime.engine.scheduler import Turns
 from dovetail.runtime.fleet.liveness import Liveness
 from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
+from dovetail.runtime.fleet.scheduler import Turns
 from dovetail.runtime.text.tokenizer import TextCodec
 
 LATE_TRIPS = 16

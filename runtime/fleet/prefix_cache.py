@@ -7,39 +7,15 @@ prompt of a hundred thousand tokens takes microseconds. Pure: which messages fol
 coordinator's business.
 """
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-TOKEN_BYTES = 4
+from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
+
 MAX_KEPT = 64
 """Sessions on a shelf: every request looks through all of them."""
 WORTH = 16
 """Tokens. Reading so few takes no longer than the pass over a tree, and what begins alike for so
 long has at least a template in common."""
-
-
-@dataclass(frozen=True)
-class Base:
-    """The session that another goes on from, and how many of its tokens."""
-
-    session: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A session that has ended: its log, packed, and how many rows of it the worker has."""
-
-    session: int
-    log: bytes
-    rows: int
-    tokens: int
-    """That the worker may have in its log: in a verdict there may have been some behind the end of
-    the reply."""
-    owner: str = ""
-    """Whose request it was: nobody else goes on from it, or learns how much of a prompt was sent
-    before."""
 
 
 @dataclass
@@ -129,11 +105,6 @@ def bases(
 
 def _tokens(sessions: dict[int, Kept]) -> int:
     return sum(kept.tokens for kept in sessions.values())
-
-
-def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids as the shelf compares them."""
-    return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def common_tokens(one: bytes, other: bytes) -> int:

@@ -9,10 +9,10 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import VERSION, Hello, LoadingState, Role
 from dovetail.runtime.costs.passes import RowCosts
-from dovetail.runtime.engine.scheduler import Turns
 from dovetail.runtime.fleet.fit import check_fit, is_stranger, other_checkpoint, read_language
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
+from dovetail.runtime.fleet.scheduler import Turns
 
 MAX_WORKERS = 64
 LOADING_NS = 60 * 10**9

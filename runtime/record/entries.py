@@ -7,10 +7,10 @@ from typing import Any
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages import VERSION, Message, VerifiedItem
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.fleet.prefix_cache import Base
 from dovetail.runtime.record import recording
 from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note, Score
 from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.kept import Base
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
 

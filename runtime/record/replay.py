@@ -30,13 +30,13 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.faults import reraise_exits, told
-from dovetail.runtime.fleet.prefix_cache import TOKEN_BYTES, Base
 from dovetail.runtime.record.entries import MAX_WORDS, outline
 from dovetail.runtime.record.parts import is_sent_as, own_part, own_verdicts
 from dovetail.runtime.record.recorder import STEPS
 from dovetail.runtime.record.recording import Entry, From, Joined, Recording, Said, Step
 from dovetail.runtime.session.actions import Action, Ask, Emit, Note, Score
 from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.kept import TOKEN_BYTES, Base
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, RoundTimes

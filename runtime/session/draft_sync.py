@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dovetail.protocol.arrays import ITEM_BYTES, Array, stack
 from dovetail.protocol.messages import Draft, Reads
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.fleet.prefix_cache import Base
+from dovetail.runtime.session.kept import Base
 from dovetail.runtime.session.request import Request
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.fleet.prefix_cache import Base, pack
+from dovetail.runtime.session.kept import Base, pack
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.fleet.prefix_cache import Base
 from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note
 from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.kept import Base
 from dovetail.runtime.session.logprobs import check_logprobs
 from dovetail.runtime.session.opening import OpeningSession
 from dovetail.runtime.session.proposals import read_proposal

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from dovetail.runtime.fleet.prefix_cache import (
     MAX_KEPT,
     WORTH,
-    Base,
-    Kept,
     PrefixCache,
     bases,
     common_tokens,
-    pack,
 )
+from dovetail.runtime.session.kept import Base, Kept, pack
 
 LOG = tuple(range(100, 140))
 logs = st.builds(

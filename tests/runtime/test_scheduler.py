@@ -24,7 +24,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.settings import MAX_GAMMA, Sampling, TreeSettings
-from dovetail.runtime.engine.scheduler import Owed, Turns
+from dovetail.runtime.fleet.scheduler import Owed, Turns
 from dovetail.workers.speculation.rejection import CANDIDATES
 
 

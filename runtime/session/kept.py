@@ -1,0 +1,35 @@
+"""Values of sessions that have ended: what a worker keeps of one, and what another goes on from."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Base:
+    """The session that another goes on from, and how many of its tokens."""
+
+    session: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A session that has ended: its log, packed, and how many rows of it the worker has."""
+
+    session: int
+    log: bytes
+    rows: int
+    tokens: int
+    """That the worker may have in its log: in a verdict there may have been some behind the end of
+    the reply."""
+    owner: str = ""
+    """Whose request it was: nobody else goes on from it, or learns how much of a prompt was sent
+    before."""
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Return token ids as the prefix cache compares them."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
