@@ -15,9 +15,10 @@ from dovetail.runtime.control.pairs import Pair, share_device
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.prefix_cache import WORTH, Base, bases
+from dovetail.runtime.fleet.prefix_cache import WORTH, bases
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.draft_sync import DraftSync
+from dovetail.runtime.session.kept import Base
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
