@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.settings import Frozen
 
 MAX_BYTES = 64 << 20
@@ -30,6 +31,7 @@ MAX_POINTS = 256
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
 Rate = Annotated[float, Field(gt=0.0)]
+CROSSOVER_STEPS = 64
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
 """Bytes that a pass reads of each weight of a type."""
 MACHINE_FIELDS = (
@@ -127,20 +129,42 @@ class Roofline:
     """The least time of a pass: the longer of reading its bytes and computing its products
     (Williams et al., 2009)."""
 
-    reading_s: float
+    whole_s: float
+    """Seconds of reading all weights."""
     row_s: float
     """Seconds of the arithmetic of one row."""
+    mixture: Mixture = DENSE
 
     @classmethod
     def of(
-        cls, *, size: float, operations: float, bandwidth_gb_s: float, gflop_s: float
+        cls,
+        *,
+        size: float,
+        operations: float,
+        bandwidth_gb_s: float,
+        gflop_s: float,
+        mixture: Mixture = DENSE,
     ) -> "Roofline":
-        """Passes that read so many bytes, with so many operations a row."""
-        return cls(size / (bandwidth_gb_s * 1e9), operations / (gflop_s * 1e9))
+        """Passes through weights of so many bytes, with so many operations a row if it goes
+        through all of them."""
+        row_s = mixture.active * operations / (gflop_s * 1e9)
+        return cls(size / (bandwidth_gb_s * 1e9), row_s, mixture)
+
+    def reading_s(self, rows: float) -> float:
+        """Return the seconds of reading what a pass over so many rows reads."""
+        return self.whole_s * self.mixture.read(rows)
+
+    @property
+    def crossover(self) -> float:
+        """Return the rows at which reading and computing take the same time."""
+        rows = self.whole_s / self.row_s
+        for _ in range(CROSSOVER_STEPS if self.mixture.share else 0):
+            rows = self.reading_s(rows) / self.row_s  # what is read only falls with fewer rows
+        return rows
 
     def at(self, rows: float) -> float:
         """Return the seconds of a pass over so many rows."""
-        return max(self.reading_s, rows * self.row_s)
+        return max(self.reading_s(rows), rows * self.row_s)
 
 
 class Limits(Frozen):
@@ -161,13 +185,16 @@ class Limits(Frozen):
         fp32 = self.peak_gflop_s["fp32"]
         return self.peak_gflop_s.get(own.get(weights, "fp32"), fp32)
 
-    def roofline(self, parameters: int, weights: str, *, library: bool) -> Roofline:
+    def roofline(
+        self, parameters: int, weights: str, *, library: bool, mixture: Mixture = DENSE
+    ) -> Roofline:
         """Return the least time of passes through so many weights of a type."""
         return Roofline.of(
             size=parameters * WEIGHT_BYTES.get(weights, 4),
             operations=2 * parameters,
             bandwidth_gb_s=self.bandwidth_gb_s,
             gflop_s=self.peak_of(weights, library=library),
+            mixture=mixture,
         )
 
 
@@ -181,7 +208,8 @@ class Calibration(Frozen):
     """Rows in the cache that `t_v` holds for."""
     t_v: RowsSeconds
     t_v_limit: RowsSeconds
-    """At the physical limit: max(packed bytes / bandwidth, 2 rows parameters / peak)."""
+    """At the physical limit: max(packed bytes that are read / bandwidth, 2 rows active parameters /
+    peak)."""
     t_v_by_context: tuple[ContextCurve, ...]
     layers: Positive
     layers_measured: Positive

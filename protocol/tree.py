@@ -31,11 +31,10 @@ class TokenTree:
         tokens, parents = self.tokens, self.parents
         if len(tokens) != len(parents):
             raise TreeError(f"a tree of {len(tokens)} tokens has {len(parents)} parents")
-        if (
-            not tokens
-            or min(parents) >= ROOT
+        if not tokens or (
+            min(parents) >= ROOT
             and all(map(lt, parents, range(len(parents))))
-            and 0 <= min(tokens)
+            and min(tokens) >= 0
             and max(tokens) < vocabulary_size
             and len(set(zip(parents, tokens, strict=True))) == len(tokens)
         ):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.policies import POLICIES
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages
 
@@ -65,6 +66,8 @@ class Target:
     device_bytes: Bytes
     """Weights, buffers, keys and values, a pass; not asked for a device that computes nothing."""
     host_bytes: Bytes
+    mixture: Mixture = DENSE
+    """Experts, and their share of a layer."""
 
 
 @dataclass(frozen=True)

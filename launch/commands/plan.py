@@ -22,7 +22,7 @@ from dovetail.launch.planning.alternatives import (
     Alternative,
 )
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
-from dovetail.launch.planning.designs import Design, config_of, read_target_config
+from dovetail.launch.planning.designs import Design, config_of, read_design
 from dovetail.launch.planning.prices import described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
 from dovetail.launch.planning.words import (
@@ -165,14 +165,14 @@ def _elsewhere(configuration: Configuration, machine: str, target_size: str | No
             f"{found.title} says nothing of {weights} weights: choose "
             f"{' or '.join(found.target.peak_gflop_s)}"
         )
-    config = (
-        config_of(target_size)
+    design = (
+        Design(config_of(target_size))
         if target_size is not None
-        else read_target_config(folder_of(with_target(current.target).model))
+        else read_design(folder_of(with_target(current.target).model))
     )
     hardware = described(found, weights, current.memory.vram_bytes, current.memory.ram_bytes)
     device = GPU if hardware.device is not None else None
-    subject = Subject(configuration, Design(config), hardware, device, device or "cpu", weights)
+    subject = Subject(configuration, design, hardware, device, device or "cpu", weights)
     subject.embedded, subject.unnamed = (
         not current.target.model and target_size is None,
         target_size is not None,
@@ -195,7 +195,8 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
         if size is not None
     )
     click.echo(
-        f"{result['machine']}; target of {result['layers']} layers in {result['weights']}; "
+        f"{result['machine']}; target of {result['layers']} layers in {result['weights']}"
+        f"{_weights(result)}; "
         f"limits: {limits or 'none'}"
     )
     if result["device_says"]:
@@ -217,6 +218,12 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
     )
     if result["measurable"]:
         note(f"estimates become measurements with: dovetail calibrate {result['measurable']}")
+
+
+def _weights(result: dict[str, Any]) -> str:
+    """Return how large a model with experts is, in words; empty for another."""
+    total, active = result["parameters"], result["active_parameters"]
+    return "" if total == active else f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active"
 
 
 def _lacking(result: dict[str, Any], model: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The result of `dovetail calibrate` as tables and a chart."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +29,17 @@ def read_found(kind: type[ReadT], told: object) -> ReadT:
 # -- what is shown ---------------------------------------------------------------------------------
 
 
+def _active(found: Mapping[str, Any]) -> str:
+    """Return how many weights a row goes through, in words; empty where it is all of them."""
+    active = found["active_parameters"]
+    return "" if active == found["parameters"] else f" ({active / 1e6:.0f} M of them active)"
+
+
 def show_found(found: dict[str, Any]) -> None:
     backends, layers = found["backends"], found["layers"]
     what = (
-        f"{found['parameters'] / 1e6:.0f} M weights in linears, {found['weights']}, "
-        f"{_threads(found)}"
+        f"{found['parameters'] / 1e6:.0f} M weights in linears{_active(found)}, "
+        f"{found['weights']}, {_threads(found)}"
     )
     click.echo(f"target      {found['model']} ({what})")
     if found["layers_measured"] < layers:

@@ -141,6 +141,8 @@ class Reader:
             ("small", "eagle", "dovetail", "substitute")
             if self._embedded
             else ("dovetail", "substitute")
+            if self._target.weighed is None
+            else ("dovetail",)
         )
         found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
         if unused := [
@@ -162,6 +164,11 @@ class Reader:
             raise UserError(
                 f"--draft {name}: nothing is known of it before it has run; name a kind of "
                 f"{', '.join(HEAD_KINDS)}, small, substitute or a folder"
+            )
+        if name == "substitute" and self._target.weighed is not None:
+            raise UserError(
+                "--draft substitute: layers with experts have no copy of few bits; name a head or "
+                "a small model"
             )
         if name == "substitute":
             weights = self._configuration.settings.draft.weights
@@ -217,7 +224,7 @@ class Reader:
             yield self._candidate(
                 kind,
                 name,
-                head_size(self._target, blocks),
+                head_size(Design(self._target.config), blocks),
                 {"kind": kind},
                 blocks,
                 TRAIN.format(kind=kind, blocks=told),

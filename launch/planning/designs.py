@@ -5,14 +5,17 @@ Knows shapes and bytes; no costs, no devices.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.simulation.machines import SIZES
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.experts import DENSE, Mixture, count_experts
+from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.planner import Target
 from dovetail.workers.models.backends.placement import (
     cache_bytes,
@@ -22,12 +25,19 @@ from dovetail.workers.models.backends.placement import (
     pass_bytes,
     substitute_bytes,
 )
-from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, has_sizes, sizes_of
+from dovetail.workers.models.backends.sizes import (
+    WEIGHT_BYTES,
+    Sizes,
+    has_sizes,
+    matrix_bytes,
+    sizes_of,
+)
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in configurations."""
+if TYPE_CHECKING:
+    from dovetail.workers.calibration import subject
+
 HALF = 2
 """Bytes of a draft's number."""
 DEVICE = "cuda:0"
@@ -38,17 +48,20 @@ CONTEXT = 4096
 HEAD_DIM = 128
 
 
-def read_target_config(folder: Path) -> Mapping[str, Any]:
-    """A target's config.json; `CheckpointError` for a model with experts, too: a pass reads the
-    weights of those alone that its rows choose, which nothing here reckons with."""
-    config = read_config(folder, "target model")
-    for name in EXPERTS:
-        if isinstance(count := config.get(name), int) and count > 1:
-            raise CheckpointError(
-                f"{folder / 'config.json'} has {name} {count}: passes of models with experts are "
-                "not planned, since they read some of the weights; measure them with bench"
-            )
-    return config
+def read_design(folder: Path) -> "Design":
+    """Return the design of the target in a folder. `CheckpointError` if there is no config.json
+    that says how large it is."""
+    return design_of(read_config(folder, "target model"), folder)
+
+
+def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
+    """Return the design of a config.json that lies in this folder. What experts weigh is asked of
+    transformers, which each family names in its own way."""
+    if count_experts(config)[0] == 1:
+        return Design(config)
+    from dovetail.workers.calibration import subject  # torch comes in here
+
+    return Design(config, subject.read_design(TargetSettings(model=str(folder))))
 
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:
@@ -100,15 +113,55 @@ class Design:
     """A decoder, by its config.json."""
 
     config: Mapping[str, Any]
+    weighed: "subject.Design | None" = None
+    """Shapes of a model with experts, layer by layer."""
+
+    @property
+    def mixture(self) -> Mixture:
+        """Return its experts, and their share of a layer's weights."""
+        if self.weighed is None:
+            return DENSE
+        mixture, vocabulary = self.weighed.mixture, self.vocabulary * self.hidden
+        whole = self.weighed.weights
+        return replace(mixture, share=mixture.share * whole / max(1, whole - vocabulary))
+
+    def sizes(self, weights: str) -> Sizes:
+        """Return the sizes of its parts in weights of a type; with experts, of the mean layer."""
+        sizes = sizes_of(self.config, weights)
+        if self.weighed is None:
+            return sizes
+        shapes = list(self.weighed.shapes)
+        shapes.remove((self.vocabulary, self.hidden))
+        matrices = Counter(shapes)
+        layers = sum(count * matrix_bytes(weights, n, k) for (n, k), count in matrices.items())
+        largest = max(matrix_bytes(weights, n, k) for n, k in matrices)
+        return replace(sizes, layer=layers // sizes.layers, matrix=largest)
 
     def target(self, weights: str, device: str) -> Target:
         """Its parts as a target with weights of a type, some of them on a device."""
-        sizes = sizes_of(self.config, weights)
+        sizes = self.sizes(weights)
 
         def on_device(computed: int, resident: int) -> int:
             return needed_bytes(sizes, computed, resident, device)
 
-        return Target(sizes.layers, sizes.layer, sizes.head, on_device, partial(host_bytes, sizes))
+        return Target(
+            sizes.layers,
+            sizes.layer,
+            sizes.head,
+            on_device,
+            partial(host_bytes, sizes),
+            self.mixture,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Return how many weights its matrices have, nearly."""
+        return self.layers * self.block + self.head
+
+    @property
+    def active(self) -> int:
+        """Return how many of them a row goes through."""
+        return round(self.layers * self.block * self.mixture.active) + self.head
 
     @property
     def layers(self) -> int:
@@ -117,7 +170,7 @@ class Design:
     @property
     def block(self) -> int:
         """Weights of a layer, nearly."""
-        return sizes_of(self.config, "half").layer // HALF
+        return self.sizes("half").layer // HALF
 
     @property
     def head(self) -> int:

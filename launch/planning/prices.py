@@ -12,6 +12,7 @@ from functools import cache
 from dovetail.launch.planning.designs import DraftSize, weight_bytes
 from dovetail.launch.simulation.machines import GIGA, MICRO
 from dovetail.launch.simulation.machines import Machine as Described
+from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.profile import Calibration, DeviceCosts, Roofline, RowsSeconds
 from dovetail.runtime.costs.rounds import Messages, Origin, Source
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
@@ -44,7 +45,12 @@ class Engine:
     """The origin of these figures."""
 
     def seconds(
-        self, weights: float, size: float, layers: float = 0.0, passes: float = 0.0
+        self,
+        weights: float,
+        size: float,
+        layers: float = 0.0,
+        passes: float = 0.0,
+        mixture: Mixture = DENSE,
     ) -> Seconds:
         """Return the seconds of so many weights in so many bytes, over rows."""
         beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
@@ -53,6 +59,7 @@ class Engine:
             operations=2 * weights,
             bandwidth_gb_s=self.bandwidth_gb_s,
             gflop_s=self.gflop_s,
+            mixture=mixture,
         )
         return lambda rows: least.at(rows) + beside
 
@@ -203,7 +210,7 @@ def _device(
 def _estimated(engine: Engine, target: Target, weights: str) -> Place:
     width = weight_bytes(weights)
     return Place(
-        engine.seconds(target.layer / width, target.layer, 1.0),
+        engine.seconds(target.layer / width, target.layer, 1.0, mixture=target.mixture),
         engine.seconds(target.head / width, target.head),
     )
 

@@ -1,6 +1,7 @@
 """A target on a machine, as the planner takes it: sizes, costs and drafts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dovetail.launch.planning.alternatives import (
     names_of,
 )
 from dovetail.launch.planning.candidates import Candidate
-from dovetail.launch.planning.designs import Design, read_target_config
+from dovetail.launch.planning.designs import Design, read_config
 from dovetail.launch.planning.prices import MEASURED, Hardware, Prices, level, price
 from dovetail.launch.planning.this_machine import Here, look_here
 from dovetail.launch.planning.words import (
@@ -42,6 +43,9 @@ class Subject:
         draft_device: str,
         weights: str,
     ) -> None:
+        if design.weighed is not None:
+            # Layers with experts are computed where they are: neither split nor streamed.
+            hardware = replace(hardware, device=None)
         self.configuration, self.design, self.hardware = configuration, design, hardware
         self.device, self.draft_device, self.weights = device, draft_device, weights
         self.target = design.target(weights, device or GPU)
@@ -149,10 +153,12 @@ class Subject:
         return {
             "machine": self.hardware.title,
             "device": self.device,
-            "device_says": "" if self.device else self._without_device(),
+            "device_says": self._device_says(),
             "left_out": list(self.left_out),
             "weights": self.weights,
             "layers": self.target.layers,
+            "parameters": self.design.parameters,
+            "active_parameters": self.design.active,
             "limits": {
                 "vram_gb": _giga(self.hardware.device_bytes),
                 "ram_gb": _giga(self.hardware.host_bytes),
@@ -168,10 +174,18 @@ class Subject:
                 self.target.layers * self.target.layer + self.target.head,
                 link,
                 self.target.layer,
+                streams=self.design.weighed is None,
             ),
         }
 
-    def _without_device(self) -> str:
+    def _device_says(self) -> str:
+        if self.device and self.design.weighed is not None:
+            return (
+                "layers with experts are neither split nor streamed: the target is on the CPU, a "
+                "draft on the device"
+            )
+        if self.device:
+            return ""
         said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
         if self.configuration.settings.memory.vram == "auto":
             return said
@@ -203,7 +217,7 @@ def subject_here(configuration: Configuration, say: Callable[[str], None]) -> Su
     )
     subject.embedded, subject.here = not target.model, here
     subject.prices = price(
-        here.hardware, subject.target, target.weights, here.calibration, here.parts
+        subject.hardware, subject.target, target.weights, here.calibration, here.parts
     )
     return subject
 
@@ -212,7 +226,7 @@ def _check_folder(settings: Settings) -> None:
     """Raise `CheckpointError` before anything is measured for a target whose config.json cannot be
     read."""
     if settings.target.model:
-        read_target_config(folder_of(settings.target.model))
+        read_config(folder_of(settings.target.model), "target model")
 
 
 def folder_of(source: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from dovetail.launch.files.directory import profile_path
 from dovetail.launch.machine.cores import CoreLayout, lay_out_here
 from dovetail.launch.planning.candidates import Candidate
-from dovetail.launch.planning.designs import Design
+from dovetail.launch.planning.designs import Design, design_of
 from dovetail.launch.planning.prices import Engine, Hardware
 from dovetail.launch.processes.preflight import estimated_bytes, free_memory_bytes
 from dovetail.launch.processes.worker import THREAD_VARIABLES
@@ -114,7 +114,8 @@ def look_here(configuration: Configuration, say: Say) -> Here:
     parts = known.parts if device is not None else None
     limits, source = _limits(known.calibration, say)
     hardware = _hardware(settings, device, limits, source, threads, measured=parts is not None)
-    return Here(configuration, device, Design(config), hardware, known.calibration, parts, layout)
+    design = design_of(config, Path(target.model).expanduser())
+    return Here(configuration, device, design, hardware, known.calibration, parts, layout)
 
 
 def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:

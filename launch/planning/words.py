@@ -118,10 +118,16 @@ def toml(found: Mapping[str, Any]) -> str:
 
 
 def verdict(
-    found: Sequence[Alternative], weights: str, bytes_read: int, link: Link | None, layer_bytes: int
+    found: Sequence[Alternative],
+    weights: str,
+    bytes_read: int,
+    link: Link | None,
+    layer_bytes: int,
+    *,
+    streams: bool = True,
 ) -> list[str]:
-    """Which wins, whether speculation is worth it, and heterogeneous speculation against offloading
-    (Appendix B of the Dovetail paper)."""
+    """Which wins, whether speculation is worth it, and, for layers that could be streamed,
+    heterogeneous speculation against offloading (Appendix B of the Dovetail paper)."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if alone is not None and best is not alone:
@@ -144,7 +150,7 @@ def verdict(
         )
         said.append(f"speculation is not worth it here: {cause}")
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
-    if mixed is not None:
+    if mixed is not None and streams:
         offloading = _offloading(mixed, found, weights, bytes_read, link, layer_bytes)
         said.append(
             f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "

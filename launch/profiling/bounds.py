@@ -3,19 +3,21 @@ of the Dovetail paper's Appendix B. Pure: numbers in and out.
 
 A pass over M rows takes T_p = bytes / bandwidth for the weights and T_c = 2 M weights / peak for
 the arithmetic, and all in all between the larger of the two and their sum: T_V = max(T_c, T_p) +
-beta min(T_c, T_p) (equations 4 and 5). Offloading streams the weights over the bus, in P / B_p a
-pass. Speculation across two devices is right where a token costs less than that (equation 6).
+beta min(T_c, T_p) (equations 4 and 5). Of a model with experts, T_p counts the weights that M rows
+read, and T_c those that a row goes through. Offloading streams the weights over the bus, in P / B_p
+a pass. Speculation across two devices is right where a token costs less than that (equation 6).
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from dovetail.protocol import profile
+from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.profile import WEIGHT_BYTES, Limits
 from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
@@ -38,13 +40,25 @@ class Model:
     parameters: int
     weights: str
     """Their type, as the setting target.weights has it."""
+    mixture: Mixture = DENSE
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of all of them."""
         return self.parameters * WEIGHT_BYTES.get(self.weights, FP32_BYTES)
 
+    @property
+    def active(self) -> int:
+        """Return how many of them a row goes through."""
+        return round(self.parameters * self.mixture.active)
+
+    def bytes_read(self, rows: float) -> float:
+        """Return the bytes that a pass over so many rows reads."""
+        return self.bytes * self.mixture.read(rows)
+
     def with_weights(self, weights: str) -> "Model":
-        return Model(self.parameters, weights)
+        """Return the same weights in another type."""
+        return replace(self, weights=weights)
 
 
 def read_model(folder: Path | None, weights: str, inflation: str) -> Model | None:
@@ -52,8 +66,7 @@ def read_model(folder: Path | None, weights: str, inflation: str) -> Model | Non
     tells how many weights it has."""
     if inflation:
         return Model(byte_count(inflation) // FP32_BYTES, weights)
-    parameters = linear_parameters(folder) if folder is not None else 0
-    return Model(parameters, weights) if parameters else None
+    return None if folder is None else linears_of(folder, weights)
 
 
 def has_16_bits(folder: Path | None) -> bool:
@@ -77,26 +90,34 @@ def count_layers(folder: Path | None) -> int:
     return int(told.get("num_hidden_layers") or told.get("n_layer") or 0)
 
 
-def linear_parameters(folder: Path) -> int:
-    """Weights of all matrices of a checkpoint, from the headers of its safetensors: a table of
-    embeddings where it is the output head too. 0: unknown."""
+def linears_of(folder: Path, weights: str) -> Model | None:
+    """Return the weights of all matrices of a checkpoint, from the headers of its safetensors: a
+    table of embeddings where it is the output head too, and the experts' in whichever form. None:
+    unknown."""
     sizes: dict[str, int] = {}
+    stacked = set()
     for file in sorted(folder.glob("*.safetensors")):
-        sizes.update(
-            {
-                name: prod(entry["shape"])
-                for name, entry in _header(file).items()
-                if name != "__metadata__" and len(entry["shape"]) == 2
-            }
-        )
+        for name, entry in _header(file).items():
+            if name != "__metadata__" and len(entry["shape"]) in (2, 3):
+                sizes[name] = prod(entry["shape"])
+                stacked |= {name} if len(entry["shape"]) == 3 else set()
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if is_composite(content):
         sizes = {n: size for n, size in renamed(content, sizes).items() if n.startswith(TEXT)}
+        content = text_part(content)
     tied = not any(name.endswith(HEADS) for name in sizes)
     tables = [name for name in sizes if name.endswith(EMBEDDINGS)]
     left_out = [name for name in tables if not tied or name.endswith("wpe.weight")]
-    return sum(size for name, size in sizes.items() if name not in left_out)
+    total = sum(size for name, size in sizes.items() if name not in left_out)
+    routed = sum(
+        size for name, size in sizes.items() if name in stacked or "experts" in name.split(".")
+    )
+    if not total:
+        return None
+    count, chosen = count_experts(content)
+    mixture = Mixture(count, chosen, routed / total) if count > 1 and routed else DENSE
+    return Model(total, weights, mixture)
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -124,7 +145,10 @@ class Roofline:
     @cached_property
     def least(self) -> profile.Roofline:
         """The least time of a pass: T_p at E_m = 1, and T_c at E_c = 1."""
-        return self.limits.roofline(self.model.parameters, self.model.weights, library=self.library)
+        model = self.model
+        return self.limits.roofline(
+            model.parameters, model.weights, library=self.library, mixture=model.mixture
+        )
 
     def least_s(self, rows: float) -> float:
         return self.least.at(rows)
@@ -132,7 +156,7 @@ class Roofline:
     @property
     def crossover(self) -> float:
         """Rows at which reading and computing take the same time."""
-        return self.least.reading_s / self.least.row_s
+        return self.least.crossover
 
 
 @dataclass(frozen=True)
@@ -148,7 +172,7 @@ class Pass:
     @classmethod
     def of(cls, roofline: Roofline, rows: float, t_v_s: float) -> "Pass":
         least = roofline.least
-        return cls(rows, t_v_s, least.reading_s, rows * least.row_s, roofline.crossover)
+        return cls(rows, t_v_s, least.reading_s(rows), rows * least.row_s, roofline.crossover)
 
     @property
     def bound(self) -> str:
@@ -276,4 +300,5 @@ class Offloading:
 
 def achieved(model: Model, rows: float, t_v_s: float) -> Mapping[str, float]:
     """Rates of a pass: bytes read and operations done a second, 10^9."""
-    return {"gb_s": model.bytes / t_v_s / 1e9, "gflop_s": 2 * rows * model.parameters / t_v_s / 1e9}
+    read, operations = model.bytes_read(rows), 2 * rows * model.active
+    return {"gb_s": read / t_v_s / 1e9, "gflop_s": operations / t_v_s / 1e9}

@@ -56,6 +56,7 @@ def bounds_told(
         "achieved": dict(rates),
         "limits": limits,
         "parameters": roofline.model.parameters,
+        "active_parameters": roofline.model.active,
     }
 
 

@@ -42,6 +42,23 @@ QWEN = {
     "torch_dtype": "bfloat16",
 }
 """Of Qwen2.5-7B-Instruct."""
+QWEN_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+"""Of Qwen3-30B-A3B."""
 
 
 @pytest.fixture
@@ -146,15 +163,22 @@ def test_a_config_alone_gives_a_table(invoke: Run, tmp_path: Path) -> None:
         assert words in result.stdout
 
 
-def test_a_target_with_experts_is_not_planned_as_if_it_had_none(
-    invoke: Run, tmp_path: Path
+def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
+    plan: Callable[..., dict[str, Any]], invoke: Run, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "num_experts": 128}))
-    for machine in (("--machine", "subspec-desktop"), ()):
-        result = invoke("plan", *machine, "--target", str(tmp_path))
-        assert (result.returncode, result.stdout) == (2, "")
-        assert "num_experts 128: passes of models with experts are not planned" in result.stderr
-        assert len(result.stderr.strip().splitlines()) == 1
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_MOE))
+    asked = ("--machine", "dovetail-server", "--target", str(tmp_path), "--weights", "int8")
+    found = plan(*asked)
+    assert found["parameters"] == pytest.approx(30.2e9, rel=0.01)  # its card: 30.5 with embeddings
+    assert found["active_parameters"] == pytest.approx(3.03e9, rel=0.01)
+    assert named(found, "target alone")["ram_gb"] > 30.0
+    read_s = found["active_parameters"] / 56.6e9  # bytes, at the bandwidth of that machine
+    assert named(found, "target alone")["tokens_per_s"] == pytest.approx(1 / read_s, rel=0.1)
+    assert "neither split nor streamed" in found["device_says"]
+    assert not any("offloading" in one["name"] for one in found["alternatives"])
+    refused = invoke("plan", *asked, "--draft", "substitute")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "layers with experts have no copy of few bits" in refused.stderr
 
 
 @pytest.mark.parametrize(

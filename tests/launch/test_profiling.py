@@ -25,7 +25,7 @@ from dovetail.launch.profiling.bounds import (
     Offloading,
     Pass,
     Roofline,
-    linear_parameters,
+    linears_of,
     read_model,
 )
 from dovetail.launch.profiling.drawing import COLOURS, HATCHED, gantt, stacked
@@ -234,7 +234,7 @@ MODEL = Model(100_000_000, "fp32")
 
 def test_a_pass_is_bound_by_memory_below_the_crossover_and_by_arithmetic_above() -> None:
     roofline = Roofline(MODEL, LIMITS)
-    assert roofline.least.reading_s == pytest.approx(0.02)
+    assert roofline.least.whole_s == pytest.approx(0.02)
     assert roofline.crossover == pytest.approx(10.0)
     bound = [Pass.of(roofline, rows, 0.05).bound for rows in (1, 10, 16)]
     assert bound == ["memory", "both", "compute"]
@@ -246,8 +246,8 @@ def test_a_pass_is_bound_by_memory_below_the_crossover_and_by_arithmetic_above()
 
 def test_weights_of_a_smaller_type_are_read_faster_and_multiplied_by_their_own_arithmetic() -> None:
     half, int8 = (Roofline(MODEL.with_weights(weights), LIMITS) for weights in ("half", "int8"))
-    assert (half.least.reading_s, half.peak_gflop_s) == (pytest.approx(0.01), 100.0)
-    assert (int8.least.reading_s, int8.peak_gflop_s) == (pytest.approx(0.005), 400.0)
+    assert (half.least.whole_s, half.peak_gflop_s) == (pytest.approx(0.01), 100.0)
+    assert (int8.least.whole_s, int8.peak_gflop_s) == (pytest.approx(0.005), 400.0)
 
 
 def test_the_bounds_of_a_run() -> None:
@@ -291,15 +291,40 @@ def test_the_weights_of_a_model_are_counted_from_its_headers(tmp_path: Path) -> 
         "norm": np.zeros(4),
     }
     save_file(tied, str(tmp_path / "model.safetensors"))
-    assert linear_parameters(tmp_path) == 10 * 4 + 8 * 4
+    found = linears_of(tmp_path, "half")
+    assert found is not None
+    assert found.parameters == 10 * 4 + 8 * 4
     save_file(
         {**tied, "lm_head.weight": np.zeros((10, 4), np.float16)},
         str(tmp_path / "model.safetensors"),
     )
-    assert linear_parameters(tmp_path) == 10 * 4 + 8 * 4
+    found = linears_of(tmp_path, "half")
+    assert found is not None
+    assert found.parameters == 10 * 4 + 8 * 4
     assert read_model(tmp_path, "half", "") == Model(72, "half")
     assert read_model(None, "fp32", "512MiB") == Model(134_217_728, "fp32")
     assert read_model(None, "fp32", "") is None
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_are_counted_in_either_form_and_apart(tmp_path: Path, *, stacked: bool) -> None:
+    """Eight experts of 6 by 4, of which a row goes through two, beside a linear of 8 by 4."""
+    experts = (
+        {"model.layers.0.mlp.experts.down_proj": np.zeros((8, 6, 4), np.float16)}
+        if stacked
+        else {
+            f"model.layers.0.mlp.experts.{expert}.down_proj.weight": np.zeros((6, 4), np.float16)
+            for expert in range(8)
+        }
+    )
+    shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": np.zeros((8, 4), np.float16)}
+    save_file({**experts, **shared}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text('{"num_local_experts": 8, "num_experts_per_tok": 2}')
+    found = linears_of(tmp_path, "int8")
+    assert found is not None
+    assert (found.parameters, found.active) == (8 * 24 + 32, 2 * 24 + 32)
+    assert found.bytes_read(1) == pytest.approx(found.active)
+    assert found.bytes_read(1000) == pytest.approx(found.parameters)
 
 
 # -- advice ----------------------------------------------------------------------------------------

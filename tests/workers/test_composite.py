@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from dovetail.launch.planning.designs import read_config
-from dovetail.launch.profiling.bounds import count_layers, linear_parameters
+from dovetail.launch.profiling.bounds import count_layers, linears_of
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.composite import KINDS
 from dovetail.workers.models.language_model import LanguageModel
@@ -124,7 +124,9 @@ def test_what_plans_and_measures_counts_the_language_model_alone(tmp_path: Path)
     heads = config["head_dim"] * config["num_attention_heads"]
     keys = config["head_dim"] * config["num_key_value_heads"]
     layer = 2 * hidden * heads + 2 * hidden * keys + 3 * hidden * inner
-    assert linear_parameters(tmp_path / "model") == 4 * layer + hidden * VOCABULARY
+    found = linears_of(tmp_path / "model", "half")
+    assert found is not None
+    assert found.parameters == 4 * layer + hidden * VOCABULARY
     assert model.layers == 4
 
 

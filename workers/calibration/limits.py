@@ -67,7 +67,10 @@ def limit_curve(subject: Subject, limits: Limits) -> RowsSeconds:
     """Return the least seconds of the subject's passes by these limits."""
     model = subject.model
     least = limits.roofline(
-        subject.whole.weights, model.weights, library=model.backend == "library"
+        subject.whole.weights,
+        model.weights,
+        library=model.backend == "library",
+        mixture=subject.whole.mixture,
     )
     return RowsSeconds(rows=EVERY_ROW, seconds=tuple(map(least.at, EVERY_ROW)))
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
+    expert_shapes,
     grow_skeleton,
     plan_inflation,
     planned_shapes,
@@ -26,14 +28,20 @@ class Design:
 
     folder: Path
     shapes: Shapes
-    """[out, in] of all linears, head included."""
+    """[out, in] of all linears, head included, and of every expert's."""
     layers: int
     context: int
+    mixture: Mixture = DENSE
 
     @property
     def weights(self) -> int:
         """Return how many weights the linears have."""
         return sum(n * k for n, k in self.shapes)
+
+    @property
+    def active(self) -> int:
+        """Return how many of them one row goes through."""
+        return round(self.weights * self.mixture.active)
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,9 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     plan = plan_inflation(model, byte_count(settings.inflate)) if settings.inflate else None
     if plan is not None:
         grow_skeleton(model, plan)
-    return Design(
-        folder, planned_shapes(model, plan), len(decoder_layers(model)[1]), context_of(model.config)
-    )
+    linears, experts = planned_shapes(model, plan), expert_shapes(model)
+    routed, rest = (sum(n * k for n, k in shapes) for shapes in (experts, linears))
+    count, chosen = count_experts(model.config.to_dict())
+    mixture = Mixture(count, chosen, routed / (routed + rest)) if routed else DENSE
+    layers = len(decoder_layers(model)[1])
+    return Design(folder, [*linears, *experts], layers, context_of(model.config), mixture)

@@ -130,6 +130,7 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
         "layers": subject.whole.layers,
         "layers_measured": subject.measured.layers,
         "parameters": subject.whole.weights,
+        "active_parameters": subject.whole.active,
         "threads": torch.get_num_threads(),
         "context": calibration.context,
         "t_v": {str(m): t_v.at(m) for m in every},

@@ -153,6 +153,17 @@ def planned_shapes(model: Any, plan: Plan | None) -> list[tuple[int, int]]:
     ]
 
 
+def expert_shapes(model: Any) -> list[tuple[int, int]]:
+    """[out, in] of every expert's linears: transformers holds those of a layer in one tensor
+    [experts, out, in]."""
+    return [
+        (int(tensor.shape[1]), int(tensor.shape[2]))
+        for name, tensor in model.named_parameters()
+        if tensor.ndim == 3 and "experts" in name.split(".")
+        for _ in range(tensor.shape[0])
+    ]
+
+
 @torch.no_grad()
 def grow_layer(layer: Any, index: int, plan: Plan) -> None:
     """Make layer `index`, which has the numbers of its source, what the plan says: the source

@@ -1,0 +1,57 @@
+"""Mixtures of experts: the share of a model's weights that a pass over some rows reads.
+
+Each row goes through a few of the experts of a layer, so a pass over one row reads little of a
+model, and one over the rows of a tree reads more with each of them. Rows are taken to choose
+independently of each other, and every expert as often as any other; those of one text agree more
+often than that, and read less. Knows counts and shares only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Names of both numbers in a config.json; where it has a list, one number a layer."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a model: `chosen` of `count` for each row of a layer, with a `share` of all
+    weights that passes read."""
+
+    count: int = 1
+    chosen: int = 1
+    share: float = 0.0
+
+    @property
+    def active(self) -> float:
+        """Return the share of the weights that one row is multiplied with."""
+        return self.read(1)
+
+    def read(self, rows: float) -> float:
+        """Return the share of the weights that a pass over so many rows reads, on average: of
+        `count` experts each is missed by a row with probability 1 - chosen / count."""
+        missed: float = (1.0 - self.chosen / self.count) ** rows
+        return 1.0 - self.share * missed
+
+
+DENSE = Mixture()
+"""A model without experts: a pass reads all of its weights."""
+
+
+def count_experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many experts a layer has by a config.json, and how many of them a row goes
+    through; (1, 1) for a model without experts."""
+    count = max((_number(config.get(name)) for name in COUNTS), default=0)
+    if count <= 1:
+        return 1, 1
+    chosen = next((n for name in CHOSEN if (n := _number(config.get(name)))), count)
+    return count, min(count, chosen)
+
+
+def _number(value: object) -> int:
+    """Return a positive number, or the largest of a list of them; 0 for anything else."""
+    if isinstance(value, list | tuple):
+        return max(map(_number, value), default=0)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

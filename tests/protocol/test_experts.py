@@ -1,0 +1,51 @@
+"""What a pass reads of a model with experts: beside experts that are drawn, row by row."""
+
+import random
+
+import pytest
+
+from dovetail.protocol.experts import DENSE, Mixture, count_experts
+from dovetail.protocol.profile import Roofline
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(8, 2), (64, 8), (128, 8)])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_pass_reads_the_experts_that_its_rows_draw(count: int, chosen: int, rows: int) -> None:
+    draws, mixture = random.Random(rows), Mixture(count, chosen, share=0.9)
+    drawn = [
+        len({expert for _ in range(rows) for expert in draws.sample(range(count), chosen)})
+        for _ in range(400)
+    ]
+    read = 0.1 + 0.9 * sum(drawn) / len(drawn) / count
+    assert mixture.read(rows) == pytest.approx(read, rel=0.03)
+
+
+def test_a_model_without_experts_is_read_whole() -> None:
+    assert DENSE.active == DENSE.read(64) == 1.0
+
+
+def test_with_experts_a_tree_is_bound_by_memory_for_longer() -> None:
+    limits = {"size": 30e9, "operations": 60e9, "bandwidth_gb_s": 50.0, "gflop_s": 1000.0}
+    dense, sparse = (Roofline.of(**limits, mixture=one) for one in (DENSE, Mixture(128, 8, 0.95)))
+    assert dense.crossover == pytest.approx(10.0)
+    assert sparse.at(1) == pytest.approx(dense.at(1) * (1 - 0.95 * 120 / 128))
+    assert sparse.crossover > 5 * dense.crossover
+    rows = sparse.crossover
+    assert sparse.reading_s(rows) == pytest.approx(rows * sparse.row_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        ({}, (1, 1)),
+        ({"num_experts": 128, "num_experts_per_tok": 8}, (128, 8)),
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, (8, 2)),
+        ({"num_experts": [16, 64], "moe_topk": [1, 8]}, (64, 8)),
+        ({"n_routed_experts": None, "num_experts": True}, (1, 1)),
+        ({"num_experts": 4, "num_experts_per_tok": 9}, (4, 4)),
+    ],
+)
+def test_experts_are_counted_by_the_names_that_configurations_have(
+    config: dict[str, object], counts: tuple[int, int]
+) -> None:
+    assert count_experts(config) == counts
