@@ -500,6 +500,11 @@ class SamplingSettings(Sampling):
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         512, description="capped by the room left in the context"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: chat and serve take sampling defaults from the target's "
+        "generation_config.json; none: they do not",
+    )
 
 
 class MemorySettings(Frozen):

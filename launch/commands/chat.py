@@ -30,6 +30,7 @@ from dovetail.launch.files.prompts import is_unicode
 from dovetail.launch.processes.connection import ahead_of, connected, speaks_http
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.generation import with_generation_config
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.files import decode, writing
 
@@ -80,6 +81,10 @@ def command(
     file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
+    if connect is None:
+        configuration, taken = with_generation_config(configuration)
+        if taken:
+            note(taken)
     settings = configuration.settings
     manner = Manner(
         settings.sampling,

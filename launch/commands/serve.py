@@ -27,6 +27,7 @@ from dovetail.launch.processes.stack import check_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import LISTENING, settings_flags
+from dovetail.launch.settings.generation import with_generation_config
 from dovetail.runtime.http.server import listen
 
 log = logging.getLogger("dovetail.serve")
@@ -56,6 +57,9 @@ def command(configuration: Configuration, as_json: bool) -> None:
     """
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
+    configuration, taken = with_generation_config(configuration)
+    if taken:
+        note(taken)
     _check_addresses(configuration)
     check_stack(configuration)
     with Supervisor() as supervisor, Service(supervisor, configuration) as service:

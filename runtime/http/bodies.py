@@ -177,6 +177,15 @@ class TextPart(Body):
         return kind
 
 
+TemplateValues = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Any],
+    Field(
+        max_length=64,
+        description="values for the target's chat template, such as enable_thinking",
+    ),
+]
+
+
 class ChatMessage(Body):
     """One message of a conversation; its content is text, whole or in parts. What clients send back
     of a reply may stay in it."""
@@ -236,6 +245,7 @@ class ChatBody(Decoding):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
         None, description="likeliest tokens beside it; needs logprobs"
     )
+    chat_template_kwargs: TemplateValues | None = None
 
 
 class CompletionBody(Decoding):
@@ -270,6 +280,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = Field(
         True, description="whether messages are followed by what begins a reply"
     )
+    chat_template_kwargs: TemplateValues | None = None
     return_token_strs: bool = False
 
 

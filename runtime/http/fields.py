@@ -94,7 +94,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     # the prompt
     "system_prompt": ("",),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "chat_template_content_format": ("auto", "string"),
     "documents": ([],),
     "add_special_tokens": (),

@@ -6,9 +6,9 @@ names the field.
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
@@ -23,6 +23,7 @@ from dovetail.runtime.http.bodies import (
 )
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Target
+from dovetail.runtime.text.tokenizer import OWN_VALUES
 
 COMPLETION_TOKENS = 16
 """Tokens of a text completion that does not say how many: OpenAI's default."""
@@ -134,7 +135,11 @@ def tokens_of(body: TokenizeBody, target: Target) -> tuple[int, ...]:
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=body.add_special_tokens)
         messages = [(message.role, message.text) for message in body.messages or ()]
-        return target.text.encode_messages(messages, reply=body.add_generation_prompt)
+        return target.text.encode_messages(
+            messages,
+            reply=body.add_generation_prompt,
+            values=_template_values(body.chat_template_kwargs, target),
+        )
     except RequestError as error:
         raise ApiError(
             400, str(error), param="prompt" if body.prompt is not None else "messages"
@@ -297,10 +302,28 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
 def _messages(body: ChatBody, target: Target) -> tuple[int, ...]:
     messages = [(message.role, message.text) for message in body.messages]
     _check_length((text for _, text in messages), target, "messages")
+    values = _template_values(body.chat_template_kwargs, target)
     try:
-        return _checked(target.text.encode_messages(messages), target, "messages")
+        return _checked(target.text.encode_messages(messages, values=values), target, "messages")
     except RequestError as error:
         raise ApiError(400, str(error), param="messages") from None
+
+
+def _template_values(given: Mapping[str, Any] | None, target: Target) -> Mapping[str, Any]:
+    """Return what a request gives the chat template, beside what every request does."""
+    if given and not target.described.vocabulary.template:
+        raise ApiError(
+            400,
+            "chat_template_kwargs are for a chat template, and the target has none: leave them out",
+            param="chat_template_kwargs",
+        )
+    if ours := sorted(OWN_VALUES.intersection(given or ())):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs may not name {', '.join(ours)}: these follow from the request",
+            param="chat_template_kwargs",
+        )
+    return given or {}
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:

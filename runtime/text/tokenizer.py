@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -27,6 +28,9 @@ MAX_GROWTH = 64
 two."""
 LARGEST_ID = (1 << 32) - 1
 """That the tokenizers library takes for one."""
+OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
+"""Names of what every chat template is given."""
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -58,10 +62,15 @@ class TextCodec:
         )
 
     def encode_messages(
-        self, messages: Sequence[tuple[str, str]], *, reply: bool = True
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        reply: bool = True,
+        values: Mapping[str, Any] = NO_VALUES,
     ) -> tuple[int, ...]:
         """Token ids of a conversation of (role, content), `reply`: up to where the next reply
-        begins; plain text where there is no template."""
+        begins; plain text where there is no template. `values`: more that the template may read,
+        none of them in `OWN_VALUES`."""
         if self._template is None:
             return self.encode("\n".join(content for _, content in messages))
         told = [{"role": role, "content": _valid(content)} for role, content in messages]
@@ -71,6 +80,7 @@ class TextCodec:
         )
         try:
             text = self._template.render(
+                **values,
                 messages=told,
                 add_generation_prompt=reply,
                 bos_token=begin or "",
@@ -85,7 +95,7 @@ class TextCodec:
                 "the chat template of the target fails on these turns: "
                 f"{type(error).__name__}: {str(error)[:300]}",
             ) from None
-        return self._ids(text, special=False)
+        return self._ids(_valid(text), special=False)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of token ids; `special`: with the special tokens written out."""

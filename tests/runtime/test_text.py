@@ -47,6 +47,18 @@ def test_turns_are_rendered_with_the_template_and_special_tokens_read_as_such() 
     assert ids.count(1) == 2
 
 
+def test_a_template_reads_the_values_of_a_request() -> None:
+    thinks = codec(
+        "{{ messages[0].content }}{% if enable_thinking is not false %} think{% endif %}"
+    )
+    asked = [("user", "hello")]
+    assert thinks.encode_messages(asked) == codec().encode("hello think")
+    told = thinks.encode_messages(asked, values={"enable_thinking": False})
+    assert told == codec().encode("hello")
+    with pytest.raises(RequestError, match="surrogate"):
+        codec("{{ style }}").encode_messages(asked, values={"style": "\ud800"})
+
+
 def test_without_a_template_turns_are_plain_text() -> None:
     assert codec().encode_turns(["hello"]) == codec().encode("hello")
 

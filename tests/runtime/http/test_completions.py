@@ -494,6 +494,19 @@ def test_models_are_listed_and_looked_up(server: Api) -> None:
     assert server.client.get("/v1/models/other/one").status_code == 404
 
 
+def test_a_chat_template_is_given_what_the_request_has_for_it(server: Api) -> None:
+    chat = {"messages": MESSAGES}
+    for values in ({}, {"enable_thinking": True}):
+        asked = {**chat, "chat_template_kwargs": values}
+        assert server.ask("/tokenize", **asked) == server.ask("/tokenize", **chat)
+    for name in ("messages", "add_generation_prompt", "tools"):
+        refused = server.refusal(
+            "/v1/chat/completions", {**chat, "chat_template_kwargs": {name: 1}}
+        )
+        assert refused["param"] == "chat_template_kwargs"
+        assert f"may not name {name}" in refused["message"]
+
+
 def test_texts_are_tokenized_and_back(server: Api) -> None:
     assert server.ask("/tokenize", prompt="w5 w6", return_token_strs=True) == {
         "count": 2,

@@ -57,7 +57,6 @@ ASKED: dict[str, Any] = {
     "allowed_token_ids": [1],
     "logits_processors": ["a.b"],
     "chat_template": "{{ x }}",
-    "chat_template_kwargs": {"enable_thinking": False},
     "documents": [{"text": "x"}],
     "add_generation_prompt": False,
     "continue_final_message": True,

@@ -1,0 +1,75 @@
+"""Sampling defaults that a target brings along, in its generation_config.json."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.errors import SettingsError
+
+FILE = "generation_config.json"
+TAKEN = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Names in the file, and those of the settings."""
+
+
+def with_generation_config(configuration: Configuration) -> tuple[Configuration, str]:
+    """Return settings in which the target's own sampling defaults stand where the user said
+    nothing, and what was taken over, in words; empty: nothing. `SettingsError` for a file that is
+    damaged, or has a value that no request may have."""
+    settings = configuration.settings
+    if settings.sampling.generation_config == "none" or not settings.target.model:
+        return configuration, ""
+    file = _folder(settings.target.model) / FILE
+    if not file.is_file():
+        return configuration, ""
+    taken = {
+        f"sampling.{name}": value
+        for name, value in _defaults(file)
+        if not configuration.given(f"sampling.{name}")
+    }
+    if not taken:
+        return configuration, ""
+    words = ", ".join(f"{name.partition('.')[2]} {value}" for name, value in taken.items())
+    return (
+        configuration.over(str(file), taken),
+        f"sampling by the target's {FILE}: {words} (--sampling.generation_config none: without)",
+    )
+
+
+def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
+    """The settings that a file names. A model that is not to be sampled (`do_sample` false) is
+    decoded greedily; one that is has the temperature 1 where the file says none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        raise SettingsError(
+            f"{file} cannot be read as JSON: correct it, or leave it out with "
+            "--sampling.generation_config none"
+        ) from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"{file} is no JSON object: take the one that belongs to the model")
+    sampled = content.get("do_sample")
+    if sampled is True:
+        content = {"temperature": 1.0, **content}
+    for theirs, ours in TAKEN.items():
+        value = content.get(theirs)
+        if value is not None and (sampled is not False or theirs == "max_new_tokens"):
+            yield ours, value
+
+
+def _folder(source: str) -> Path:
+    """Return the folder of a model; of a hub id the one where it lies already."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    from dovetail.workers.models.checkpoints.hub import local_folder  # half a second
+
+    return local_folder(source) or folder

@@ -1,0 +1,60 @@
+"""Sampling defaults that a target brings along: what is taken over, and what the user has said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.launch.settings.configure import Configuration, configure
+from dovetail.launch.settings.generation import FILE, with_generation_config
+from dovetail.protocol.errors import SettingsError
+
+
+def configured(folder: Path, content: Any, **flags: str) -> Configuration:
+    (folder / FILE).write_text(content if isinstance(content, str) else json.dumps(content))
+    given = {name.replace("__", "."): text for name, text in flags.items()}
+    return configure(flags={"target.model": str(folder), **given}, environment={})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}, (0.6, 0.95, 20, 512)),
+        ({"do_sample": True}, (1.0, 1.0, 0, 512)),
+        ({"do_sample": False, "temperature": 0.6}, (0.0, 1.0, 0, 512)),
+        ({"temperature": 0.7, "max_new_tokens": 2048}, (0.7, 1.0, 0, 2048)),
+        ({"eos_token_id": [1, 2], "temperature": None}, (0.0, 1.0, 0, 512)),
+    ],
+)
+def test_a_targets_sampling_defaults_are_those_of_requests(
+    content: dict[str, Any], expected: tuple[float, float, int, int], tmp_path: Path
+) -> None:
+    found, words = with_generation_config(configured(tmp_path, content))
+    sampling = found.settings.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == expected
+    assert bool(words) == (expected != (0.0, 1.0, 0, 512))
+
+
+def test_what_the_user_says_stays_and_what_is_taken_over_is_told(tmp_path: Path) -> None:
+    content = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    asked = configured(tmp_path, content, sampling__temperature="0")
+    found, words = with_generation_config(asked)
+    assert found.settings.sampling.temperature == 0.0
+    assert found.settings.sampling.top_k == 20
+    assert words.startswith(f"sampling by the target's {FILE}: top_k 20 (")
+    assert found.arguments("sampling") == ["--sampling.temperature=0.0", "--sampling.top_k=20"]
+    without = configured(tmp_path, content, sampling__generation_config="none")
+    assert with_generation_config(without) == (without, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [("{", "cannot be read as JSON"), ("[]", "no JSON object"), ('{"top_p": 7}', "sampling.top_p")],
+)
+def test_a_damaged_file_is_one_error_that_names_it(
+    content: str, complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match=complaint) as raised:
+        with_generation_config(configured(tmp_path, content))
+    assert str(tmp_path / FILE) in str(raised.value)
