@@ -8,29 +8,34 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
-from dovetail.runtime.http.document import describe, documented
+from dovetail.runtime.http.document import Documented, documented
 from dovetail.runtime.http.errors import ApiError, complaint, place
 from dovetail.runtime.http.exposition import CONTENT_TYPE
 from dovetail.runtime.http.guard import OPEN_PATHS, App, Guard
 from dovetail.runtime.http.service import Service, json_response
 
+BEARER = HTTPBearer(scheme_name="key", auto_error=False)
+"""The API key, for the document alone: the guard has read it before a route is asked."""
+
 
 def open_app(service: Service) -> App:
     """Return the whole API, with its guard before it."""
     terms = service.terms
-    app = FastAPI(
+    app = Documented(
         title="dovetail",
         version=terms.version or "0",
         docs_url=None,
         redoc_url=None,
         separate_input_output_schemas=False,
+        dependencies=[Depends(BEARER)] if terms.keys else (),
     )
     _add_completions(app, service)
     _add_texts(app, service)
@@ -43,7 +48,6 @@ def open_app(service: Service) -> App:
             app, Watch(service.gateway, shown=terms.dashboard, name=service.name_of, about=about)
         )
         open_paths += tuple(page_files())
-    describe(app, keyed=bool(terms.keys))
     return Guard(
         app,
         keys=terms.keys,

@@ -1,11 +1,27 @@
-"""The answers in /openapi.json; models describe the bodies. Nothing here decides anything: a fuzzer
-holds the API to it."""
+"""The document of the API, /openapi.json: which route answers what, by the models in `schemas.py`.
+Nothing here decides anything: a fuzzer holds the API to it."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from dovetail.runtime.http.schemas import (
+    ChatEvent,
+    ChatReply,
+    DetokenizeReply,
+    ErrorReply,
+    LoadReply,
+    Model,
+    Models,
+    ReadyReply,
+    TextEvent,
+    TextReply,
+    TokenizeReply,
+    VersionReply,
+)
 
 STATUSES = {
     400: "The request is wrong; `param` names the field.",
@@ -28,149 +44,7 @@ HEADERS = {
 EVERYWHERE = (401, 403)
 ASKING = (400, 404, 413, 503)
 DECODING = (*ASKING, 429, 500, 504)
-
-
-class ErrorFields(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(BaseModel):
-    """The body of every error."""
-
-    error: ErrorFields
-
-
-class CachedTokens(BaseModel):
-    cached_tokens: int
-
-
-class PredictedTokens(BaseModel):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(BaseModel):
-    """Tokens read and written, and how many of the drafted ones were right."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-    completion_tokens_details: PredictedTokens
-
-
-class ReplyMessage(BaseModel):
-    role: str
-    content: str
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: ReplyMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class ChatReply(BaseModel):
-    """A whole chat completion."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    metrics: dict[str, Any] | None = None
-
-
-class TextChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class TextReply(BaseModel):
-    """A whole text completion."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[TextChoice]
-    usage: Usage
-    metrics: dict[str, Any] | None = None
-
-
-class Model(BaseModel):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int
-
-
-class Models(BaseModel):
-    object: str
-    data: list[Model]
-
-
-class TokenizeReply(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeReply(BaseModel):
-    prompt: str
-
-
-class PartFault(BaseModel):
-    part: str
-    why: str
-    since_s: float
-    retry_s: float | None
-
-
-class LoadingReply(BaseModel):
-    name: str
-    roles: list[str]
-    host: str
-    pid: int
-    model: str
-    doing: Literal["checking", "loading"]
-    done: int
-    total: int
-    bytes_per_s: float
-    left_s: float | None
-
-
-class ReadyReply(BaseModel):
-    ready: bool
-    status: Literal["ready", "loading", "waiting"]
-    degraded: bool
-    missing: list[str]
-    faults: list[PartFault]
-    loading: list[LoadingReply]
-
-
-class VersionReply(BaseModel):
-    version: str
-
-
-class LoadReply(BaseModel):
-    server_load: int
-
-
-EVENTS: Mapping[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
-ANSWERS: Mapping[str, tuple[Any, tuple[int, ...]]] = {
+ANSWERS: Mapping[str, tuple[type[BaseModel] | None, tuple[int, ...]]] = {
     "chat": (ChatReply, DECODING),
     "text": (TextReply, DECODING),
     "models": (Models, (503,)),
@@ -184,10 +58,14 @@ ANSWERS: Mapping[str, tuple[Any, tuple[int, ...]]] = {
     "metrics": (None, ()),
 }
 """Route -> what it answers, and with which errors."""
+STREAMED: Mapping[str, type[BaseModel]] = {"chat": ChatEvent, "text": TextEvent}
+"""Route -> the server-sent events that it answers with where a stream is asked for."""
+SCHEMAS = "#/components/schemas/{model}"
+"""The place of a model's schema in the document."""
 
 
 def documented(name: str) -> dict[str, Any]:
-    """The arguments with which a route is declared, so that the document says how it answers."""
+    """Return the arguments with which a route is declared, so that the document has its answers."""
     model, errors = ANSWERS[name]
     responses: dict[int | str, dict[str, Any]] = {
         status: {
@@ -197,40 +75,40 @@ def documented(name: str) -> dict[str, Any]:
         }
         for status in sorted((*errors, *EVERYWHERE))
     }
-    responses[200] = {"description": "Done.", **({"model": model} if model is not None else {})}
-    if name in ("chat", "text"):
-        responses[200]["content"] = EVENTS
+    declared: dict[str, Any] = {
+        "response_model": model,
+        "response_description": "Done.",
+        "responses": responses,
+    }
+    if name in STREAMED:
+        event = {"$ref": SCHEMAS.format(model=STREAMED[name].__name__)}
+        responses[200] = {"content": {"text/event-stream": {"itemSchema": event}}}
     if name == "readyz":
         responses[503] = {"model": ReadyReply, "description": "Requests are not served."}
     if name == "health":
         responses[503] = {"description": "There is no coordinator."}
     if name == "metrics":
-        responses[200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    return {
-        "responses": responses,
-        "response_model": None,
-        **({"response_class": Response} if model is None else {}),
-    }
+        responses[200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    return declared if model is not None else {**declared, "response_class": Response}
 
 
-def describe(app: FastAPI, *, keyed: bool) -> None:
-    """Have the app document itself: errors as they are, and the key if one is wanted."""
-    made: dict[str, Any] = {}
+class Documented(FastAPI):
+    """An app whose document has the two things that no parameter of FastAPI says: the events of
+    routes that answer whole or streamed, and that a wrong field is answered with 400, not 422."""
 
-    def openapi() -> dict[str, Any]:
-        if not made:
-            made.update(FastAPI.openapi(app))
-            for operation in (
-                operation for path in made["paths"].values() for operation in path.values()
-            ):
-                operation["responses"].pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                made["components"]["schemas"].pop(name, None)
-            if keyed:
-                made["components"]["securitySchemes"] = {
-                    "key": {"type": "http", "scheme": "bearer"}
-                }
-                made["security"] = [{"key": []}]
-        return made
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is not None:
+            return self.openapi_schema
+        document = super().openapi()
+        schemas = document["components"]["schemas"]
+        _, events = models_json_schema(
+            [(event, "validation") for event in STREAMED.values()], ref_template=SCHEMAS
+        )
+        schemas.update(events["$defs"])
+        for operation in (
+            operation for path in document["paths"].values() for operation in path.values()
+        ):
+            operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        return document

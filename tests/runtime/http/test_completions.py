@@ -1,10 +1,12 @@
 """What /v1/chat/completions and /v1/completions say, through a real server and a scripted target,
 whose own continuation is the oracle."""
 
+import json
 import re
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from dovetail.protocol.messages import MAX_TOKENS
 from support.scripted import END, VOCABULARY, continuation, logprobs
@@ -581,3 +583,44 @@ def test_the_document_names_every_error_and_no_other(server: Api) -> None:
     for status in ("429", "503"):
         assert answers[status]["headers"]["Retry-After"]["schema"] == {"type": "integer"}
     assert document["components"]["schemas"]["ChatBody"]["properties"]["temperature"]
+
+
+CHATTED = {"messages": MESSAGES, "max_tokens": 6}
+CONTINUED = {"prompt": "w5 w6", "max_tokens": 6}
+OWN = {"dovetail": {"drafted": True}}
+COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHATS, CHATTED),
+        (CHATS, {**CHATTED, **OWN, **COUNTED, "n": 2, "logprobs": True, "top_logprobs": 2}),
+        (TEXTS, CONTINUED),
+        (TEXTS, {**CONTINUED, **OWN, **COUNTED, "n": 2, "logprobs": 2, "echo": True}),
+    ],
+)
+def test_whole_and_streamed_answers_have_the_fields_of_the_document_and_no_other(
+    server: Api, path: str, fields: dict[str, Any]
+) -> None:
+    document = server.client.get("/openapi.json").json()
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        schema.setdefault("additionalProperties", False)
+
+    def check(value: Any, schema: dict[str, Any]) -> None:
+        Draft202012Validator({**schema, "components": {"schemas": schemas}}).validate(value)
+
+    whole = {name: value for name, value in fields.items() if name != "stream_options"}
+    check(server.ask(path, **whole), content["application/json"]["schema"])
+    check(server.refusal(path, {**whole, "n": 0}), schemas["ErrorFields"])
+    event = content["text/event-stream"]["itemSchema"]
+    name = event["$ref"].rpartition("/")[2]
+    chunk, done = schemas[name]["properties"]["data"]["anyOf"]
+    *chunks, last = server.stream(path, **fields)
+    for told in chunks:
+        check({"data": json.dumps(told)}, event)
+        check(told, chunk["contentSchema"])
+    check({"data": last}, event)
+    check(last, done)
