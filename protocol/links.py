@@ -1,12 +1,12 @@
 """Links: frames from one process to another. A `Hub` is the coordinator's end of all links, a
 `Link` the other end of one.
 
-Three kinds behave alike: ipc (a socket in a folder that only its owner can enter), tcp (CURVE keys
-required, on loopback too), and memory (between threads, for tests). What they promise: frames
-arrive whole, in the order of each sender, at most once; a message to a peer that has gone raises
-`PeerGone` and one to a peer that takes nothing off its full queue `PeerBusy`, so that nothing
-vanishes unseen and nobody waits for a slow peer; a link whose coordinator has gone raises
-`LinkClosed` and never connects again. Knows frames, not what they mean (`codec.py`).
+Two kinds behave alike: ipc (a socket in a folder that only its owner can enter) and tcp (CURVE keys
+required, on loopback too). Frames arrive whole, in the order of each sender, at most once. A
+message to a peer that has gone raises `PeerGone` and one to a peer that takes nothing off its full
+queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer. A link whose
+coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean
+(`codec.py`).
 
 Liveness is libzmq's own. A closed connection is seen at once, and the kernel closes that of a
 process that dies. Heartbeats find a peer that is stopped (SIGSTOP), or that the way to is cut,
@@ -16,17 +16,10 @@ ipc there are none between the coordinator and its clients: a terminal's Ctrl-Z 
 user expects it to go on. Deadlines for the work of a peer that is stuck are its user's business.
 """
 
-import fcntl
-import os
-import secrets
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
@@ -36,9 +29,21 @@ from typing import Protocol
 import zmq
 
 from dovetail.protocol import keys as keyring
+from dovetail.protocol.addresses import (
+    WORKERS_SUFFIX,
+    IpcPlace,
+    Socket,
+    TcpPlace,
+    check_length,
+    check_way,
+    fresh_path,
+    host_and_port,
+    keys_for,
+    no_address,
+    watch,
+)
 from dovetail.protocol.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, MAX_FRAMES
 from dovetail.protocol.errors import (
-    KeysError,
     LinkClosed,
     LinkRefused,
     PeerBusy,
@@ -50,15 +55,8 @@ from dovetail.protocol.keys import PeerKey
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES + MAX_FRAME_BYTES
 QUEUE_MESSAGES = 1000
 """Messages that wait for one peer before it counts as busy."""
-WORKERS_SUFFIX = ".w"
-"""Behind the path of an ipc address: where workers connect, whose connections have heartbeats."""
-MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
-"""sun_path of a Unix socket has 108 bytes and ends with a zero."""
 CONNECT_TIMEOUT_S = 10.0
-ABANDONED_S = 60.0
-"""A folder of sockets that nobody holds is taken for abandoned when it is so old."""
 
-_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
 _HANDSHAKE_MS = 5000
 _FAREWELL_MS = 200
 """So long, at most, a hub that closes waits until what it sent last has left: that it lets its
@@ -76,8 +74,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAI
 on the way, forgets over it to close the connection, and aborts the process at the next
 heartbeat."""
 
-Context = zmq.Context[zmq.Socket[bytes]]
-Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
 
 
 class Hub(Protocol):
@@ -176,14 +173,14 @@ def open_hub(address: str, *, keys: Path | None = None, own_folder: bool = False
     scheme, _, place = address.partition("://")
     if address == "ipc" or (scheme == "ipc" and place):
         return ZmqHub(
-            _IpcPlace(Path(place).absolute(), own=own_folder)
+            IpcPlace(Path(place).absolute(), own=own_folder)
             if place
-            else _IpcPlace(_fresh_path(), own=True),
+            else IpcPlace(fresh_path(), own=True),
             None,
         )
     if scheme == "tcp" and place:
-        return ZmqHub(_TcpPlace(address), _keys_for(address, keys))
-    raise _no_address(address)
+        return ZmqHub(TcpPlace(address), keys_for(address, keys))
+    raise no_address(address)
 
 
 def open_link(
@@ -198,14 +195,14 @@ def open_link(
     scheme, _, place = address.partition("://")
     if scheme == "ipc" and place:
         path = Path(place).absolute()
-        _check_length(path)
+        check_length(path)
         if path.parent.is_dir():
-            _check_way(path)
+            check_way(path)
         return ZmqLink(f"ipc://{path}", None, role, timeout_s)
     if scheme == "tcp" and place:
-        _host_and_port(address)
-        return ZmqLink(address, _keys_for(address, keys), role, timeout_s)
-    raise _no_address(address)
+        host_and_port(address)
+        return ZmqLink(address, keys_for(address, keys), role, timeout_s)
+    raise no_address(address)
 
 
 # -- zmq -------------------------------------------------------------------------------------------
@@ -214,7 +211,7 @@ def open_link(
 class ZmqHub:
     """A bound ROUTER socket with its monitor and, for tcp, the thread that judges keys."""
 
-    def __init__(self, place: "_IpcPlace | _TcpPlace", keys: Path | None) -> None:
+    def __init__(self, place: "IpcPlace | TcpPlace", keys: Path | None) -> None:
         self._place = place
         self._peers: keyring.AllowedPeers | None = None
         self._judge: threading.Thread | None = None
@@ -280,7 +277,7 @@ class ZmqHub:
         return peer, [frame.bytes for frame in rest] if len(rest) <= MAX_FRAMES else []
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        _check_outgoing(frames)
+        check_outgoing(frames)
         if (
             self._peers is not None
             and peer in self._known
@@ -300,7 +297,7 @@ class ZmqHub:
             raise PeerGone(f"peer {peer.hex()} is not connected") from None
 
     def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        _check_outgoing(frames)
+        check_outgoing(frames)
         with suppress(zmq.ZMQError):
             self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
 
@@ -373,7 +370,7 @@ class ZmqLink:
             if keys is not None:
                 self._show_key(keys, role)
             if keys is not None or works:
-                _watch(self._socket)
+                watch(self._socket)
             self._monitor = _Monitor(
                 self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
             )
@@ -435,7 +432,7 @@ class ZmqLink:
         """`LinkClosed` for the name of a host that is none here."""
         if not self._address.startswith("tcp://"):
             return
-        host, _ = _host_and_port(self._address)
+        host, _ = host_and_port(self._address)
         try:
             socket.getaddrinfo(host.strip("[]"), None)
         except OSError as error:
@@ -445,7 +442,7 @@ class ZmqLink:
             ) from None
 
     def send(self, frames: Sequence[bytes]) -> None:
-        _check_outgoing(frames)
+        check_outgoing(frames)
         while True:
             self._check_open()
             try:
@@ -459,7 +456,7 @@ class ZmqLink:
                     )
 
     def offer(self, frames: Sequence[bytes]) -> None:
-        _check_outgoing(frames)
+        check_outgoing(frames)
         self._check_open()
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -582,435 +579,15 @@ def _configure(socket: Socket) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
-def _watch(socket: Socket) -> None:
-    """Find out when the other end of a connection is lost in silence; for the addresses that the
-    socket binds or connects to from now on."""
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    for option, milliseconds in _HEARTBEAT_MS.items():
-        socket.setsockopt(option, milliseconds)
-
-
 def _bounded(frames: Sequence[bytes]) -> bool:
     """Return whether what arrived keeps the bounds; libzmq bounds single frames only."""
     return 1 <= len(frames) <= MAX_FRAMES and sum(map(len, frames)) <= MAX_MESSAGE_BYTES
 
 
-def _check_outgoing(frames: Sequence[bytes]) -> None:
+def check_outgoing(frames: Sequence[bytes]) -> None:
     """Our own mistake is loud: the other end would drop such a message, or the connection."""
     if not _bounded(frames) or max(map(len, frames)) > MAX_FRAME_BYTES:
         raise ValueError(
             f"a message has 1 to {MAX_FRAMES} frames of at most {MAX_FRAME_BYTES} bytes and "
             f"{MAX_MESSAGE_BYTES} in all, not {list(map(len, frames))}"
         )
-
-
-# -- where a hub listens ---------------------------------------------------------------------------
-
-
-class _TcpPlace:
-    """A tcp address."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def bind(self, socket: Socket) -> str:
-        """Listen there; the address with its real port."""
-        host, port = _host_and_port(self._address)
-        _watch(socket)
-        socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
-        try:
-            socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EADDRINUSE:
-                raise UserError(
-                    f"{self._address} is in use: stop who listens there, or choose another "
-                    "port (* for any free one)"
-                ) from None
-            raise UserError(
-                f"cannot listen at {self._address} ({error.strerror}): give the IP address of "
-                "an interface of this machine"
-            ) from None
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def close(self) -> None:
-        """Nothing stays behind."""
-
-
-class _IpcPlace:
-    """A path for the Unix sockets of clients and workers, in a folder that only its owner can
-    enter, held by a lock against a second launcher.
-
-    Without the lock a second bind would silently take the path away from a living coordinator.
-    """
-
-    def __init__(self, path: Path, *, own: bool) -> None:
-        """`own`: nobody else knows the folder, so that whatever lies in it may go."""
-        self._path = path
-        self._own = own
-        self._workers_path = path.with_name(path.name + WORKERS_SUFFIX)
-        self._lock_path = path.with_name(path.name + ".lock")
-        self._lock: int | None = None
-        self._made: list[Path] = []
-
-    def bind(self, socket: Socket) -> str:
-        """Listen there; the address."""
-        _check_length(self._path)
-        try:
-            self._lock = self._take_lock()
-            socket.bind(f"ipc://{self._path}")
-            _watch(socket)
-            socket.bind(f"ipc://{self._workers_path}")
-        except (zmq.ZMQError, OSError) as error:
-            raise UserError(
-                f"cannot listen at ipc://{self._path} ({error.strerror}): choose another path"
-            ) from None
-        return f"ipc://{self._path}"
-
-    def _take_lock(self) -> int:
-        """The locked descriptor; `UserError` if another process holds it."""
-        while True:
-            self._make_folder()
-            try:
-                lock = os.open(
-                    self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-                )
-            except FileNotFoundError:
-                if self._path.parent.is_dir():
-                    raise
-                continue  # the former owner of the path removed the folder, which it had made
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                raise UserError(
-                    f"another coordinator listens at ipc://{self._path}: use it, stop it, or "
-                    "choose another path"
-                ) from None
-            with suppress(FileNotFoundError):
-                if os.fstat(lock).st_ino == self._lock_path.stat().st_ino:
-                    return lock
-            os.close(lock)  # its former owner removed the file between our open and our lock
-
-    def _make_folder(self) -> None:
-        """Make the folder. It is noted before it is made, so that an interruption at any point
-        leaves nothing behind."""
-        folder = self._path.parent
-        self._made += [
-            place
-            for place in (folder, *folder.parents)
-            if place not in self._made and not place.exists()
-        ]
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(folder)
-
-    def close(self) -> None:
-        """Remove sockets, lock, and the folders that were made for them where nothing else lies in
-        them."""
-        if self._lock is not None:
-            self._path.unlink(missing_ok=True)
-            self._workers_path.unlink(missing_ok=True)
-            self._lock_path.unlink(missing_ok=True)
-            os.close(self._lock)
-        if self._own:
-            shutil.rmtree(self._path.parent, ignore_errors=True)
-        for folder in self._made:
-            with suppress(OSError):
-                folder.rmdir()
-
-
-def _fresh_path() -> Path:
-    """Return a path in a folder under the temporary directory that does not exist yet. Folders that
-    killed coordinators of this user left there are removed."""
-    place = Path(tempfile.gettempdir()).absolute()
-    for folder in place.glob(f"dovetail-{'[0-9a-f]' * 16}"):
-        with suppress(OSError):
-            _remove_abandoned(folder)
-    return place / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder of sockets if nobody holds its lock; `OSError` if somebody does. One that was
-    made just now may be about to be locked, and stays."""
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or time.time() - status.st_mtime < ABANDONED_S:
-        return
-    lock = os.open(folder / "coordinator.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _host_and_port(address: str) -> tuple[str, str]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
-        raise UserError(
-            f"{address!r} is no tcp address: write tcp://HOST:PORT, with port * where any free "
-            "one will do"
-        )
-    return host, port
-
-
-def _check_length(path: Path) -> None:
-    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-        raise UserError(
-            f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most "
-            f"{MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)"
-        )
-
-
-def _check_private(folder: Path) -> None:
-    status = folder.stat()
-    if status.st_uid != os.geteuid():
-        raise UserError(
-            f"the folder {folder} of the socket belongs to somebody else: choose a path in a "
-            "folder of your own"
-        )
-    if status.st_mode & 0o077:
-        raise UserError(
-            f"the folder {folder} of the socket is open to others: choose a path in a folder "
-            "that only you can enter, such as a new one in it"
-        )
-
-
-def _check_way(path: Path) -> None:
-    """A coordinator's socket lies in a private folder; where there is none at all, that is what is
-    wrong first."""
-    try:
-        _check_private(path.parent)
-    except UserError as error:
-        if path.exists():
-            raise
-        raise UserError(
-            f"nobody listens at ipc://{path}, and no coordinator would: {error}"
-        ) from None
-
-
-def _keys_for(address: str, keys: Path | None) -> Path:
-    if keys is None:
-        raise KeysError(
-            f"{address} needs keys, as every tcp address does: make them with `dovetail "
-            "keygen`, and name their folder with --keys FOLDER"
-        )
-    return keys
-
-
-def _no_address(address: str) -> UserError:
-    return UserError(f"{address!r} is no address: write ipc, ipc://PATH or tcp://HOST:PORT")
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-def memory_links() -> "MemoryHub":
-    """A hub within this process, whose links `connect` makes."""
-    return MemoryHub()
-
-
-class MemoryHub:
-    """A hub whose peers are threads of this process."""
-
-    address = "memory"
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.arrived = _Bell()
-        self.left = _Bell()
-        self.inbox: deque[tuple[bytes, list[bytes]]] = deque()
-        self.closed = False
-        self._links: dict[bytes, MemoryLink] = {}
-        self._users: dict[bytes, PeerKey] = {}
-        self._gone = 0
-        self._refused = 0
-        self._made = 0
-
-    def connect(self, user: PeerKey | None = None) -> "MemoryLink":
-        """A new link; `user` is what the hub will say of its key."""
-        with self.changed:
-            if self.closed:
-                raise LinkClosed("the coordinator disconnected")
-            self._made += 1
-            peer = struct.pack(">BI", 0, self._made)
-            self._links[peer] = link = MemoryLink(self, peer)
-            if user is not None:
-                self._users[peer] = user
-        return link
-
-    def fileno(self) -> int:
-        return self.arrived.fileno()
-
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
-        with self.changed:
-            if not self.inbox:
-                self.arrived.silence()
-                return None
-            peer, frames = self.inbox.popleft()
-            if peer in self._links:
-                self._links[peer].waiting -= 1
-                self.changed.notify_all()
-            return peer, frames
-
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        _check_outgoing(frames)
-        with self.changed:
-            if self.closed or peer not in self._links:
-                raise PeerGone(f"peer {peer.hex()} is not connected")
-            inbox = self._links[peer].inbox
-            if len(inbox) >= QUEUE_MESSAGES:
-                raise PeerBusy(
-                    f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages"
-                )
-            inbox.append(list(frames))
-            self._links[peer].ring()
-            self.changed.notify_all()
-
-    def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        with suppress(PeerGone, PeerBusy):
-            self.send(peer, frames)
-
-    def user(self, peer: bytes) -> PeerKey | None:
-        return self._users.get(peer)
-
-    def monitor_fileno(self) -> int:
-        return self.left.fileno()
-
-    def disconnects(self) -> int:
-        with self.changed:
-            self.left.silence()
-            gone, self._gone = self._gone, 0
-            return gone
-
-    def refused(self) -> int:
-        return self._refused
-
-    def forget(self, peer: bytes) -> None:
-        """A link was closed."""
-        with self.changed:
-            if self._links.pop(peer, None) is not None and not self.closed:
-                self._gone += 1
-                self.left.ring()
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        with self.changed:
-            if not self.closed:
-                self.closed = True
-                self.arrived.close()
-                self.left.close()
-                for link in self._links.values():
-                    link.ring(left=True)
-            self.changed.notify_all()
-
-
-class MemoryLink:
-    """A link to a `MemoryHub`."""
-
-    def __init__(self, hub: MemoryHub, peer: bytes) -> None:
-        self.inbox: deque[list[bytes]] = deque()
-        self.waiting = 0
-        self._arrived: _Bell | None = None
-        self._left: _Bell | None = None
-        self._hub = hub
-        self._peer = peer
-        self._closed = False
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        _check_outgoing(frames)
-        hub = self._hub
-        with hub.changed:
-            hub.changed.wait_for(
-                lambda: self._closed or hub.closed or self.waiting < QUEUE_MESSAGES
-            )
-            self._put(frames)
-
-    def offer(self, frames: Sequence[bytes]) -> None:
-        _check_outgoing(frames)
-        with self._hub.changed:
-            if self.waiting >= QUEUE_MESSAGES and not self._closed and not self._hub.closed:
-                raise PeerBusy(
-                    f"the coordinator takes nothing off its queue of {QUEUE_MESSAGES} messages"
-                )
-            self._put(frames)
-
-    def _put(self, frames: Sequence[bytes]) -> None:
-        self._check_open()
-        self._hub.inbox.append((self._peer, list(frames)))
-        self.waiting += 1
-        self._hub.arrived.ring()
-
-    def receive(self, timeout_s: float | None) -> list[bytes] | None:
-        with self._hub.changed:
-            self._hub.changed.wait_for(
-                lambda: self.inbox or self._closed or self._hub.closed, timeout_s
-            )
-            if self.inbox:
-                return self.inbox.popleft()
-            self._check_open()
-            return None
-
-    def fileno(self) -> int:
-        with self._hub.changed:
-            self._arrived = self._arrived or _Bell()
-            if self.inbox:
-                self._arrived.ring()
-            return self._arrived.fileno()
-
-    def take(self) -> list[bytes] | None:
-        with self._hub.changed:
-            if self.inbox:
-                return self.inbox.popleft()
-            if self._arrived is not None:
-                self._arrived.silence()
-            return None
-
-    def monitor_fileno(self) -> int:
-        with self._hub.changed:
-            self._left = self._left or _Bell()
-            if self._hub.closed:
-                self._left.ring()
-            return self._left.fileno()
-
-    def check(self) -> None:
-        with self._hub.changed:
-            self._check_open()
-
-    def ring(self, *, left: bool = False) -> None:
-        """Something has arrived, or the hub has `left`."""
-        if (bell := self._left if left else self._arrived) is not None:
-            bell.ring()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LinkClosed("the link was closed here")
-        if self._hub.closed:
-            raise LinkClosed("the coordinator disconnected")
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._hub.forget(self._peer)
-            for bell in filter(None, (self._arrived, self._left)):
-                bell.close()
-
-
-class _Bell:
-    """A descriptor that is readable from `ring` to `silence`."""
-
-    def __init__(self) -> None:
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self._event)
-
-    def fileno(self) -> int:
-        return self._event
-
-    def ring(self) -> None:
-        os.eventfd_write(self._event, 1)
-
-    def silence(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._event)
-
-    def close(self) -> None:
-        self._close()
-        self._event = -1

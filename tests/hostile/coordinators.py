@@ -14,7 +14,6 @@ from typing import Any
 
 from dovetail.protocol.codec import COMMAND, INBOUND, REPLY, encode
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.links import MemoryLink
 from dovetail.protocol.messages import (
     Draft,
     Drafted,
@@ -32,6 +31,7 @@ from hostile import messages
 from hostile.found import Found, faults_of
 from hostile.messages import Knowledge, decodable, falsified, hostile
 from support.houses import PROMPT, House
+from support.memory_links import MemoryLink
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
 
 EPOCH = 4242

@@ -19,7 +19,6 @@ from typing import Any
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import COMMAND, EVENT, encode
 from dovetail.protocol.errors import LinkClosed, PeerGone
-from dovetail.protocol.links import MemoryLink, memory_links
 from dovetail.protocol.messages import (
     Close,
     Closed,
@@ -47,6 +46,7 @@ from dovetail.workers.serving.registration import Reconnecting, Worker
 from hostile import messages
 from hostile.found import Found
 from hostile.messages import Knowledge, decodable, hostile
+from support.memory_links import MemoryLink, memory_links
 from support.models import VOCABULARY
 
 EPOCH = 4242

@@ -4,8 +4,9 @@ memory."""
 from dovetail.launch.processes.inquiry import RETRY_S, Inquiry
 from dovetail.protocol.codec import REQUEST, encode
 from dovetail.protocol.errors import LinkClosed
-from dovetail.protocol.links import Link, MemoryHub, memory_links
+from dovetail.protocol.links import Link
 from dovetail.protocol.messages import Hello, Message, Reported, Status, Welcome
+from support.memory_links import MemoryHub, memory_links
 
 EVERY_S = 1.0
 

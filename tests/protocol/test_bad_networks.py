@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.protocol import links
+from dovetail.protocol import addresses
 from dovetail.protocol.errors import LinkClosed, PeerGone
 from dovetail.protocol.links import Link, open_link
 from support.proxy import Proxy, Weather, proxied
@@ -149,7 +149,7 @@ def test_a_coordinator_outlives_bytes_that_were_changed_on_the_way(
 def test_a_connection_that_is_broken_off_is_missed_without_waiting_for_a_heartbeat_and_the_next_one_works(  # noqa: E501
     deployment: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_HEARTBEAT_MS", {})
+    monkeypatch.setattr(addresses, "_HEARTBEAT_MS", {})
     wire = open_wire("tcp", deployment, stack)
     proxy = stack.enter_context(proxied(wire.hub.address))
     link = stack.enter_context(

@@ -17,15 +17,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dovetail.protocol import links
+from dovetail.protocol import addresses, links
+from dovetail.protocol.addresses import MAX_IPC_PATH_BYTES, WORKERS_SUFFIX
 from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
-from dovetail.protocol.links import (
-    MAX_IPC_PATH_BYTES,
-    QUEUE_MESSAGES,
-    WORKERS_SUFFIX,
-    open_hub,
-    open_link,
-)
+from dovetail.protocol.links import QUEUE_MESSAGES, open_hub, open_link
+from support.memory_links import MemoryHub, memory_links
 from support.wires import PATIENCE_S, Wire, open_wire, readable, spawn, until
 
 SETTLED_S = 0.1
@@ -322,7 +318,7 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
     descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
     with contextlib.ExitStack() as stack:
         hub = (
-            links.memory_links()
+            memory_links()
             if wire.hub.address == "memory"
             else open_hub("ipc" if wire.keys is None else wire.hub.address, keys=wire.keys)
         )
@@ -332,7 +328,7 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
             wire.keys,
             lambda role: (
                 hub.connect()
-                if isinstance(hub, links.MemoryHub)
+                if isinstance(hub, MemoryHub)
                 else open_link(hub.address, keys=wire.keys, role=role)
             ),
             stack,
@@ -354,7 +350,7 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
 def test_a_killed_process_is_noticed_without_waiting_for_a_heartbeat(
     kind: str, deployment: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_HEARTBEAT_MS", {})
+    monkeypatch.setattr(addresses, "_HEARTBEAT_MS", {})
     wire = open_wire(kind, deployment if kind == "tcp" else None, stack)
     child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""))
     peer, frames = wire.arrived()
@@ -580,7 +576,7 @@ def test_a_hub_that_is_interrupted_while_it_opens_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tempfile.tempdir", folder)
-    monkeypatch.setattr(links, "_check_private", interrupt)
+    monkeypatch.setattr(addresses, "check_private", interrupt)
     with pytest.raises(KeyboardInterrupt):
         open_hub("ipc")
     assert list(Path(folder).iterdir()) == []

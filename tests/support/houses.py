@@ -4,12 +4,12 @@ the other, no model and no clock to wait for."""
 import time
 
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import Finished, Limits, Reads, Reported
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.record.recorder import Recorder
+from support.memory_links import MemoryHub, MemoryLink, memory_links
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker
 
 PROMPT = (5, 6, 7)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log as ln
 
-from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import (
     Command,
     Draft,
@@ -33,6 +32,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.client import Client
 from dovetail.runtime.engine.coordinator import Coordinator
+from support.memory_links import MemoryHub, MemoryLink, memory_links
 from support.scripted import VOCABULARY, ScriptedWorker
 
 HOST_S = 1e-4

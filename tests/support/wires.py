@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dovetail.protocol import links
 from dovetail.protocol.links import Hub, Link
+from support.memory_links import memory_links
 
 PATIENCE_S = 60.0
 """How long a test waits for what should come at once."""
@@ -91,7 +92,7 @@ def until(condition: Callable[[], bool], wait: Callable[[], object]) -> None:
 
 def open_wire(kind: str, folder: Path | None, stack: contextlib.ExitStack) -> Wire:
     if kind == "memory":
-        memory = links.memory_links()
+        memory = memory_links()
         stack.callback(memory.close)
         return Wire(memory, None, lambda role: memory.connect(), stack)
     hub = links.open_hub("ipc" if kind == "ipc" else "tcp://127.0.0.1:*", keys=folder)

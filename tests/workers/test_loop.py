@@ -11,7 +11,6 @@ import pytest
 
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
-from dovetail.protocol.links import MemoryHub, MemoryLink, memory_links
 from dovetail.protocol.messages import (
     Close,
     Closed,
@@ -46,6 +45,7 @@ from dovetail.workers.progress import beat
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.serving.registration import Reconnecting
 from dovetail.workers.target import TargetWorker
+from support.memory_links import MemoryHub, MemoryLink, memory_links
 from support.models import VOCABULARY, reference_tokens
 
 EPOCH = 77

@@ -12,11 +12,11 @@ import pytest
 
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import LinkClosed, UserError
-from dovetail.protocol.links import memory_links
 from dovetail.protocol.messages import MAX_STRIKES, Close, Closed, Hello, Probe, Probed, Welcome
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.loop import serve
+from support.memory_links import memory_links
 
 EPOCH = 77
 WATCHED = """

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from dovetail.protocol.codec import REQUEST, encode
-from dovetail.protocol.links import QUEUE_MESSAGES, MemoryHub, memory_links
+from dovetail.protocol.links import QUEUE_MESSAGES
 from dovetail.protocol.messages import (
     Cancel,
     Describe,
@@ -23,6 +23,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway, Told
+from support.memory_links import MemoryHub, memory_links
 
 SUBMIT = Submit(
     epoch=0, request=0, tokens=(5, 6), sampling=Sampling(), max_tokens=5, tree=TreeSettings()

@@ -1,0 +1,229 @@
+"""Addresses: where a hub listens, and what is wrong with an address or with the folder of a socket.
+
+Knows nothing of frames.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from dovetail.protocol.errors import KeysError, UserError
+
+WORKERS_SUFFIX = ".w"
+"""Behind the path of an ipc address: where workers connect, whose connections have heartbeats."""
+MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
+"""sun_path of a Unix socket has 108 bytes and ends with a zero."""
+ABANDONED_S = 60.0
+"""A folder of sockets that nobody holds is taken for abandoned when it is so old."""
+
+_HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
+
+Socket = zmq.Socket[bytes]
+
+
+class TcpPlace:
+    """A tcp address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def bind(self, socket: Socket) -> str:
+        """Listen there; the address with its real port."""
+        host, port = host_and_port(self._address)
+        watch(socket)
+        socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+        try:
+            socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise UserError(
+                    f"{self._address} is in use: stop who listens there, or choose another "
+                    "port (* for any free one)"
+                ) from None
+            raise UserError(
+                f"cannot listen at {self._address} ({error.strerror}): give the IP address of "
+                "an interface of this machine"
+            ) from None
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        """Nothing stays behind."""
+
+
+class IpcPlace:
+    """A path for the Unix sockets of clients and workers, in a folder that only its owner can
+    enter, held by a lock against a second launcher.
+
+    Without the lock a second bind would silently take the path away from a living coordinator.
+    """
+
+    def __init__(self, path: Path, *, own: bool) -> None:
+        """`own`: nobody else knows the folder, so that whatever lies in it may go."""
+        self._path = path
+        self._own = own
+        self._workers_path = path.with_name(path.name + WORKERS_SUFFIX)
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock: int | None = None
+        self._made: list[Path] = []
+
+    def bind(self, socket: Socket) -> str:
+        """Listen there; the address."""
+        check_length(self._path)
+        try:
+            self._lock = self._take_lock()
+            socket.bind(f"ipc://{self._path}")
+            watch(socket)
+            socket.bind(f"ipc://{self._workers_path}")
+        except (zmq.ZMQError, OSError) as error:
+            raise UserError(
+                f"cannot listen at ipc://{self._path} ({error.strerror}): choose another path"
+            ) from None
+        return f"ipc://{self._path}"
+
+    def _take_lock(self) -> int:
+        """The locked descriptor; `UserError` if another process holds it."""
+        while True:
+            self._make_folder()
+            try:
+                lock = os.open(
+                    self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
+            except FileNotFoundError:
+                if self._path.parent.is_dir():
+                    raise
+                continue  # the former owner of the path removed the folder, which it had made
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise UserError(
+                    f"another coordinator listens at ipc://{self._path}: use it, stop it, or "
+                    "choose another path"
+                ) from None
+            with suppress(FileNotFoundError):
+                if os.fstat(lock).st_ino == self._lock_path.stat().st_ino:
+                    return lock
+            os.close(lock)  # its former owner removed the file between our open and our lock
+
+    def _make_folder(self) -> None:
+        """Make the folder. It is noted before it is made, so that an interruption at any point
+        leaves nothing behind."""
+        folder = self._path.parent
+        self._made += [
+            place
+            for place in (folder, *folder.parents)
+            if place not in self._made and not place.exists()
+        ]
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(folder)
+
+    def close(self) -> None:
+        """Remove sockets, lock, and the folders that were made for them where nothing else lies in
+        them."""
+        if self._lock is not None:
+            self._path.unlink(missing_ok=True)
+            self._workers_path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock)
+        if self._own:
+            shutil.rmtree(self._path.parent, ignore_errors=True)
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def fresh_path() -> Path:
+    """Return a path in a folder under the temporary directory that does not exist yet. Folders that
+    killed coordinators of this user left there are removed."""
+    place = Path(tempfile.gettempdir()).absolute()
+    for folder in place.glob(f"dovetail-{'[0-9a-f]' * 16}"):
+        with suppress(OSError):
+            _remove_abandoned(folder)
+    return place / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder of sockets if nobody holds its lock; `OSError` if somebody does. One that was
+    made just now may be about to be locked, and stays."""
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or time.time() - status.st_mtime < ABANDONED_S:
+        return
+    lock = os.open(folder / "coordinator.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
+        raise UserError(
+            f"{address!r} is no tcp address: write tcp://HOST:PORT, with port * where any free "
+            "one will do"
+        )
+    return host, port
+
+
+def check_length(path: Path) -> None:
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise UserError(
+            f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most "
+            f"{MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)"
+        )
+
+
+def check_private(folder: Path) -> None:
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise UserError(
+            f"the folder {folder} of the socket belongs to somebody else: choose a path in a "
+            "folder of your own"
+        )
+    if status.st_mode & 0o077:
+        raise UserError(
+            f"the folder {folder} of the socket is open to others: choose a path in a folder "
+            "that only you can enter, such as a new one in it"
+        )
+
+
+def check_way(path: Path) -> None:
+    """A coordinator's socket lies in a private folder; where there is none at all, that is what is
+    wrong first."""
+    try:
+        check_private(path.parent)
+    except UserError as error:
+        if path.exists():
+            raise
+        raise UserError(
+            f"nobody listens at ipc://{path}, and no coordinator would: {error}"
+        ) from None
+
+
+def keys_for(address: str, keys: Path | None) -> Path:
+    if keys is None:
+        raise KeysError(
+            f"{address} needs keys, as every tcp address does: make them with `dovetail "
+            "keygen`, and name their folder with --keys FOLDER"
+        )
+    return keys
+
+
+def no_address(address: str) -> UserError:
+    return UserError(f"{address!r} is no address: write ipc, ipc://PATH or tcp://HOST:PORT")
+
+
+def watch(socket: Socket) -> None:
+    """Find out when the other end of a connection is lost in silence; for the addresses that the
+    socket binds or connects to from now on."""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    for option, milliseconds in _HEARTBEAT_MS.items():
+        socket.setsockopt(option, milliseconds)
