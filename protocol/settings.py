@@ -466,7 +466,7 @@ class Sampling(Frozen):
         "coupled",
         description="above temperature 0: coupled (draft and target share their noise) or "
         "rejection (the papers' speculative sampling, of trees of a static "
-        "shape; exact in law, but the tokens depend on the draft)",
+        "shape; exact in distribution, but the tokens depend on the draft)",
     )
 
     @property

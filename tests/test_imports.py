@@ -26,7 +26,11 @@ DOORS = {
     "hqq": ("workers/models/substitutes/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),
     "torch": ("workers/",),
-    "transformers": ("workers/models/lean.py", "workers/peers/assisted.py", "workers/training/"),
+    "transformers": (
+        "workers/models/lean.py",
+        "workers/baselines/assisted.py",
+        "workers/training/",
+    ),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),

@@ -97,9 +97,9 @@ def test_output_is_the_same_with_goodput_where_drafting_pays(
 def places(
     tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Generator
 ) -> Iterator[float]:
-    """Where each token lies in its own law: uniform if it was drawn from it."""
-    for token, law in zip(tokens, logits.double().softmax(-1).numpy(), strict=True):
-        yield float(law[:token].sum() + random.random() * law[token])
+    """Where each token lies in its own distribution: uniform if it was drawn from it."""
+    for token, distribution in zip(tokens, logits.double().softmax(-1).numpy(), strict=True):
+        yield float(distribution[:token].sum() + random.random() * distribution[token])
 
 
 @pytest.mark.slow

@@ -73,7 +73,8 @@ def test_of_the_guesses_of_a_reply_as_many_are_right_as_nodes_were_accepted(
         assert all(score <= 0 for score, _ in reply.guesses)
     assert frozen.tokens == learning.tokens
     untaught, taught = (
-        duet.draft.engine.sharpness.nodes(sampled=sampling.temperature > 0) for duet in duets
+        duet.draft.engine.score_calibration.nodes(sampled=sampling.temperature > 0)
+        for duet in duets
     )
     assert sum(untaught) == 0
     assert learning.rounds - 1 <= sum(taught) <= learning.decoded

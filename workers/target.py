@@ -45,7 +45,7 @@ from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.admission import MAX_SESSIONS
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
 from dovetail.workers.sessions.wire import to_array, to_tensor
-from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.verifier import Verifier
 
 
@@ -248,7 +248,7 @@ class TargetWorker:
         )
 
     def _verdicts(
-        self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn]
+        self, items: Sequence[VerifyItem], drawn: Mapping[int, ProposalProbabilities]
     ) -> Sequence[Verdict | RequestError]:
         """The verdict of each item or why there is none. Of a pass that fails one session may be to
         blame: then each that the pass has not changed gets one of its own."""
@@ -258,7 +258,9 @@ class TargetWorker:
             failure = as_request_error(error)
         return [failure] if len(items) == 1 else [self._verdict(item, drawn) for item in items]
 
-    def _verdict(self, item: VerifyItem, drawn: Mapping[int, Drawn]) -> Verdict | RequestError:
+    def _verdict(
+        self, item: VerifyItem, drawn: Mapping[int, ProposalProbabilities]
+    ) -> Verdict | RequestError:
         """The verdict of a pass of one item."""
         try:
             self._verifier.check(item, drawn.get(item.session))
@@ -276,7 +278,7 @@ class TargetWorker:
         )
 
 
-def _drawn(command: Verify) -> dict[int, Drawn]:
+def _drawn(command: Verify) -> dict[int, ProposalProbabilities]:
     """Return what the trees of a command were drawn from, by session; none of them was where there
     is nothing to be read."""
     if command.candidates is None or command.probabilities is None:
@@ -294,7 +296,9 @@ def _drawn(command: Verify) -> dict[int, Drawn]:
     parts = zip(
         command.items, torch.split(candidates, rows), torch.split(probabilities, rows), strict=True
     )
-    return {item.session: Drawn(ids, law) for item, ids, law in parts}
+    return {
+        item.session: ProposalProbabilities(ids, distribution) for item, ids, distribution in parts
+    }
 
 
 def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:

@@ -48,10 +48,10 @@ from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.sessions.session import KeptSession, TargetSession
 from dovetail.workers.sessions.timing import timed_pass
 from dovetail.workers.speculation.noise import NoiseCache
-from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.speculation.sampling import LookingBack
 
-UNDRAWN: Mapping[int, Drawn] = {}
+UNDRAWN: Mapping[int, ProposalProbabilities] = {}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ class Verifier:
             session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
             apart = self._prefill.rows_apart(order, session.cache)
             logits = yield from self._prefill.read(session, order, apart)
-            _, bonus, (margin,) = outcome_of(session, logits, TokenTree(), Drawn.nothing())
+            _, bonus, (margin,) = outcome_of(
+                session, logits, TokenTree(), ProposalProbabilities.nothing()
+            )
             logprobs = session.scores(logits, [0], [bonus])
         session.extend([bonus])
         self._sessions[order.session] = session
@@ -163,7 +165,7 @@ class Verifier:
             yield from self._prefill.recompute(session.log, reads, start, prefix)
         session.reads, session.held = reads, HeldFeatures()
 
-    def check(self, item: VerifyItem, drawn: Drawn | None = None) -> None:
+    def check(self, item: VerifyItem, drawn: ProposalProbabilities | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
         session = find_session(self._sessions, item.session)
         check_round(
@@ -188,12 +190,14 @@ class Verifier:
         try:
             item.tree.check(self._model.vocabulary_size)
             if session.sampling.rejects and len(item.tokens):
-                (drawn or Drawn.nothing()).check(item.tree, self._model.vocabulary_size)
+                (drawn or ProposalProbabilities.nothing()).check(
+                    item.tree, self._model.vocabulary_size
+                )
         except TreeError as error:
             raise RequestError("protocol", f"session {item.session}: {error}") from None
 
     def verify(
-        self, items: Sequence[VerifyItem], drawn: Mapping[int, Drawn] = UNDRAWN
+        self, items: Sequence[VerifyItem], drawn: Mapping[int, ProposalProbabilities] = UNDRAWN
     ) -> list[Verdict | RequestError]:
         """One pass for checked items of different sessions; for each in turn the verdict,
         committed, or why there is none. If it raises, nothing changed.
@@ -278,13 +282,15 @@ class Verifier:
         return _Pass(torch.split(logits, counts), states, starts)
 
     def _judge(
-        self, item: VerifyItem, logits: Tensor, drawn: Drawn | None
+        self, item: VerifyItem, logits: Tensor, drawn: ProposalProbabilities | None
     ) -> Verdict | RequestError:
         """Return the verdict of an item from the logits [M, V] of its root and nodes, without
         features, or why there is none."""
         session, tree = self._sessions[item.session], item.tree
         try:
-            accepted, bonus, margins = outcome_of(session, logits, tree, drawn or Drawn.nothing())
+            accepted, bonus, margins = outcome_of(
+                session, logits, tree, drawn or ProposalProbabilities.nothing()
+            )
             tokens = [*(tree.tokens[node] for node in accepted), bonus]
             logprobs = session.scores(logits, _path(accepted), tokens)
         except Exception as error:  # the other sessions of the pass have their verdicts

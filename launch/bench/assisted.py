@@ -36,7 +36,7 @@ from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, Settings, byte_count
-from dovetail.workers.peers.generated import Generated
+from dovetail.workers.baselines.generated import Generated
 
 if TYPE_CHECKING:
     from dovetail.runtime.text.tokenizer import TextCodec
@@ -247,7 +247,7 @@ class _Assisted:
 
     def __init__(self, settings: Settings) -> None:
         from dovetail.runtime.text.tokenizer import TextCodec
-        from dovetail.workers.peers.assisted import (
+        from dovetail.workers.baselines.assisted import (
             AssistedModel,
         )  # torch comes in here, after the binding
 

@@ -103,14 +103,16 @@ def compare(
     largest = total = 0.0
     count, first = 0, None
     reference = (row for part in rows for row in part.double().log_softmax(-1))
-    for position, (token, score, law) in enumerate(
+    for position, (token, score, distribution) in enumerate(
         zip(tokens[1:], scores, reference, strict=False), start=1
     ):
-        own = abs(score.logprob - float(law[token]))
-        difference = max([own, *(abs(logprob - float(law[which])) for which, logprob in score.top)])
+        own = abs(score.logprob - float(distribution[token]))
+        difference = max(
+            [own, *(abs(logprob - float(distribution[which])) for which, logprob in score.top)]
+        )
         if position >= len(tokens) - replied and not of_mean:
             difference = max(
-                difference, float(law.max() - law[token])
+                difference, float(distribution.max() - distribution[token])
             )  # another choice is one where the reference has a better one
         largest, total, count = max(largest, difference), total + own, count + 1
         if first is None and not (own if of_mean else difference) <= tolerance:

@@ -46,8 +46,8 @@ def command(
     """
     recording = read_recording(file)
     if role is None:
-        playback = Replay(recording)
-        _tell(context, recording, playback.play(), _of_logic(playback), as_json=as_json)
+        replayed = Replay(recording)
+        _tell(context, recording, replayed.play(), _of_logic(replayed), as_json=as_json)
         return
     parts_of(recording, role)  # there is something to play before a model is loaded
     with spinner() as say:
@@ -56,16 +56,16 @@ def command(
     _tell(context, recording, outcome.difference, _of_worker(role, outcome), as_json=as_json)
 
 
-def _of_logic(playback: Replay) -> dict[str, Any]:
-    tokens = len(playback.session.tokens)
+def _of_logic(replayed: Replay) -> dict[str, Any]:
+    tokens = len(replayed.session.tokens)
     words = (
-        f"{counted(len(playback.taken), 'step')}, {counted(playback.commands, 'command')}, "
+        f"{counted(len(replayed.taken), 'step')}, {counted(replayed.commands, 'command')}, "
         f"{counted(tokens, 'token')}"
     )
     return {
         "played": "session",
-        "steps": len(playback.taken),
-        "commands": playback.commands,
+        "steps": len(replayed.taken),
+        "commands": replayed.commands,
         "tokens": tokens,
         "words": words,
     }

@@ -180,7 +180,7 @@ def _check_settings(configuration: Configuration) -> None:
         )
     if configuration.settings.sampling.acceptance == "rejection":
         raise UserError(
-            "rejection keeps the target's law and not its tokens, so there is nothing to "
+            "rejection keeps the target's distribution and not its tokens, so there is nothing to "
             "compare: leave --sampling.acceptance out"
         )
 

@@ -24,7 +24,7 @@ from dovetail.workers.models.segment import Cache
 from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.sharpness import Scale
+from dovetail.workers.speculation.score_calibration import Scale
 
 
 @dataclass

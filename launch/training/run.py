@@ -17,8 +17,8 @@ from dovetail.workers.heads.registry import KINDS, trained_kind
 if TYPE_CHECKING:
     from dovetail.workers.heads.trainable import HeadShape, TrainableHead
     from dovetail.workers.training.data.features import Features
-    from dovetail.workers.training.peers import Peers
     from dovetail.workers.training.plan import Plan
+    from dovetail.workers.training.process_group import ProcessGroup
     from dovetail.workers.training.target_parts import TargetParts
     from dovetail.workers.training.trainer import Trained
     from dovetail.workers.training.workplace import Workplace
@@ -79,7 +79,7 @@ def train_head(wish: Wish) -> "Trained | None":
         )
     check_charts("the card of a head, which has pictures,")
     from dovetail.workers.training.folder import workplace
-    from dovetail.workers.training.peers import ALONE, Accelerated
+    from dovetail.workers.training.process_group import ALONE, Accelerated
     from dovetail.workers.training.trainer import use_threads
 
     if wish.threads is not None:
@@ -90,7 +90,7 @@ def train_head(wish: Wish) -> "Trained | None":
         return _train(wish, place, peers)
 
 
-def _train(wish: Wish, place: "Workplace", peers: "Peers") -> "Trained | None":
+def _train(wish: Wish, place: "Workplace", peers: "ProcessGroup") -> "Trained | None":
     from dovetail.workers.training.folder import config_of, write_head
     from dovetail.workers.training.run import silent
     from dovetail.workers.training.target_parts import read_target
@@ -189,7 +189,7 @@ def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShap
     )
 
 
-def _plan(wish: Wish, target: "TargetParts", peers: "Peers") -> "Plan":
+def _plan(wish: Wish, target: "TargetParts", peers: "ProcessGroup") -> "Plan":
     """The preset with what the command line says instead."""
     from dovetail.workers.training.recipes import plan_for
     from dovetail.workers.training.trainer import faster_number

@@ -43,30 +43,30 @@ class FailingDrafts:
         """Failures in all, of whatever draft."""
         self._failing: dict[bytes, _Failing] = {}
 
-    def failed(self, draft: Worker, live: RunningRequest | None, why: str, now_ns: int) -> None:
+    def failed(self, draft: Worker, running: RunningRequest | None, why: str, now_ns: int) -> None:
         """Note that a draft failed, in a session or in what it does ahead of its orders, and when
         it was the session's first failure note it there."""
         where = (
             "in what it does ahead of its orders"
-            if live is None
-            else f"in round {live.session.round} of session {live.session.number}"
+            if running is None
+            else f"in round {running.session.round} of session {running.session.number}"
         )
         self.count += 1
         if (known := self._failing.get(draft.peer)) is not None:
             known.count, known.last_ns = known.count + 1, now_ns
         else:
             self._failing[draft.peer] = _Failing(draft.name, f"{why}, {where}", now_ns, now_ns)
-        if live is not None:
-            note_failure(live, draft, why, now_ns)
+        if running is not None:
+            note_failure(running, draft, why, now_ns)
 
-    def drafted(self, live: RunningRequest, rounds: int) -> None:
+    def drafted(self, running: RunningRequest, rounds: int) -> None:
         """Note that a session has ended with its draft, after so many rounds with a proposal of
         it."""
-        if live.draft is None or not rounds or live.draft_failure is not None:
+        if running.draft is None or not rounds or running.draft_failure is not None:
             return
-        known = self._failing.get(live.draft.peer)
-        if known is not None and live.session.accounts.began_ns >= known.last_ns:
-            del self._failing[live.draft.peer]
+        known = self._failing.get(running.draft.peer)
+        if known is not None and running.session.accounts.began_ns >= known.last_ns:
+            del self._failing[running.draft.peer]
 
     def forget(self, worker: Worker) -> None:
         """Forget a worker that is not here any more."""
@@ -77,12 +77,12 @@ class FailingDrafts:
         return [failing.fault(now_ns) for failing in self._failing.values()]
 
 
-def note_failure(live: RunningRequest, draft: Worker, why: str, now_ns: int) -> None:
+def note_failure(running: RunningRequest, draft: Worker, why: str, now_ns: int) -> None:
     """Have a session's result tell of the first failure of its draft."""
-    if live.draft_failure is None:
-        live.draft_failure = DraftFailure(
+    if running.draft_failure is None:
+        running.draft_failure = DraftFailure(
             draft=draft.name[:MAX_WORDS],
             error=why[:MAX_WORDS],
-            round=live.session.round,
-            after_s=max(0, now_ns - live.session.accounts.began_ns) / 1e9,
+            round=running.session.round,
+            after_s=max(0, now_ns - running.session.accounts.began_ns) / 1e9,
         )

@@ -176,11 +176,11 @@ class Placement:
             if draft is not None
             else None
         )
-        live = self._live(
+        running = self._running_request(
             client, submit, target, draft, request, draft_sync, Accounts(now_ns, tally), now_ns
         )
-        live.session.target_base, live.drafts = target_base, drafts
-        return live
+        running.session.target_base, running.drafts = target_base, drafts
+        return running
 
     def try_out(
         self,
@@ -195,11 +195,11 @@ class Placement:
         draft_sync = (
             DraftSync(len(request.prompt), reads=draft.hello.reads) if draft is not None else None
         )
-        return self._live(
+        return self._running_request(
             client, submit, target, draft, request, draft_sync, Accounts(now_ns), now_ns
         )
 
-    def _live(
+    def _running_request(
         self,
         client: ClientPeer,
         submit: Submit,
@@ -238,32 +238,34 @@ class Placement:
 
     # -- who takes over ----------------------------------------------------------------------------
 
-    def joining(self, live: RunningRequest) -> Worker | None:
+    def joining(self, running: RunningRequest) -> Worker | None:
         """A draft for a session that has none, or whose own is not available any more, where that
         is worth it."""
         return self.draft(
-            live.target,
-            lambda draft: self._is_worth_joining(draft, live),
-            context=live.session.length,
+            running.target,
+            lambda draft: self._is_worth_joining(draft, running),
+            context=running.session.length,
         )
 
-    def _is_worth_joining(self, draft: Worker, live: RunningRequest) -> bool:
+    def _is_worth_joining(self, draft: Worker, running: RunningRequest) -> bool:
         """Return whether enough may still come for a draft to be worth what it has to read; one
         that reads its target is to have paid of late, too."""
-        if draft.peer in live.shunned or draft is live.draft:
+        if draft.peer in running.shunned or draft is running.draft:
             return False
         if draft.hello.reads is None:
-            return live.session.room >= JOIN_WORTH
-        pair, _ = self.pair(draft, live.target)
+            return running.session.room >= JOIN_WORTH
+        pair, _ = self.pair(draft, running.target)
         return (
-            live.session.room >= REFEED_WORTH and pair is not None and live.controller.hopeful(pair)
+            running.session.room >= REFEED_WORTH
+            and pair is not None
+            and running.controller.hopeful(pair)
         )
 
-    def draft_base(self, live: RunningRequest, draft: Worker) -> Base | None:
-        """Return what a draft that joins a session goes on from; its shelf lends it. It reads all
+    def draft_base(self, running: RunningRequest, draft: Worker) -> Base | None:
+        """Return what a draft that joins a session goes on from; its cache pins it. It reads all
         but the last token of the log."""
-        session = live.session
-        if not (self._reuse and session.request.may_reuse) or draft is live.target:
+        session = running.session
+        if not (self._reuse and session.request.may_reuse) or draft is running.target:
             return None
         base = draft.shelf.find(
             session.packed(session.length - 1),
@@ -271,19 +273,19 @@ class Placement:
             known=int(draft.hello.reads is not None),
         )
         if base is not None:
-            draft.shelf.lend(base.session)
+            draft.shelf.pin(base.session)
         return base
 
-    def target_base(self, live: RunningRequest, target: Worker) -> Base | None:
+    def target_base(self, running: RunningRequest, target: Worker) -> Base | None:
         """Return what another target of a session goes on from, None if nothing: it reads the whole
         log, and nobody wants features any more of what it leaves out."""
-        session = live.session
-        if not (self._reuse and session.request.may_reuse) or live.draft is target:
+        session = running.session
+        if not (self._reuse and session.request.may_reuse) or running.draft is target:
             return None
         base = target.shelf.find(session.packed(), owner=session.request.owner)
         if base is None or (tokens := min(base.tokens, session.shown_from)) < WORTH:
             return None
-        target.shelf.lend(base.session)
+        target.shelf.pin(base.session)
         return Base(base.session, tokens)
 
 

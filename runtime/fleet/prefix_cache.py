@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
 
 MAX_KEPT = 64
-"""Sessions on a shelf: every request looks through all of them."""
+"""Sessions in a cache: every request looks through all of them."""
 WORTH = 16
 """Tokens. Reading so few takes no longer than the pass over a tree, and what begins alike for so
 long has at least a template in common."""
@@ -25,18 +25,18 @@ class PrefixCache:
     limit: int
     """Tokens of all of them."""
     _kept: dict[int, Kept] = field(default_factory=dict)
-    _lent: dict[int, Kept] = field(default_factory=dict)
+    _pinned: dict[int, Kept] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._kept) + len(self._lent)
+        return len(self._kept) + len(self._pinned)
 
     @property
     def tokens(self) -> int:
-        return _tokens(self._kept) + _tokens(self._lent)
+        return _tokens(self._kept) + _tokens(self._pinned)
 
     def add(self, kept: Kept) -> list[int] | None:
         """The sessions that have to go for this one; None if it is not kept itself."""
-        if kept.rows < WORTH or kept.tokens + _tokens(self._lent) > self.limit:
+        if kept.rows < WORTH or kept.tokens + _tokens(self._pinned) > self.limit:
             return None
         gone = []
         while self._kept and (self.tokens + kept.tokens > self.limit or len(self) >= MAX_KEPT):
@@ -45,18 +45,18 @@ class PrefixCache:
         self._kept[kept.session] = kept
         return gone
 
-    def lend(self, session: int) -> None:
+    def pin(self, session: int) -> None:
         """Another session is to have this one's cache, as soon as the worker is free: then it is
         `taken`. Until then it may be given back."""
-        self._lent[session] = self._kept.pop(session)
+        self._pinned[session] = self._kept.pop(session)
 
     def taken(self, session: int) -> None:
         """The worker has been told to give this session's cache to the other; it is no more."""
-        self._lent.pop(session, None)
+        self._pinned.pop(session, None)
 
     def give_back(self, session: int) -> None:
         """The other session has ended before it began."""
-        if (kept := self._lent.pop(session, None)) is not None:
+        if (kept := self._pinned.pop(session, None)) is not None:
             self._kept[session] = kept
 
     def find(self, prompt: bytes, *, owner: str = "", known: int = 0) -> Base | None:
@@ -83,7 +83,7 @@ class PrefixCache:
 def bases(
     prompt: bytes, target: PrefixCache, draft: PrefixCache | None, *, owner: str = "", reads: bool
 ) -> tuple[Base | None, Base | None]:
-    """Return what a session's target and draft go on from; their shelves lend it.
+    """Return what a session's target and draft go on from; their caches pin it.
 
     A draft that `reads` its target gets features of what the target reads now: both go on from the
     same position. And its row of a position was made with the token behind it as well.
@@ -97,9 +97,9 @@ def bases(
             for base in (of_target, of_draft)
         )
     if of_target is not None:
-        target.lend(of_target.session)
+        target.pin(of_target.session)
     if of_draft is not None and draft is not None:
-        draft.lend(of_draft.session)
+        draft.pin(of_draft.session)
     return of_target, of_draft
 
 

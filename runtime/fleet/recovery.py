@@ -27,57 +27,57 @@ class Recovery:
     recovery_s: float | Literal["auto"] = "auto"
     move: Literal["same", "any"] = "same"
 
-    def suits(self, live: RunningRequest, target: Worker) -> bool:
+    def suits(self, running: RunningRequest, target: Worker) -> bool:
         """Return whether a session may go on on this target."""
         if (
-            not target.reads_as(live.target)
-            or live.session.request.capacity > target.limits.context
+            not target.reads_as(running.target)
+            or running.session.request.capacity > target.limits.context
         ):
             return False
         return (
             self.move == "any"
-            or live.session.unheard
-            or target.hello.fingerprint == live.target.hello.fingerprint
+            or running.session.unheard
+            or target.hello.fingerprint == running.target.hello.fingerprint
         )
 
-    def patience_s(self, live: RunningRequest) -> float:
+    def patience_s(self, running: RunningRequest) -> float:
         """Return how long a session that lost its target waits for another one."""
         return (
-            MARGIN_S + LOADS * live.target.hello.load_s
+            MARGIN_S + LOADS * running.target.hello.load_s
             if self.recovery_s == "auto"
             else self.recovery_s
         )
 
-    def lost(self, live: RunningRequest, why: str, now_ns: int) -> None:
+    def lost(self, running: RunningRequest, why: str, now_ns: int) -> None:
         """Note that its target has gone; with it a target was lost under the session if it was at
         work on it."""
-        if live.sent and live.awaited() is live.target:
-            live.losses.append(live.target.process)
-        live.loss = Loss(
+        if running.sent and running.awaited() is running.target:
+            running.losses.append(running.target.process)
+        running.loss = Loss(
             now_ns,
-            f"the target worker {live.target.whereabouts} {why} after "
-            f"{len(live.session.tokens)} tokens",
+            f"the target worker {running.target.whereabouts} {why} after "
+            f"{len(running.session.tokens)} tokens",
         )
 
     def end_of(
-        self, live: RunningRequest, others: Iterable[Worker], now_ns: int
+        self, running: RunningRequest, others: Iterable[Worker], now_ns: int
     ) -> RequestError | None:
         """Why a session that waits is not to wait any longer, if that is so. `others`: the workers
         that are here."""
-        assert live.loss is not None
-        if live.trial:
-            return RequestError("worker_lost", live.loss.words)
-        if live.doomed:
+        assert running.loss is not None
+        if running.trial:
+            return RequestError("worker_lost", running.loss.words)
+        if running.doomed:
             text = (
-                f"{live.loss.words}, and {len(live.losses)} in a row were lost without a "
+                f"{running.loss.words}, and {len(running.losses)} in a row were lost without a "
                 "token in between: look at why targets end that read this request"
             )
             return RequestError("worker_lost", text)
-        if now_ns - live.loss.since_ns < self.patience_s(live) * 1e9:
+        if now_ns - running.loss.since_ns < self.patience_s(running) * 1e9:
             return None
-        waited = f"{self.patience_s(live):.3g} s"
+        waited = f"{self.patience_s(running):.3g} s"
         if self.move == "same" and any(
-            other.plays("target") and other.reads_as(live.target) for other in others
+            other.plays("target") and other.reads_as(running.target) for other in others
         ):
             text = (
                 f"and within {waited} none of its fingerprint was free: start one, or let "
@@ -85,13 +85,13 @@ class Recovery:
             )
         else:
             text = f"and within {waited} no other was free: start another and ask again"
-        return RequestError("worker_lost", f"{live.loss.words}, {text}")
+        return RequestError("worker_lost", f"{running.loss.words}, {text}")
 
-    def words(self, live: RunningRequest, now_ns: int) -> str:
+    def words(self, running: RunningRequest, now_ns: int) -> str:
         """Return what `status` says of a session that waits."""
-        assert live.loss is not None
-        left_s = max(0.0, self.patience_s(live) - (now_ns - live.loss.since_ns) / 1e9)
+        assert running.loss is not None
+        left_s = max(0.0, self.patience_s(running) - (now_ns - running.loss.since_ns) / 1e9)
         return (
-            f"session {live.session.number} waits for a target, for {left_s:.0f} s at most: "
-            f"{live.loss.words}"
+            f"session {running.session.number} waits for a target, for {left_s:.0f} s at most: "
+            f"{running.loss.words}"
         )

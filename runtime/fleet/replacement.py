@@ -57,14 +57,14 @@ class Changes:
     def __init__(
         self,
         epoch: int,
-        live: Mapping[int, RunningRequest],
+        running: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,
         moving: Moving,
         clock_ns: Callable[[], int],
     ) -> None:
-        """`epoch`: the coordinator's; `live`: the sessions by their numbers."""
-        self._epoch, self._live, self._registry = epoch, live, registry
+        """`epoch`: the coordinator's; `running`: the sessions by their numbers."""
+        self._epoch, self._running, self._registry = epoch, running, registry
         self._moving = moving
         self._change: Change | None = None
         self._client: ClientPeer | None = None
@@ -186,9 +186,9 @@ class Changes:
             yield from self._perform(
                 self._change.step(
                     {
-                        live.session.number: self._standing(live)
-                        for live in self._live.values()
-                        if not live.trial
+                        running.session.number: self._standing(running)
+                        for running in self._running.values()
+                        if not running.trial
                     }
                 )
             )
@@ -211,13 +211,13 @@ class Changes:
         if self._change is not None:
             yield from self._perform(self._change.lost(worker.peer, f"it {why}"))
 
-    def failed(self, live: RunningRequest, worker: Worker, why: str) -> Effects[bool]:
+    def failed(self, running: RunningRequest, worker: Worker, why: str) -> Effects[bool]:
         """A worker could not do for a session what was asked of it; whether it is the newcomer that
         is taken back for that."""
-        if self._change is None or live.trial:
+        if self._change is None or running.trial:
             return False
         actions = self._change.failed(
-            worker.peer, f"it failed in session {live.session.number}: {why}"
+            worker.peer, f"it failed in session {running.session.number}: {why}"
         )
         yield from self._perform(actions)
         return bool(actions)
@@ -244,20 +244,20 @@ class Changes:
         }
         return bool(self._reading)
 
-    def _standing(self, live: RunningRequest) -> Standing:
+    def _standing(self, running: RunningRequest) -> Standing:
         assert self._change is not None
         if self._change.role == "draft":
             return (
                 "movable"
-                if live.draft is self._old is not None
+                if running.draft is self._old is not None
                 else "coming"
-                if live.joining
+                if running.joining
                 else "over"
             )
-        if live.target is not self._old or live.loss is not None:
-            return "coming" if live.session.state in (State.WAITING, State.OPENING) else "over"
-        begun = live.session.state in (State.DRAFTING, State.VERIFYING)
-        return "movable" if begun and self._moving.refuge(live) is not None else "held"
+        if running.target is not self._old or running.loss is not None:
+            return "coming" if running.session.state in (State.WAITING, State.OPENING) else "over"
+        begun = running.session.state in (State.DRAFTING, State.VERIFYING)
+        return "movable" if begun and self._moving.refuge(running) is not None else "held"
 
     # -- what follows ------------------------------------------------------------------------------
 
@@ -324,11 +324,13 @@ class Changes:
         yield Join(kept)
 
     def _move(self, number: int) -> Effects[None]:
-        live = next(live for live in self._live.values() if live.session.number == number)
-        if live.draft is self._old:
-            yield from self._moving.change_draft(live)
-        elif (target := self._moving.refuge(live)) is not None:
-            yield from self._moving.move(live, target)
+        running = next(
+            running for running in self._running.values() if running.session.number == number
+        )
+        if running.draft is self._old:
+            yield from self._moving.change_draft(running)
+        elif (target := self._moving.refuge(running)) is not None:
+            yield from self._moving.move(running, target)
 
     def _let_go(self, party: Party) -> Effects[None]:
         yield from self._trials.abandon()

@@ -56,10 +56,10 @@ class Trials:
 
     def abandon(self) -> Effects[None]:
         """End the trials that run."""
-        running = [*self._running.values()]
+        ended = [*self._running.values()]
         self._running.clear()
-        for live in running:
-            yield Abandon(live)
+        for running in ended:
+            yield Abandon(running)
 
     def forget(self) -> None:
         """Forget the trials that have ended."""
@@ -119,13 +119,13 @@ class Trials:
             )
             return
         try:
-            live = self.session(submit, target, draft, partial(self._hear, trial.name, draft))
+            running = self.session(submit, target, draft, partial(self._hear, trial.name, draft))
         except RequestError as error:
             said = {"epoch": self._epoch, "code": error.code, "text": str(error)}
             self._ended.append((trial.name, Failed.model_validate(said), False))
             return
-        self._running[trial.name] = live
-        yield Start(live)
+        self._running[trial.name] = running
+        yield Start(running)
 
     def session(
         self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]

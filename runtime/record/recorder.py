@@ -86,24 +86,24 @@ class Recorder:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def begin(self, live: RunningRequest) -> None:
+    def begin(self, running: RunningRequest) -> None:
         """A session is about to begin: from now on its steps are noted, and the messages about
         it."""
-        session, began = live.session, datetime.now(UTC)
+        session, began = running.session, datetime.now(UTC)
         epoch = f"{session.epoch & 0xFFFFFFFF:08x}"
         name = f"{began:%Y%m%dT%H%M%S}-{epoch}-{session.number}{recording.SUFFIX}"
         new = _SessionFile(
             self._folder / name, self._writer, self._now(), timed=session.request.record
         )
-        live.recorded = partial(self._step, new)
+        running.recorded = partial(self._step, new)
         self._note(
             self._begin,
             new,
-            live.client,
-            live.request,
+            running.client,
+            running.request,
             session.number,
             begun(session, began),
-            live.target.hello,
+            running.target.hello,
         )
 
     def received(

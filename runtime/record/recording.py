@@ -67,7 +67,7 @@ class Drafting(Frozen):
 
 
 class Joined(Frozen):
-    """`briefing.Joining`."""
+    """`draft_sync.Joining`."""
 
     reads: Reads | None
     base: From | None

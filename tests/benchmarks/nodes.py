@@ -31,13 +31,17 @@ def matched(target: Tensor, draft: Tensor, children: int) -> Tensor:
 
 
 def rejected(target: Tensor, draft: Tensor, children: int, key: bytes) -> Tensor:
-    """The probability that one of the children drawn from the draft's law passes its test."""
+    """The probability that one of the children drawn from the draft's distribution passes its
+    test."""
     draws = Draws(key)
     accepted = []
     for context, (p, q) in enumerate(zip(target.double().softmax(-1).numpy(), draft, strict=True)):
         draws.begin(context)
         tokens, gains = draws.children(np.array([ROOT]), q.unsqueeze(0), children)
-        remaining, refused = Remaining(p, *draws.laws(np.zeros(0, np.intp)).law(ROOT)), 1.0
+        remaining, refused = (
+            Remaining(p, *draws.distributions(np.zeros(0, np.intp)).distribution(ROOT)),
+            1.0,
+        )
         for token in tokens[0][np.isfinite(gains[0])].tolist():
             refused *= 1.0 - min(1.0, remaining.chance(token))
             remaining.refuse(token)

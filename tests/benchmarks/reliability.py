@@ -4,10 +4,10 @@ Every node that was offered below one that the target reached came with a probab
 less its parent's - and turned out to be the target's choice or not. Sorted into bins by the
 probability, its mean and the share of these that were the choice should be the same. The prompts
 are halved in turns: of the first half the draft learns its scales
-(`workers/speculation/sharpness.py`), on the second, with what it learned held fast, it is judged;
-beside it, on the same prompts, a draft of a fixed sharpening, and the draft that goes on learning:
-each of its guesses was made before its outcome was learned from. Both workers are in one process
-(`duet.py`); no figure here is a time.
+(`workers/speculation/score_calibration.py`), on the second, with what it learned held fast, it is
+judged; beside it, on the same prompts, a draft of a fixed sharpening, and the draft that goes on
+learning: each of its guesses was made before its outcome was learned from. Both workers are in one
+process (`duet.py`); no figure here is a time.
 
 Which nodes are offered depends on the scores, so the logarithmic losses are over other nodes, and
 compare only where the tree is `static`.
@@ -298,15 +298,17 @@ def compare(
     step("learns")
     trial.replies(0, trial.shape, learn=True)
     engine, sampled = trial.duet.draft.engine, trial.sampling.temperature > 0
-    sharpness = deepcopy(
-        engine.sharpness
+    score_calibration = deepcopy(
+        engine.score_calibration
         # what the held-fast one sees waits to be learned from, and it sees the prompts that are to
         # come
     )
     learned = tuple(
         (s.sharpening, s.noise_share, nodes)
         for s, nodes in zip(
-            sharpness.scales(sampled=sampled), sharpness.nodes(sampled=sampled), strict=True
+            score_calibration.scales(sampled=sampled),
+            score_calibration.nodes(sampled=sampled),
+            strict=True,
         )
     )
     fixed = trial.shape.model_copy(update={"sharpening": sharpening})
@@ -317,7 +319,7 @@ def compare(
         ("learning on", trial.shape, True),
     ):
         step(name)
-        engine.sharpness = sharpness if learn else engine.sharpness
+        engine.score_calibration = score_calibration if learn else engine.score_calibration
         judged.append(Judged.of(name, trial.replies(1, tree, learn=learn), bins))
     return Comparison(draft, trial.sampling.temperature, learned, tuple(judged))
 

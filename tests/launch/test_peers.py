@@ -20,8 +20,8 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.workers.baselines.generated import Generated, Round
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
-from dovetail.workers.peers.generated import Generated, Round
 from support.heads import write_head
 
 TURNS = ["Tell me a story about a small owl."]

@@ -416,7 +416,7 @@ def test_a_question_that_cannot_be_answered_is_said_to_be(monkeypatch: pytest.Mo
     assert house.report().sessions == 0
 
 
-@pytest.mark.parametrize("where", ["house", "_live", "start", "defer"])
+@pytest.mark.parametrize("where", ["house", "_running_request", "start", "defer"])
 def test_a_request_that_cannot_begin_is_answered_once(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +441,7 @@ def test_a_request_that_cannot_begin_is_answered_once(
     check_clean(house)
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     assert len(house.target.kept) >= kept  # type: ignore[union-attr]
-    assert not any(worker.shelf._lent for worker in coordinator.registry.workers.values())
+    assert not any(worker.shelf._pinned for worker in coordinator.registry.workers.values())
 
 
 def test_a_newcomer_that_cannot_be_let_in_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def kept(session: int, log: Sequence[int], rows: int | None = None) -> Kept:
     return Kept(session, pack(log), len(log) - 1 if rows is None else rows, len(log))
 
 
-def shelf(*sessions: Kept, limit: int = 1 << 20) -> PrefixCache:
+def cache(*sessions: Kept, limit: int = 1 << 20) -> PrefixCache:
     filled = PrefixCache(limit)
     for session in sessions:
         assert filled.add(session) == []
@@ -45,53 +45,53 @@ def test_packed_logs_begin_alike_as_far_as_the_logs_do(one: list[int], other: li
 
 
 def test_a_prompt_goes_on_from_the_session_with_most_of_it() -> None:
-    held = shelf(kept(1, (*LOG[:20], 7, 8)), kept(2, LOG), kept(3, (*LOG[:30], 7, 8)))
+    held = cache(kept(1, (*LOG[:20], 7, 8)), kept(2, LOG), kept(3, (*LOG[:30], 7, 8)))
     assert held.find(pack((*LOG, 1, 2))) == Base(2, 39)
     assert held.find(pack((*LOG[:30], 7, 8, 9))) == Base(3, 31)
 
 
 def test_the_last_token_of_a_prompt_is_always_read() -> None:
-    held = shelf(kept(1, LOG))
+    held = cache(kept(1, LOG))
     assert held.find(pack(LOG)) == Base(1, 39)
     assert held.find(pack(LOG[:30])) == Base(1, 29)
 
 
 def test_what_begins_alike_for_a_few_tokens_is_not_worth_it() -> None:
-    assert shelf(kept(1, LOG[: WORTH + 1])).find(pack((*LOG[:WORTH], 7))) == Base(1, WORTH)
-    assert shelf(kept(1, LOG[: WORTH + 1])).find(pack((*LOG[: WORTH - 1], 7, 8))) is None
+    assert cache(kept(1, LOG[: WORTH + 1])).find(pack((*LOG[:WORTH], 7))) == Base(1, WORTH)
+    assert cache(kept(1, LOG[: WORTH + 1])).find(pack((*LOG[: WORTH - 1], 7, 8))) is None
     assert PrefixCache(1000).add(kept(1, LOG[:WORTH])) is None
 
 
 def test_a_long_session_is_not_lost_for_what_many_prompts_begin_with() -> None:
-    held = shelf(kept(1, (*LOG[:18], *range(500, 600))), kept(2, (*LOG[:18], 5, 6, 7)))
+    held = cache(kept(1, (*LOG[:18], *range(500, 600))), kept(2, (*LOG[:18], 5, 6, 7)))
     assert held.find(pack((*LOG[:18], 9))) == Base(2, 18)
-    held.lend(2)
+    held.pin(2)
     assert held.find(pack((*LOG[:18], 9))) is None
 
 
 def test_the_oldest_go_when_there_is_no_more_room_and_what_is_too_large_is_not_kept() -> None:
-    held = shelf(kept(1, LOG), kept(2, LOG), limit=100)
+    held = cache(kept(1, LOG), kept(2, LOG), limit=100)
     assert held.add(kept(3, LOG)) == [1]
     assert held.add(kept(4, (*LOG, *LOG))) == [2, 3]
     assert held.add(kept(5, LOG * 3)) is None
     assert (len(held), held.tokens) == (1, 80)
 
 
-def test_what_is_lent_takes_room_until_it_is_taken_and_can_be_given_back() -> None:
-    held = shelf(kept(1, LOG), kept(2, LOG), limit=100)
-    held.lend(1)
+def test_what_is_pinned_takes_room_until_it_is_taken_and_can_be_given_back() -> None:
+    held = cache(kept(1, LOG), kept(2, LOG), limit=100)
+    held.pin(1)
     assert held.add(kept(3, LOG)) == [2]
     assert held.add(kept(4, (*LOG, *LOG))) is None
     held.give_back(1)
     assert held.find(pack((*LOG, 5))) == Base(1, 39)
-    held.lend(1)
+    held.pin(1)
     held.taken(1)
     held.give_back(1)
     assert (len(held), held.tokens) == (1, 40)
 
 
 def test_nobody_goes_on_from_what_another_has_sent() -> None:
-    held = shelf(replace(kept(1, LOG), owner="one"), replace(kept(2, LOG[:30]), owner="two"))
+    held = cache(replace(kept(1, LOG), owner="one"), replace(kept(2, LOG[:30]), owner="two"))
     prompt = pack((*LOG, 5))
     assert held.find(prompt, owner="one") == Base(1, 39)
     assert held.find(prompt, owner="two") == Base(2, 29)
@@ -100,26 +100,26 @@ def test_nobody_goes_on_from_what_another_has_sent() -> None:
 
 
 def test_there_is_a_limit_to_the_sessions_that_are_looked_through() -> None:
-    held = shelf(*(kept(number, LOG) for number in range(MAX_KEPT)))
+    held = cache(*(kept(number, LOG) for number in range(MAX_KEPT)))
     assert held.add(kept(MAX_KEPT, LOG)) == [0]
 
 
 def test_a_target_and_a_draft_that_does_not_read_it_each_go_on_from_what_they_have() -> None:
-    target, draft = shelf(kept(1, LOG)), shelf(kept(2, LOG, rows=30))
+    target, draft = cache(kept(1, LOG)), cache(kept(2, LOG, rows=30))
     assert bases(pack((*LOG, 1)), target, draft, reads=False) == (Base(1, 39), Base(2, 30))
     assert len(target) == len(draft) == 1
     assert bases(pack((*LOG, 1)), target, draft, reads=False) == (None, None)
 
 
 def test_a_draft_that_reads_its_target_goes_on_from_where_the_target_does_or_neither_does() -> None:
-    target, draft = shelf(kept(1, LOG)), shelf(kept(1, LOG, rows=30))
+    target, draft = cache(kept(1, LOG)), cache(kept(1, LOG, rows=30))
     assert bases(pack((*LOG, 1)), target, PrefixCache(0), reads=True) == (None, None)
     assert bases(pack((*LOG, 1)), PrefixCache(0), draft, reads=True) == (None, None)
     assert bases(pack((*LOG, 1)), target, draft, reads=True) == (Base(1, 30), Base(1, 30))
 
 
 def test_a_row_of_a_draft_that_reads_its_target_counts_only_with_the_token_behind_it() -> None:
-    target, draft = shelf(kept(1, LOG)), shelf(kept(1, LOG))
+    target, draft = cache(kept(1, LOG)), cache(kept(1, LOG))
     assert bases(pack((*LOG[:30], 1, 2)), target, draft, reads=True) == (Base(1, 29), Base(1, 29))
 
 

@@ -25,7 +25,7 @@ from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.verifier import Verifier
 from support.kernels import needs_kernels
 from support.models import VOCABULARY, reference_logprobs
@@ -51,12 +51,14 @@ TOP = 4
 def check(found: Sequence[TokenLogprobs], folder: Path, log: Sequence[int], first: int) -> None:
     """Those of positions first, first + 1, ... of a log."""
     for position, said in enumerate(found, start=first):
-        law = reference_logprobs(folder, log[: position + 1])[-1]
-        assert said.logprob == pytest.approx(law[log[position]], abs=2e-3)
-        best = sorted(range(VOCABULARY), key=lambda token, law=law: -law[token])[: len(said.top)]
+        distribution = reference_logprobs(folder, log[: position + 1])[-1]
+        assert said.logprob == pytest.approx(distribution[log[position]], abs=2e-3)
+        best = sorted(
+            range(VOCABULARY), key=lambda token, distribution=distribution: -distribution[token]
+        )[: len(said.top)]
         assert [token for token, _ in said.top] == best
         assert [logprob for _, logprob in said.top] == pytest.approx(
-            [law[token] for token in best], abs=2e-3
+            [distribution[token] for token in best], abs=2e-3
         )
 
 
@@ -134,7 +136,7 @@ def decode(
                 )
                 tree = proposal.tree
                 if proposal.candidates is not None and proposal.probabilities is not None:
-                    drawn[number] = Drawn(
+                    drawn[number] = ProposalProbabilities(
                         to_tensor(proposal.candidates), to_tensor(proposal.probabilities)
                     )
             items.append(
@@ -177,12 +179,12 @@ def test_the_likeliest_come_first_and_of_equals_the_lowest(
 ) -> None:
     token = data.draw(st.integers(0, len(logits) - 1))
     (said,) = token_logprobs(torch.tensor([logits], dtype=torch.float32), [token], top)
-    law = torch.tensor(logits, dtype=torch.float64).log_softmax(-1).tolist()
+    distribution = torch.tensor(logits, dtype=torch.float64).log_softmax(-1).tolist()
     assert [other for other, _ in said.top] == sorted(
         range(len(logits)), key=lambda v: (-logits[v], v)
     )[:top]
     assert [said.logprob, *(logprob for _, logprob in said.top)] == pytest.approx(
-        [law[token], *(law[other] for other, _ in said.top)]
+        [distribution[token], *(distribution[other] for other, _ in said.top)]
     )
 
 

@@ -14,7 +14,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.training.data.chats import Chat, Message, Renderer
 from dovetail.workers.training.data.corpus import open_reader, read_examples
-from dovetail.workers.training.regenerate import Outcome, Scribe, Writing, regenerate
+from dovetail.workers.training.regenerate import AnswerWriter, Outcome, Writing, regenerate
 from dovetail.workers.training.run import Progress
 from support.models import reference_tokens
 
@@ -64,21 +64,21 @@ def rows(file: Path) -> dict[str, Any]:
 def test_answer_is_what_the_target_emits_alone(
     model: LanguageModel, renderer: Renderer, temperature: float
 ) -> None:
-    scribe = Scribe(model)
+    writer = AnswerWriter(model)
     prompts = [renderer.prompt(chat.messages[:1]) for chat in CHATS[:2]]
     keys = [session_key(3, number, prompt) for number, prompt in enumerate(prompts)]
     for prompt, key in zip(prompts, keys, strict=True):
-        scribe.ask(prompt, temperature=temperature, key=key, new_tokens=12)
+        writer.ask(prompt, temperature=temperature, key=key, new_tokens=12)
     answers: dict[bytes, list[int]] = {}
-    while len(scribe):
-        answers |= {session.key: answer for session, answer in scribe.step()}
+    while len(writer):
+        answers |= {session.key: answer for session, answer in writer.step()}
     for prompt, key in zip(prompts, keys, strict=True):
         answer = answers[key]
         assert answer == reference_tokens(
             TARGET, prompt, len(answer), key=key, sampling=Sampling(temperature=temperature)
         )
-        assert scribe.ended(answer) or len(answer) == 12
-    assert scribe.written == sum(map(len, answers.values()))
+        assert writer.ended(answer) or len(answer) == 12
+    assert writer.written == sum(map(len, answers.values()))
 
 
 def test_chat_is_answered_turn_by_turn_behind_the_targets_own_answers(

@@ -1,5 +1,5 @@
-"""Speculative sampling by rejection: whatever the draft's law and the shape of the tree, what is
-emitted has the target's law."""
+"""Speculative sampling by rejection: whatever the draft's distribution and the shape of the tree,
+what is emitted has the target's distribution."""
 
 import itertools
 from collections import Counter
@@ -26,18 +26,18 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.rejection import (
     CANDIDATES,
     Choices,
-    Drawn,
     Draws,
+    ProposalProbabilities,
     Remaining,
-    judge,
+    rejection_walk,
     stream,
 )
 from dovetail.workers.speculation.sampling import process_logits
 from dovetail.workers.speculation.shapes import Path
 
-Law = NDArray[np.float64]
-Laws = Callable[[Path], Law]
-"""The law of the next token after a path."""
+Distribution = NDArray[np.float64]
+Distributions = Callable[[Path], Distribution]
+"""The distribution of the next token after a path."""
 KEY = bytes(range(16))
 SHAPES: dict[str, tuple[Path, ...]] = {
     "nothing": (),
@@ -54,19 +54,23 @@ SHAPES: dict[str, tuple[Path, ...]] = {
 # -- by enumeration --------------------------------------------------------------------------------
 
 
-def orders(law: Law, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def orders(distribution: Distribution, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Every way to draw `count` tokens, or as many as there are, one by one without replacement,
     with its probability."""
-    possible = int(np.count_nonzero(law))
-    for order in itertools.permutations(np.flatnonzero(law).tolist(), min(count, possible)):
-        probability, left = 1.0, law.copy()
+    possible = int(np.count_nonzero(distribution))
+    for order in itertools.permutations(
+        np.flatnonzero(distribution).tolist(), min(count, possible)
+    ):
+        probability, left = 1.0, distribution.copy()
         for token in order:
             probability *= left[token] / left.sum()
             left[token] = 0.0
         yield order, float(probability)
 
 
-def outcomes(target: Law, draft: Law, order: tuple[int, ...]) -> Iterator[tuple[int, bool, float]]:
+def outcomes(
+    target: Distribution, draft: Distribution, order: tuple[int, ...]
+) -> Iterator[tuple[int, bool, float]]:
     """(token, whether it was drafted, probability) by the decisions of the real code."""
     candidates = np.flatnonzero(draft)
     remaining, reached = Remaining(target, candidates, draft[candidates]), 1.0
@@ -76,44 +80,46 @@ def outcomes(target: Law, draft: Law, order: tuple[int, ...]) -> Iterator[tuple[
         yield token, True, reached * chance
         reached *= 1.0 - chance
         remaining.refuse(token)
-        assert np.isfinite(remaining.law()).all()
-        assert remaining.law().sum() == pytest.approx(1.0, abs=1e-12)
-    for token, share in enumerate(remaining.law()):
+        assert np.isfinite(remaining.distribution()).all()
+        assert remaining.distribution().sum() == pytest.approx(1.0, abs=1e-12)
+    for token, share in enumerate(remaining.distribution()):
         yield token, False, reached * float(share)
 
 
 def emitted(
-    target: Laws,
-    draft: Laws,
+    target: Distributions,
+    draft: Distributions,
     shape: tuple[Path, ...],
     size: int,
     above: Path = (),
     ranks: Path = (),
 ) -> dict[Path, float]:
-    """The law of what one round emits below a node: over all draws, all tests and all last
+    """The distribution of what one round emits below a node: over all draws, all tests and all last
     tokens."""
-    law: dict[Path, float] = Counter()  # type: ignore[assignment]
+    distribution: dict[Path, float] = Counter()  # type: ignore[assignment]
     count = len([path for path in shape if path[:-1] == ranks and len(path) == len(ranks) + 1])
     for order, drawn in orders(draft(above), count):
         for token, drafted, probability in outcomes(target(above), draft(above), order):
             if probability == 0.0:
                 continue
             if not drafted:
-                law[(token,)] += drawn * probability
+                distribution[(token,)] += drawn * probability
                 continue
             below = emitted(
                 target, draft, shape, size, (*above, token), (*ranks, order.index(token))
             )
             for rest, share in below.items():
-                law[(token, *rest)] += drawn * probability * share
-    return law
+                distribution[(token, *rest)] += drawn * probability * share
+    return distribution
 
 
-def completed(law: dict[Path, float], target: Laws, size: int, length: int) -> dict[Path, float]:
-    """The law of the first `length` tokens: what a round emits, and what is missing from the target
-    alone."""
+def completed(
+    distribution: dict[Path, float], target: Distributions, size: int, length: int
+) -> dict[Path, float]:
+    """The distribution of the first `length` tokens: what a round emits, and what is missing from
+    the target alone."""
     full: dict[Path, float] = Counter()  # type: ignore[assignment]
-    for path, probability in law.items():
+    for path, probability in distribution.items():
         for rest in itertools.product(range(size), repeat=max(0, length - len(path))):
             tokens = (*path, *rest)[:length]
             share = probability
@@ -123,14 +129,15 @@ def completed(law: dict[Path, float], target: Laws, size: int, length: int) -> d
     return full
 
 
-def one_hot(token: int, size: int) -> Law:
+def one_hot(token: int, size: int) -> Distribution:
     return np.eye(size)[token]
 
 
-def table(seed: int, size: int, kind: str) -> Laws:
-    """A law after every path: random, sparse, one-hot, or on the even or the odd tokens only."""
+def table(seed: int, size: int, kind: str) -> Distributions:
+    """A distribution after every path: random, sparse, one-hot, or on the even or the odd tokens
+    only."""
 
-    def law(path: Path) -> Law:
+    def distribution(path: Path) -> Distribution:
         random = np.random.default_rng([seed, len(kind), *path])
         weights = random.exponential(1.0, size) ** 2
         if kind == "sparse":
@@ -139,10 +146,10 @@ def table(seed: int, size: int, kind: str) -> Laws:
             weights *= np.arange(size) % 2 == (kind == "odd")
         if kind == "one-hot" or not weights.any():
             return one_hot(int(random.integers(size)), size)
-        whole: Law = weights / weights.sum()
+        whole: Distribution = weights / weights.sum()
         return whole
 
-    return law
+    return distribution
 
 
 KINDS = ("random", "sparse", "one-hot", "even", "odd")
@@ -153,9 +160,9 @@ KINDS = ("random", "sparse", "one-hot", "even", "odd")
 def test_by_enumeration_two_tokens_have_the_law_of_the_target(shape: str, p: str, q: str) -> None:
     for size, seed in ((3, 1), (3, 2), (4, 3)):
         target, draft = table(seed, size, p), table(seed + 100, size, q)
-        law = completed(emitted(target, draft, SHAPES[shape], size), target, size, 2)
+        distribution = completed(emitted(target, draft, SHAPES[shape], size), target, size, 2)
         for tokens in itertools.product(range(size), repeat=2):
-            assert law.get(tokens, 0.0) == pytest.approx(
+            assert distribution.get(tokens, 0.0) == pytest.approx(
                 target(())[tokens[0]] * target(tokens[:1])[tokens[1]], abs=1e-9
             )
 
@@ -172,9 +179,9 @@ def test_one_token_has_the_law_of_the_target_where_the_two_laws_are_nearly_equal
     target = target / target.sum() if target.any() else one_hot(0, size)
     draft = target * (1.0 + apart * random.standard_normal(size))
     draft /= draft.sum()
-    law = emitted(lambda path: target, lambda path: draft, SHAPES["siblings"], size)
+    distribution = emitted(lambda path: target, lambda path: draft, SHAPES["siblings"], size)
     firsts = [
-        sum(probability for path, probability in law.items() if path[0] == token)
+        sum(probability for path, probability in distribution.items() if path[0] == token)
         for token in range(size)
     ]
     np.testing.assert_allclose(firsts, target, atol=1e-9)
@@ -189,13 +196,13 @@ def test_equal_laws_accept_the_first_child_and_disjoint_ones_none() -> None:
     other.refuse(2)
     assert other.chance(3) == 0.0
     other.refuse(3)
-    np.testing.assert_array_equal(other.law(), half)
+    np.testing.assert_array_equal(other.distribution(), half)
 
 
 def test_a_refusal_that_cannot_happen_leaves_a_law() -> None:
     remaining = Remaining(one_hot(1, 3), np.array([1]), np.array([1.0]))
     remaining.refuse(1)
-    np.testing.assert_array_equal(remaining.law(), one_hot(1, 3))
+    np.testing.assert_array_equal(remaining.distribution(), one_hot(1, 3))
 
 
 # -- by drawing ------------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ def test_a_refusal_that_cannot_happen_leaves_a_law() -> None:
 
 def drawn_tree(
     draws: Draws, shape: tuple[Path, ...], logits: Callable[[Path], Tensor]
-) -> tuple[TokenTree, Drawn]:
+) -> tuple[TokenTree, ProposalProbabilities]:
     """A tree as a draft worker grows it, from a table of processed logits."""
     tree, policy, bounds = GrowingTree(), Static(shape), Shape(64, 8, 8)
     for expanded in policy.passes(tree, bounds):
@@ -212,7 +219,7 @@ def drawn_tree(
         rows = torch.stack([logits(tuple(tree.path_tokens(node))) for node in expanded.tolist()])
         tree.add_children(expanded, *draws.children(expanded, rows, bounds.width))
     offered = policy.select(tree, bounds)
-    return tree.token_tree(offered), draws.laws(offered)
+    return tree.token_tree(offered), draws.distributions(offered)
 
 
 def logits_of(seed: int, size: int, sampling: Sampling) -> Callable[[Path], Tensor]:
@@ -225,13 +232,13 @@ def logits_of(seed: int, size: int, sampling: Sampling) -> Callable[[Path], Tens
     return logits
 
 
-def p_value(counts: dict[Path, int], law: dict[Path, float]) -> float:
-    """Of the counts under the law; cells with few expected are put together."""
+def p_value(counts: dict[Path, int], distribution: dict[Path, float]) -> float:
+    """Of the counts under the distribution; cells with few expected are put together."""
     samples = sum(counts.values())
-    assert all(law.get(cell, 0.0) > 0.0 for cell in counts)
-    large = [cell for cell in law if law[cell] * samples >= 5]
+    assert all(distribution.get(cell, 0.0) > 0.0 for cell in counts)
+    large = [cell for cell in distribution if distribution[cell] * samples >= 5]
     observed = [counts.get(cell, 0) for cell in large]
-    expected = [law[cell] * samples for cell in large]
+    expected = [distribution[cell] * samples for cell in large]
     if (rest := samples - sum(expected)) > 1e-6:
         observed.append(samples - sum(observed))
         expected.append(rest)
@@ -282,7 +289,7 @@ def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(
                 (),
                 *(tuple(tree.tokens[n] for n in tree.path(node)) for node in range(len(tree))),
             ]
-            accepted, bonus, margins = judge(
+            accepted, bonus, margins = rejection_walk(
                 tree,
                 drawn,
                 lambda row, said=tuple(tokens), paths=paths: target((*said, *paths[row])),
@@ -293,18 +300,20 @@ def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(
             assert min(margins) >= 0.0
             tokens += [*(tree.tokens[node] for node in accepted), bonus]
         counts[tuple(tokens[:2])] += 1
-    law = {
+    distribution = {
         (a, b): float(target(()).double().softmax(0)[a] * target((a,)).double().softmax(0)[b])
         for a in range(size)
         for b in range(size)
     }
-    assert p_value(counts, {cell: share for cell, share in law.items() if share > 0.0}) > 1e-4
+    assert (
+        p_value(counts, {cell: share for cell, share in distribution.items() if share > 0.0}) > 1e-4
+    )
 
 
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_children_are_drawn_without_replacement_in_the_order_of_drawing(width: int) -> None:
     logits = torch.tensor([[1.0, 0.0, 2.0, -torch.inf, -1.0]])
-    law = logits[0].double().softmax(0).numpy()
+    distribution = logits[0].double().softmax(0).numpy()
     counts: Counter[Path] = Counter()
     draws = Draws(KEY)
     for length in range(2000):
@@ -312,9 +321,9 @@ def test_children_are_drawn_without_replacement_in_the_order_of_drawing(width: i
         tokens, gains = draws.children(np.array([ROOT]), logits, width)
         assert np.isfinite(gains[0, :4]).all()
         assert not np.isfinite(gains[0, 4:]).any()
-        np.testing.assert_allclose(gains[0, :4], np.log(law[tokens[0, :4]]), rtol=1e-5)
+        np.testing.assert_allclose(gains[0, :4], np.log(distribution[tokens[0, :4]]), rtol=1e-5)
         counts[tuple(tokens[0, :4].tolist())] += 1
-    assert p_value(counts, dict(orders(law, min(width, 4)))) > 1e-4
+    assert p_value(counts, dict(orders(distribution, min(width, 4)))) > 1e-4
 
 
 def test_a_round_has_fresh_numbers_and_every_purpose_its_own() -> None:
@@ -351,8 +360,8 @@ def test_the_noise_of_single_tokens_is_the_definition() -> None:
 
 @pytest.mark.parametrize("children", [1, 2, 4])
 def test_a_child_is_accepted_as_often_as_theory_says(children: int) -> None:
-    """One child: 1 less the distance of the laws by rejection, at least a half of that odds coupled
-    (Daliri et al.); more children: coupled is ahead."""
+    """One child: 1 less the distance of the distributions by rejection, at least a half of that
+    odds coupled (Daliri et al.); more children: coupled is ahead."""
     generator = torch.Generator().manual_seed(children)
     target = 2.0 * torch.randn(400, 30, generator=generator)
     draft = target + 0.8 * torch.randn(400, 30, generator=generator)
@@ -372,7 +381,7 @@ def test_a_child_is_accepted_as_often_as_theory_says(children: int) -> None:
 # -- what travels ----------------------------------------------------------------------------------
 
 
-def offered(size: int = 6) -> tuple[TokenTree, Drawn]:
+def offered(size: int = 6) -> tuple[TokenTree, ProposalProbabilities]:
     draws = Draws(KEY)
     draws.begin(9)
     return drawn_tree(draws, SHAPES["uneven"], logits_of(5, size, Sampling(temperature=1.0)))
@@ -383,7 +392,7 @@ def test_the_laws_of_a_tree_name_its_children_and_nothing_below_its_leaves() -> 
     assert drawn.candidates.shape == drawn.probabilities.shape == (len(tree) + 1, CANDIDATES)
     assert drawn.check(tree, 6) is drawn
     for node in range(ROOT, len(tree)):
-        candidates, probabilities = drawn.law(node)
+        candidates, probabilities = drawn.distribution(node)
         assert (len(candidates) == 6) == (node in tree.children)
         assert probabilities.sum() == pytest.approx(float(node in tree.children), abs=1e-12)
 
@@ -392,7 +401,7 @@ def test_of_a_large_vocabulary_the_likeliest_candidates_travel() -> None:
     draws, logits = Draws(KEY), torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
     draws.begin(1)
     tokens, _ = draws.children(np.array([ROOT]), logits, 5)
-    candidates, probabilities = draws.laws(np.zeros(0, np.intp)).law(ROOT)
+    candidates, probabilities = draws.distributions(np.zeros(0, np.intp)).distribution(ROOT)
     assert candidates.tolist() == logits[0].topk(CANDIDATES).indices.tolist()
     np.testing.assert_allclose(
         probabilities, logits[0].topk(CANDIDATES).values.double().softmax(0).numpy(), rtol=1e-6
@@ -402,30 +411,32 @@ def test_of_a_large_vocabulary_the_likeliest_candidates_travel() -> None:
 
 def spoilt(
     place: tuple[int, int], *, token: int | None = None, probability: float | None = None
-) -> Drawn:
+) -> ProposalProbabilities:
     _, drawn = offered()
     candidates, probabilities = drawn.candidates.clone(), drawn.probabilities.clone()
     if token is not None:
         candidates[place] = token
     if probability is not None:
         probabilities[place] = probability
-    return Drawn(candidates, probabilities)
+    return ProposalProbabilities(candidates, probabilities)
 
 
 @pytest.mark.parametrize(
     ("drawn", "complaint"),
     [
-        (Drawn.nothing(), "do not fit a tree of 5 nodes"),
+        (ProposalProbabilities.nothing(), "do not fit a tree of 5 nodes"),
         (spoilt((0, 0), probability=-0.1), "probabilities that are none"),
         (spoilt((0, 0), probability=float("nan")), "probabilities that are none"),
         (spoilt((0, 0), token=6), "beyond the vocabulary of 6"),
         (spoilt((0, 1), token=int(offered()[1].candidates[0, 0])), "a candidate twice|cannot draw"),
         (
-            Drawn(torch.zeros(6, 4, dtype=torch.int32), torch.zeros(6, 4)),
-            "that its law cannot draw",
+            ProposalProbabilities(torch.zeros(6, 4, dtype=torch.int32), torch.zeros(6, 4)),
+            "that its distribution cannot draw",
         ),
     ],
 )
-def test_laws_that_do_not_fit_their_tree_are_refused(drawn: Drawn, complaint: str) -> None:
+def test_distributions_that_do_not_fit_their_tree_are_refused(
+    drawn: ProposalProbabilities, complaint: str
+) -> None:
     with pytest.raises(TreeError, match=complaint):
         drawn.check(offered()[0], 6)

@@ -1,5 +1,5 @@
 """Rounds of a real drafter and a real verifier that accept by rejection: every token has the
-target's law given those before it."""
+target's distribution given those before it."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.proposal import Proposal, Shape
-from dovetail.workers.speculation.rejection import Drawn
+from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.verifier import Verifier
 from support.models import VOCABULARY, reference_law, reference_logits, reference_processed
 from support.opening import opening
@@ -55,10 +55,10 @@ def relative(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> La
     return load_language_model(str(folder), weights="fp32", device="cpu")
 
 
-def drawn_of(proposal: Proposal) -> Drawn | None:
+def drawn_of(proposal: Proposal) -> ProposalProbabilities | None:
     if proposal.candidates is None or proposal.probabilities is None:
         return None
-    return Drawn(to_tensor(proposal.candidates), to_tensor(proposal.probabilities))
+    return ProposalProbabilities(to_tensor(proposal.candidates), to_tensor(proposal.probabilities))
 
 
 def decode(
@@ -107,22 +107,22 @@ def decode(
 def test_every_token_of_many_replies_has_the_law_of_the_target_given_those_before_it(
     llama: LanguageModel, llama_folder: Path, relative: LanguageModel, sampling: Sampling
 ) -> None:
-    """Where each token lies in its own law is uniform and independent of the others (Rosenblatt,
-    1952), whatever the laws are."""
+    """Where each token lies in its own distribution is uniform and independent of the others
+    (Rosenblatt, 1952), whatever the distributions are."""
     random, places, drafted = np.random.default_rng(1), [], 0
     for sample in range(80):
         reply, accepted = decode(llama, relative, session_key(5, sample, PROMPT), 12, sampling)
         drafted += accepted
         rows = reference_logits(llama_folder, PROMPT + reply)[len(PROMPT) - 1 :]
         for said, token in enumerate(reply):
-            law = np.array(
+            distribution = np.array(
                 reference_law(
                     reference_processed(rows[said].tolist(), sampling, PROMPT, reply[:said], END),
                     sampling,
                 )
             )
-            assert law[token] > 0.0
-            places.append(law[:token].sum() + random.random() * law[token])
+            assert distribution[token] > 0.0
+            places.append(distribution[:token].sum() + random.random() * distribution[token])
     assert drafted > 0.3 * len(places)
     assert kstest(places, "uniform").pvalue > 1e-3
     assert kstest(np.abs(np.diff(places)), lambda x: 2 * x - x**2).pvalue > 1e-3

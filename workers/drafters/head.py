@@ -56,7 +56,7 @@ from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.sharpness import Scale
+from dovetail.workers.speculation.score_calibration import Scale
 
 SHARPENING = 1.0
 """The sharpening that "auto" begins with. Committed tokens a round on 16 of the demonstration
@@ -133,7 +133,7 @@ class HeadDrafter(Grower[HeadSession]):
         ranking = Ranking.begin(
             order,
             most_tokens=self.reads.vocabulary_size,
-            sharpness=self.sharpness,
+            score_calibration=self.score_calibration,
             device=self.head.device,
         )
         window = max(1, min(order.capacity, spec.context - tree.most_levels))

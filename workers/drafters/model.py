@@ -32,7 +32,7 @@ from dovetail.workers.sessions.room import check_rows, host_row_bytes
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
-from dovetail.workers.speculation.sharpness import Scale
+from dovetail.workers.speculation.score_calibration import Scale
 
 SHARPENING = 1.0
 """The sharpening that "auto" begins with. Committed tokens a round on 16 of the demonstration
@@ -127,7 +127,7 @@ class Drafter(Grower[DraftSession]):
         return Ranking.begin(
             order,
             most_tokens=self.model.vocabulary_size,
-            sharpness=self.sharpness,
+            score_calibration=self.score_calibration,
             device=self.model.device,
         )
 

@@ -19,11 +19,11 @@ from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import Draws
 from dovetail.workers.speculation.sampling import LookingBack, process_logits
-from dovetail.workers.speculation.sharpness import (
+from dovetail.workers.speculation.score_calibration import (
     Expectations,
     Scale,
     Scales,
-    Sharpness,
+    ScoreCalibration,
     class_of,
     fixed,
 )
@@ -48,19 +48,24 @@ class Ranking:
     """None: no processor looks back."""
     draws: Draws | None
     """None: children are ranked, not drawn."""
-    sharpness: Sharpness | None
+    score_calibration: ScoreCalibration | None
     """Gives the scales, and learns from what the target chose; None: they are fixed."""
     expected: Expectations
 
     @classmethod
     def begin(
-        cls, order: Open, *, most_tokens: int, sharpness: Sharpness, device: torch.device
+        cls,
+        order: Open,
+        *,
+        most_tokens: int,
+        score_calibration: ScoreCalibration,
+        device: torch.device,
     ) -> "Ranking":
         """Return the ranking of a new session. No id at or beyond the target's vocabulary or
         `most_tokens`, the draft's, has a rank.
 
-        A `sharpening` of "auto" is that of `sharpness`, which learns from the session unless its
-        children are drawn.
+        A `sharpening` of "auto" is that of `score_calibration`, which learns from the session
+        unless its children are drawn.
         """
         key, sampling, sharpening = order.key, order.sampling, order.tree.sharpening
         vocabulary_size = min(order.vocabulary_size, most_tokens)
@@ -80,25 +85,27 @@ class Ranking:
         processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
         return cls(
             sampling=sampling,
-            scales=sharpness.scales(sampled=noise is not None)
+            scales=score_calibration.scales(sampled=noise is not None)
             if sharpening == "auto"
-            else fixed(replace(sharpness.start, sharpening=sharpening)),
+            else fixed(replace(score_calibration.start, sharpening=sharpening)),
             vocabulary_size=vocabulary_size,
             rank=rank,
             processed=processed,
             noise=noise,
             looking_back=back,
             draws=Draws(key) if sampling.rejects else None,
-            sharpness=sharpness if sharpening == "auto" and not sampling.rejects else None,
+            score_calibration=score_calibration
+            if sharpening == "auto" and not sampling.rejects
+            else None,
             expected=Expectations(0.0 if processed else sampling.temperature),
         )
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
         """The log has grown by `tokens` to `length`; the tree is still the one that they were
         guessed by."""
-        if self.sharpness is not None:
-            self.sharpness.add(self.expected.settle(tokens))
-            self.scales = self.sharpness.scales(sampled=self.noise is not None)
+        if self.score_calibration is not None:
+            self.score_calibration.add(self.expected.settle(tokens))
+            self.scales = self.score_calibration.scales(sampled=self.noise is not None)
         if self.looking_back is not None:
             self.looking_back.extend(tokens)
         if self.noise is not None:
@@ -127,7 +134,7 @@ class Ranking:
             else [self.noise.row(root + level) for level in levels.tolist()]
         )
         tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
-        if self.sharpness is not None:
+        if self.score_calibration is not None:
             self.expected.note(tree, nodes, logits, noise, tokens, gains)
         return tokens, gains
 

@@ -31,8 +31,8 @@ from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.growth import Nodes
 from dovetail.workers.speculation.prices import PassTimes
 from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
-from dovetail.workers.speculation.rejection import Drawn
-from dovetail.workers.speculation.sharpness import Scale, Sharpness
+from dovetail.workers.speculation.rejection import ProposalProbabilities
+from dovetail.workers.speculation.score_calibration import Scale, ScoreCalibration
 
 CHUNK = 256
 """Tokens of the log read in one pass: bounds the mask and the activations of a long prompt."""
@@ -77,7 +77,7 @@ class Grower(ABC, Generic[SessionT]):
     ) -> None:
         """`start`: the scale of a draft of this kind before anything has been learned of it.
         `ahead`: sessions get rows for growth ahead of the orders."""
-        self.sharpness = Sharpness(start)
+        self.score_calibration = ScoreCalibration(start)
         self._spans = spans
         self._rows_for_ahead = ahead
         self._clock = clock
@@ -177,7 +177,7 @@ class Grower(ABC, Generic[SessionT]):
 
     def learn(self) -> bool:
         """Learn a bit from what the targets chose; False: there is nothing to learn from."""
-        return self.sharpness.learn()
+        return self.score_calibration.learn()
 
     @abstractmethod
     def _move_root(
@@ -315,7 +315,7 @@ class Grower(ABC, Generic[SessionT]):
         return (
             proposal
             if draws is None or not session.offered
-            else _with_laws(proposal, draws.laws(best))
+            else _with_distributions(proposal, draws.distributions(best))
         )
 
     def _add_children(self, session: SessionT, logits: Tensor, nodes: Nodes, width: int) -> int:
@@ -326,7 +326,7 @@ class Grower(ABC, Generic[SessionT]):
         )
 
 
-def _with_laws(proposal: Proposal, drawn: Drawn) -> Proposal:
+def _with_distributions(proposal: Proposal, drawn: ProposalProbabilities) -> Proposal:
     return replace(
         proposal, candidates=to_array(drawn.candidates), probabilities=to_array(drawn.probabilities)
     )

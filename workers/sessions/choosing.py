@@ -6,17 +6,17 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.speculation.acceptance import walk
-from dovetail.workers.speculation.rejection import Choices, Drawn, judge
+from dovetail.workers.speculation.rejection import Choices, ProposalProbabilities, rejection_walk
 from dovetail.workers.speculation.sampling import choose, process_logits
 
 
 def outcome_of(
-    session: TargetSession, logits: Tensor, tree: TokenTree, drawn: Drawn
+    session: TargetSession, logits: Tensor, tree: TokenTree, drawn: ProposalProbabilities
 ) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
     """Return the accepted nodes, the bonus and the margins of these tokens, by the logits [M, V]
     after the end of the session's log and after each node of `tree`."""
     if session.sampling.rejects:
-        outcome = judge(
+        outcome = rejection_walk(
             tree,
             drawn,
             lambda row: _process(session, logits, tree, row)[0],

@@ -19,9 +19,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Tok
 
 
 def _of_row(row: Tensor, token: int, top: int) -> TokenLogprobs:
-    law = row.double().log_softmax(-1)
+    distribution = row.double().log_softmax(-1)
     ids = [token, *_likeliest(row, top)]
-    logprob, *others = law[ids].float().tolist()
+    logprob, *others = distribution[ids].float().tolist()
     if logprob != logprob:
         raise RequestError(
             "internal",

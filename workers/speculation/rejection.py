@@ -1,15 +1,15 @@
 """The papers' speculative sampling, for trees of a static shape: children are drawn from the
-draft's law, and accepted with probability p/q.
+draft's distribution, and accepted with probability p/q.
 
-At a node the draft draws its children without replacement from its law q, truncated to the
-likeliest K tokens. The target, with the law p, looks at them in the order in which they were drawn:
-it accepts child x with probability min(1, r(x)/s(x)), where r = p and s = q at first, and after a
-child was refused r becomes max(r - s, 0) and s loses x, both normalised. Where all are refused the
-token is drawn from r; below a leaf, from p. What is emitted has the law p, node by node: given the
-refusals so far x has the law s, and one step of Leviathan, Kalman, Matias (2023) turns it into an
-exact draw from r (Jeon et al., "Recursive speculative decoding", 2024; Chen et al., "Sequoia",
-2024; EAGLE-1's rule). This holds only where no drawn child is thrown away for what it is: the first
-m of a node's draws are its m draws, and m comes from the shape.
+At a node the draft draws its children without replacement from its distribution q, truncated to the
+likeliest K tokens. The target, with the distribution p, looks at them in the order in which they
+were drawn: it accepts child x with probability min(1, r(x)/s(x)), where r = p and s = q at first,
+and after a child was refused r becomes max(r - s, 0) and s loses x, both normalised. Where all are
+refused the token is drawn from r; below a leaf, from p. What is emitted has the distribution p,
+node by node: given the refusals so far x has the distribution s, and one step of Leviathan, Kalman,
+Matias (2023) turns it into an exact draw from r (Jeon et al., "Recursive speculative decoding",
+2024; Chen et al., "Sequoia", 2024; EAGLE-1's rule). This holds only where no drawn child is thrown
+away for what it is: the first m of a node's draws are its m draws, and m comes from the shape.
 
 The draws, the tests and the last tokens have streams of random numbers of their own, derived from
 the session's key and the length of its log, so that they are fresh in every round. Everything is
@@ -38,11 +38,11 @@ from dovetail.workers.speculation.sampling import LARGEST_MARGIN, choose
 
 CANDIDATES = 64
 """K: so many of the draft's likeliest tokens can be drawn. At least the greatest width; the rest of
-a law weighs little, and every candidate travels."""
+a distribution weighs little, and every candidate travels."""
 
-Law = NDArray[np.float64]
+Distribution = NDArray[np.float64]
 UNDRAWN = np.zeros(0, np.intp), np.zeros(0)
-"""The law of no children."""
+"""The distribution of no children."""
 
 
 def stream(key: bytes, purpose: str, length: int) -> bytes:
@@ -52,9 +52,9 @@ def stream(key: bytes, purpose: str, length: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The laws from which the children of a tree's nodes were drawn: row 0 the root's, row i + 1
-    node i's; zeros where there is none."""
+class ProposalProbabilities:
+    """The distributions from which the children of a tree's nodes were drawn: row 0 the root's, row
+    i + 1 node i's; zeros where there is none."""
 
     candidates: Tensor
     """[1 + N, K] token ids."""
@@ -62,39 +62,40 @@ class Drawn:
     """[1 + N, K] float32."""
 
     @classmethod
-    def nothing(cls) -> "Drawn":
+    def nothing(cls) -> "ProposalProbabilities":
         """For a tree without nodes."""
         return cls(torch.zeros(1, 0, dtype=torch.int32), torch.zeros(1, 0))
 
-    def check(self, tree: TokenTree, vocabulary_size: int) -> "Drawn":
-        """These laws, if all children of `tree` can have been drawn from them; else `TreeError`
-        naming the node."""
+    def check(self, tree: TokenTree, vocabulary_size: int) -> "ProposalProbabilities":
+        """These distributions, if all children of `tree` can have been drawn from them; else
+        `TreeError` naming the node."""
         shape = self.candidates.shape
         if self.probabilities.shape != shape or len(shape) != 2 or shape[0] != len(tree) + 1:
             raise TreeError(
-                f"laws of {tuple(shape)} candidates and {tuple(self.probabilities.shape)} "
+                f"distributions of {tuple(shape)} candidates and {tuple(self.probabilities.shape)} "
                 f"probabilities do not fit a tree of {len(tree)} nodes"
             )
         if not bool((self.probabilities.isfinite() & (self.probabilities >= 0)).all()):
-            raise TreeError("the laws of a tree have probabilities that are none")
+            raise TreeError("the distributions of a tree have probabilities that are none")
         if (
             self.candidates.numel()
             and not 0 <= int(self.candidates.min()) <= int(self.candidates.max()) < vocabulary_size
         ):
             raise TreeError(
-                f"the laws of a tree have candidates beyond the vocabulary of {vocabulary_size}"
+                "the distributions of a tree have candidates beyond the vocabulary of "
+                f"{vocabulary_size}"
             )
         for node, children in tree.children.items():
-            candidates = self.law(node)[0].tolist()
+            candidates = self.distribution(node)[0].tolist()
             if len(set(candidates)) != len(candidates):
-                raise TreeError(f"the law below node {node} has a candidate twice")
+                raise TreeError(f"the distribution below node {node} has a candidate twice")
             if missing := set(children).difference(candidates):
                 raise TreeError(
-                    f"node {node} has children {sorted(missing)} that its law cannot draw"
+                    f"node {node} has children {sorted(missing)} that its distribution cannot draw"
                 )
         return self
 
-    def law(self, node: int) -> tuple[NDArray[np.intp], Law]:
+    def distribution(self, node: int) -> tuple[NDArray[np.intp], Distribution]:
         """The candidates [K] below a node (-1: the root) that have a probability, and these, which
         add up to 1."""
         probabilities = self.probabilities[node + 1].double().numpy()
@@ -106,17 +107,17 @@ class Drawn:
 
 
 class Draws:
-    """The draft's half for one session: draws children, and remembers from which laws."""
+    """The draft's half for one session: draws children, and remembers from which distributions."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._stream = b""
-        self._laws: dict[int, tuple[Ints, Floats]] = {}
+        self._distributions: dict[int, tuple[Ints, Floats]] = {}
 
     def begin(self, length: int) -> None:
         """A round begins with a log of `length` tokens: what was drawn before is forgotten."""
         self._stream = stream(self._key, "draws", length)
-        self._laws.clear()
+        self._distributions.clear()
 
     def children(self, nodes: Nodes, logits: Tensor, width: int) -> tuple[Ints, Floats]:
         """Children of `nodes` (-1: the root) by logits [N, V] as the processors leave them, without
@@ -128,10 +129,10 @@ class Draws:
         values, ids = logits.float().topk(min(CANDIDATES, logits.shape[1]))
         probabilities = values.double().softmax(-1).float().cpu()
         candidates = ids.to(torch.int32).cpu()
-        for node, tokens, law in zip(
+        for node, tokens, distribution in zip(
             nodes.tolist(), candidates.numpy(), probabilities.numpy(), strict=True
         ):
-            self._laws[node] = tokens, law
+            self._distributions[node] = tokens, distribution
         logarithms = probabilities.double().log()
         # the order of log q + Gumbel noise is that of drawing one by one without replacement
         # (Gumbel-top-k; Kool et al., 2019)
@@ -139,25 +140,30 @@ class Draws:
         order = (logarithms + noise).argsort(-1, descending=True)[:, :width]
         return candidates.gather(1, order).numpy(), logarithms.gather(1, order).float().numpy()
 
-    def laws(self, offered: Nodes) -> Drawn:
-        """The laws below the root and the nodes `offered`, in their order."""
+    def distributions(self, offered: Nodes) -> ProposalProbabilities:
+        """The distributions below the root and the nodes `offered`, in their order."""
         candidates = np.zeros((len(offered) + 1, CANDIDATES), np.int32)
         probabilities = np.zeros((len(offered) + 1, CANDIDATES), np.float32)
         for row, node in enumerate((ROOT, *offered.tolist())):
-            if node in self._laws:
-                tokens, law = self._laws[node]
-                candidates[row, : len(tokens)], probabilities[row, : len(law)] = tokens, law
-        return Drawn(torch.from_numpy(candidates), torch.from_numpy(probabilities))
+            if node in self._distributions:
+                tokens, distribution = self._distributions[node]
+                candidates[row, : len(tokens)], probabilities[row, : len(distribution)] = (
+                    tokens,
+                    distribution,
+                )
+        return ProposalProbabilities(torch.from_numpy(candidates), torch.from_numpy(probabilities))
 
 
 class Remaining:
-    """The distributions at a node after some refusals: r, the law that the token has now, and s,
-    the law of the next child.
+    """The distributions at a node after some refusals: r, the distribution that the token has now,
+    and s, the distribution of the next child.
 
     Only the candidates' part of r is kept up; the rest of it keeps its proportions.
     """
 
-    def __init__(self, target: Law, candidates: NDArray[np.intp], probabilities: Law) -> None:
+    def __init__(
+        self, target: Distribution, candidates: NDArray[np.intp], probabilities: Distribution
+    ) -> None:
         """`target`: p [V]. `candidates`, `probabilities`: q [K], all above 0."""
         self._candidates = candidates
         self._place = {token: place for place, token in enumerate(candidates.tolist())}
@@ -181,18 +187,18 @@ class Remaining:
         if (
             total > 0.0
             # else r equals s, and a refusal has the probability 0: r stays as it is, and is still a
-            # law
+            # distribution
         ):
             self._r, self._scale = left / total, self._scale / total
         self._s[self._place[token]] = 0.0
         if (share := float(self._s.sum())) > 0.0:
             self._s /= share
 
-    def law(self) -> Law:
+    def distribution(self) -> Distribution:
         """r [V]."""
-        law: Law = self._rest * self._scale
-        law[self._candidates] = self._r
-        return law
+        distribution: Distribution = self._rest * self._scale
+        distribution[self._candidates] = self._r
+        return distribution
 
 
 class Choices:
@@ -210,8 +216,11 @@ class Choices:
         return gumbel_noise(self._tokens, level, size)
 
 
-def judge(
-    tree: TokenTree, drawn: Drawn, processed: Callable[[int], Tensor], choices: Choices
+def rejection_walk(
+    tree: TokenTree,
+    drawn: ProposalProbabilities,
+    processed: Callable[[int], Tensor],
+    choices: Choices,
 ) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
     """The accepted nodes, the bonus, and for each of these tokens how far it was from another
     outcome (nats).
@@ -225,14 +234,14 @@ def judge(
     while True:
         target = processed(node + 1).double().softmax(-1).cpu().numpy()
         children = tree.children.get(node, {})
-        remaining = Remaining(target, *(drawn.law(node) if children else UNDRAWN))
+        remaining = Remaining(target, *(drawn.distribution(node) if children else UNDRAWN))
         child, margin = _accept(remaining, children, choices)
         if child is None:
             break
         accepted.append(child)
         margins.append(margin)
         node = child
-    logits = torch.from_numpy(remaining.law()).log()
+    logits = torch.from_numpy(remaining.distribution()).log()
     bonus, distance = choose(
         logits.unsqueeze(0), choices.noise(len(accepted), len(logits)).double().unsqueeze(0)
     )

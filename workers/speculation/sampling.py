@@ -118,8 +118,8 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """logits [N, V] at a temperature above 0, the largest of a row at 0: the law is the same, and
-    no tiny temperature can overflow."""
+    """logits [N, V] at a temperature above 0, the largest of a row at 0: the distribution is the
+    same, and no tiny temperature can overflow."""
     return (logits - logits.amax(-1, keepdim=True)) / max(temperature, SMALLEST_TEMPERATURE)
 
 

@@ -77,7 +77,7 @@ class _Session:
         return self.log[self.cache.length :]
 
 
-class Scribe:
+class AnswerWriter:
     """Writes answers to prompts, several in a pass over the weights."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -235,9 +235,9 @@ def regenerate(
     with disk.writing(out, "the answers"):
         file = out.open("ab")
     with file:
-        scribe, answered, begin = Scribe(model), len(done), time.monotonic()
+        writer, answered, begin = AnswerWriter(model), len(done), time.monotonic()
         for job in _write(
-            scribe, deque(job for job in jobs if job.id not in done), renderer, writing
+            writer, deque(job for job in jobs if job.id not in done), renderer, writing
         ):
             if job.said:
                 answered += 1
@@ -251,7 +251,7 @@ def regenerate(
                     "writing",
                     ended / len(jobs),
                     ended,
-                    scribe.written,
+                    writer.written,
                     spent_s=time.monotonic() - begin,
                     note=note,
                 )
@@ -278,25 +278,29 @@ def _jobs(chat: Chat, number: int, writing: Writing, left_out: "Counter[str]") -
 
 
 def _write(
-    scribe: Scribe, jobs: deque[_Job], renderer: Renderer, writing: Writing
+    writer: AnswerWriter, jobs: deque[_Job], renderer: Renderer, writing: Writing
 ) -> Iterator[_Job]:
     """Every job as it ends, answered as far as there is room."""
     asked = dict[_Session, _Job]()
     while jobs or asked:
-        while jobs and len(scribe) < writing.sessions:
+        while jobs and len(writer) < writing.sessions:
             job = jobs.popleft()
-            if not _ask(scribe, asked, job, renderer, writing):
+            if not _ask(writer, asked, job, renderer, writing):
                 yield job
-        for session, answer in scribe.step() if asked else ():
+        for session, answer in writer.step() if asked else ():
             job = asked.pop(session)
-            job.cut = not scribe.ended(answer)
+            job.cut = not writer.ended(answer)
             job.said.append(Message("assistant", renderer.decode(answer)))
-            if job.cut or not job.asks or not _ask(scribe, asked, job, renderer, writing):
+            if job.cut or not job.asks or not _ask(writer, asked, job, renderer, writing):
                 yield job
 
 
 def _ask(
-    scribe: Scribe, asked: dict[_Session, _Job], job: _Job, renderer: Renderer, writing: Writing
+    writer: AnswerWriter,
+    asked: dict[_Session, _Job],
+    job: _Job,
+    renderer: Renderer,
+    writing: Writing,
 ) -> bool:
     """Put the next question of a chat; False where it has no room in the context or the template
     refuses it: then the chat ends with its last answer."""
@@ -305,13 +309,13 @@ def _ask(
         prompt = renderer.prompt(messages)
     except RefusedError:
         return False
-    if len(prompt) >= scribe.context:
+    if len(prompt) >= writer.context:
         return False
     job.asks.popleft()
     job.said = messages
     key = session_key(writing.seed, job.number, prompt)
     asked[
-        scribe.ask(prompt, temperature=job.temperature, key=key, new_tokens=writing.new_tokens)
+        writer.ask(prompt, temperature=job.temperature, key=key, new_tokens=writing.new_tokens)
     ] = job
     return True
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.devices import first_device
-from dovetail.workers.training.peers import ALONE, Peers
+from dovetail.workers.training.process_group import ALONE, ProcessGroup
 from dovetail.workers.training.workplace import replace_tensors
 
 SETTINGS = ("seed", "rate", "warm_up", "decay", "weight_decay", "clip")
@@ -94,7 +94,7 @@ class Run:
         pace: Pace,
         checkpoint: Path | None,
         about: Mapping[str, Any],
-        peers: Peers = ALONE,
+        peers: ProcessGroup = ALONE,
     ) -> None:
         self.model, self.pace, self.checkpoint, self.peers = (
             model.to(pace.device),

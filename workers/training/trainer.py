@@ -21,8 +21,8 @@ from dovetail.workers.heads.registry import trained_kind
 from dovetail.workers.heads.trainable import HeadShape, TrainableHead
 from dovetail.workers.training.data.features import Batch, Features
 from dovetail.workers.training.losses import Acceptance, head_loss, simulate
-from dovetail.workers.training.peers import ALONE, Peers
 from dovetail.workers.training.plan import Plan
+from dovetail.workers.training.process_group import ALONE, ProcessGroup
 from dovetail.workers.training.run import Callback, Outcome, Run, Step, carry_out, silent
 from dovetail.workers.training.target_parts import Frozen
 
@@ -68,7 +68,7 @@ def train_head(
     prepare: Callable[[TrainableHead], object] = id,
     checkpoint: Path | None = None,
     about: Mapping[str, Any] | None = None,
-    peers: Peers = ALONE,
+    peers: ProcessGroup = ALONE,
     progress: Callback = silent,
 ) -> Trained:
     """Train a new head; `prepare` may change the random weights that it begins with. `about` is
@@ -119,7 +119,7 @@ def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
 
 
 def _step(
-    head: TrainableHead, frozen: Frozen, features: Features, plan: Plan, peers: Peers
+    head: TrainableHead, frozen: Frozen, features: Features, plan: Plan, peers: ProcessGroup
 ) -> Step:
     def loss_of(batch: Batch, steps: int, random: torch.Generator) -> Tensor:
         return head_loss(head, frozen, batch, replace(plan.recipe, steps=steps), random)

@@ -31,7 +31,7 @@ from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling, Settings, TargetSettings
 from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.peers.generated import Generated, Round
+from dovetail.workers.baselines.generated import Generated, Round
 
 LLAMA = "llama.cpp"
 LOOKED_UP = 10

@@ -14,9 +14,9 @@ There are such sums for each depth class of the children, and for greedy and sam
 deeper down a head reads its own guesses, and above temperature 0 part of what a child is ranked by
 is noise. They belong to a draft, not to a session: all sessions of an engine add to them.
 
-What a node's outcome says is worked out while the worker waits (`Sharpness.learn`), a bit at a
-time. On the way of a proposal stand references only: `Expectations` remembers what was ranked below
-the nodes of one session's tree until the root moves. Knows logits and tokens; no model, no
+What a node's outcome says is worked out while the worker waits (`ScoreCalibration.learn`), a bit at
+a time. On the way of a proposal stand references only: `Expectations` remembers what was ranked
+below the nodes of one session's tree until the root moves. Knows logits and tokens; no model, no
 messages, no clock.
 """
 
@@ -165,7 +165,7 @@ def peak(values: Likelihoods, highest: int) -> float:
     return (before - after) / (2 * bend) if bend < 0 else 0.0
 
 
-class Sharpness:
+class ScoreCalibration:
     """The scales of one draft."""
 
     def __init__(self, start: Scale) -> None:

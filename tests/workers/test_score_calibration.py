@@ -17,7 +17,7 @@ from dovetail.workers.drafters.model import SHARPENING, Drafter, DraftSession
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.speculation.growth import GrowingTree, likeliest
 from dovetail.workers.speculation.proposal import Proposal, Shape
-from dovetail.workers.speculation.sharpness import (
+from dovetail.workers.speculation.score_calibration import (
     BACKLOG,
     CLASSES,
     GRID,
@@ -29,7 +29,7 @@ from dovetail.workers.speculation.sharpness import (
     Expectations,
     Observation,
     Scale,
-    Sharpness,
+    ScoreCalibration,
     class_of,
     fixed,
     peak,
@@ -68,16 +68,16 @@ def drawn(
     return found
 
 
-def learned(observations: Sequence[Observation], start: Scale = UNKNOWN) -> Sharpness:
-    sharpness = Sharpness(start)
-    learn(sharpness, observations)
-    return sharpness
+def learned(observations: Sequence[Observation], start: Scale = UNKNOWN) -> ScoreCalibration:
+    score_calibration = ScoreCalibration(start)
+    learn(score_calibration, observations)
+    return score_calibration
 
 
-def learn(sharpness: Sharpness, observations: Sequence[Observation]) -> None:
+def learn(score_calibration: ScoreCalibration, observations: Sequence[Observation]) -> None:
     for observation in observations:
-        sharpness.add([observation])
-        while sharpness.learn():
+        score_calibration.add([observation])
+        while score_calibration.learn():
             pass
 
 
@@ -179,9 +179,9 @@ def test_a_miss_says_how_little_was_left_and_no_less_than_a_millionth() -> None:
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    sharpness = learned(drawn(Scale(0.2), MEMORY, sampled=False))
-    learn(sharpness, drawn(Scale(1.5), 2 * MEMORY, sampled=False, seed=1))
-    assert sharpness.scales(sampled=False)[0].sharpening == pytest.approx(1.5, rel=0.15)
+    score_calibration = learned(drawn(Scale(0.2), MEMORY, sampled=False))
+    learn(score_calibration, drawn(Scale(1.5), 2 * MEMORY, sampled=False, seed=1))
+    assert score_calibration.scales(sampled=False)[0].sharpening == pytest.approx(1.5, rel=0.15)
 
 
 @given(st.floats(0.06, 2.5), st.sampled_from(SHARES))
@@ -190,7 +190,7 @@ def test_before_anything_is_learned_the_scale_is_the_one_it_starts_with(
     sharpening: float, share: float
 ) -> None:
     for sampled in (False, True):
-        for scale in Sharpness(Scale(sharpening, share)).scales(sampled=sampled):
+        for scale in ScoreCalibration(Scale(sharpening, share)).scales(sampled=sampled):
             assert scale.sharpening == pytest.approx(sharpening)
             assert scale.noise_share == share
 
@@ -201,16 +201,19 @@ def test_few_nodes_move_it_little() -> None:
 
 
 def test_greedy_and_sampled_and_every_depth_class_learn_by_themselves() -> None:
-    sharpness = learned(
+    score_calibration = learned(
         [
             *drawn(Scale(0.3), 200, sampled=False, depth_class=1),
             *drawn(Scale(0.3, 0.5), 100, sampled=True, depth_class=3),
         ]
     )
-    assert sharpness.nodes(sampled=False) == (0, 200, 0, 0)
-    assert sharpness.nodes(sampled=True) == (0, 0, 0, 100)
+    assert score_calibration.nodes(sampled=False) == (0, 200, 0, 0)
+    assert score_calibration.nodes(sampled=True) == (0, 0, 0, 100)
     moved = [
-        [abs(math.log(scale.sharpening)) > 0.1 for scale in sharpness.scales(sampled=sampled)]
+        [
+            abs(math.log(scale.sharpening)) > 0.1
+            for scale in score_calibration.scales(sampled=sampled)
+        ]
         for sampled in (False, True)
     ]
     assert moved == [[False, True, False, False], [False, False, False, True]]
@@ -233,23 +236,23 @@ def test_levels_one_and_two_are_classes_three_and_four_another_and_all_below_the
 def test_a_large_vocabulary_is_learned_from_in_bits_and_to_the_same() -> None:
     logits = torch.randn(WORK // 4, generator=torch.Generator().manual_seed(0))
     node = Observation(0, logits, 0.0, None, np.array([5, 6], np.int32), 5)
-    sharpness = Sharpness(UNKNOWN)
-    sharpness.add([node])
-    bits = sum(1 for _ in iter(sharpness.learn, False))
+    score_calibration = ScoreCalibration(UNKNOWN)
+    score_calibration.add([node])
+    bits = sum(1 for _ in iter(score_calibration.learn, False))
     assert bits == len(GRID) / 4 + 1
-    assert sharpness.scales(sampled=False) == learned([node]).scales(sampled=False)
-    assert sharpness.scales(sampled=False)[0].sharpening > 1.0
+    assert score_calibration.scales(sampled=False) == learned([node]).scales(sampled=False)
+    assert score_calibration.scales(sampled=False)[0].sharpening > 1.0
 
 
 def test_a_round_for_which_there_is_no_time_is_left_out_whole() -> None:
     short = drawn(UNKNOWN, 3, sampled=False)
     long = Observation(0, torch.zeros(1).expand(BACKLOG), 0.0, None, np.array([0], np.int32), 0)
-    sharpness = Sharpness(UNKNOWN)
+    score_calibration = ScoreCalibration(UNKNOWN)
     for observations in (short[:2], [long], short):
-        sharpness.add(observations)
-    while sharpness.learn():
+        score_calibration.add(observations)
+    while score_calibration.learn():
         pass
-    assert sharpness.nodes(sampled=False)[0] == 3
+    assert score_calibration.nodes(sampled=False)[0] == 3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -405,8 +408,8 @@ def test_a_session_teaches_its_engine_every_outcome_that_it_learns_of(
     engine = Drafter(llama, Spans())
     session = opened(engine, sampling, policy=policy)
     proposals, known = play(engine, session, 6, seed=3)
-    assert sum(engine.sharpness.nodes(sampled=sampling.temperature > 0)) == known > 6
-    assert sum(engine.sharpness.nodes(sampled=sampling.temperature == 0)) == 0
+    assert sum(engine.score_calibration.nodes(sampled=sampling.temperature > 0)) == known > 6
+    assert sum(engine.score_calibration.nodes(sampled=sampling.temperature == 0)) == 0
     for proposal in proposals:
         above = [
             0.0 if parent == ROOT else proposal.scores[parent] for parent in proposal.tree.parents
@@ -417,9 +420,16 @@ def test_a_session_teaches_its_engine_every_outcome_that_it_learns_of(
 
 def test_what_is_learned_counts_from_the_next_root_on(llama: LanguageModel) -> None:
     engine = Drafter(llama, Spans())
-    session, begun = opened(engine, Sampling()), Sharpness(Scale(SHARPENING)).scales(sampled=False)
+    session, begun = (
+        opened(engine, Sampling()),
+        ScoreCalibration(Scale(SHARPENING)).scales(sampled=False),
+    )
     play(engine, session, 1, seed=4)
-    assert session.ranking.scales != (learned := engine.sharpness.scales(sampled=False)) != begun
+    assert (
+        session.ranking.scales
+        != (learned := engine.score_calibration.scales(sampled=False))
+        != begun
+    )
     engine.draft(session, (), 3, SHAPE)
     assert session.ranking.scales == learned
 
@@ -435,7 +445,7 @@ def test_a_draft_that_is_never_right_becomes_less_sure_in_every_session(
         )
         while engine.prepare(session) or engine.learn():
             pass
-    first = engine.sharpness.scales(sampled=False)
+    first = engine.score_calibration.scales(sampled=False)
     assert first[0].sharpening > 1.2 * SHARPENING
     assert np.exp(proposal.scores[0]) < np.exp(
         engine.draft(
@@ -443,7 +453,7 @@ def test_a_draft_that_is_never_right_becomes_less_sure_in_every_session(
         ).scores[0]
     )
     assert opened(engine, Sampling()).ranking.scales == first
-    assert opened(engine, Sampling(temperature=1.0)).ranking.scales == Sharpness(
+    assert opened(engine, Sampling(temperature=1.0)).ranking.scales == ScoreCalibration(
         Scale(SHARPENING)
     ).scales(sampled=True)
 
@@ -453,7 +463,7 @@ def test_a_sharpening_that_was_given_stays_and_nothing_is_learned(llama: Languag
     session = opened(engine, Sampling(temperature=1.0), sharpening=0.7)
     play(engine, session, 4, seed=2)
     assert session.ranking.scales == fixed(Scale(0.7, 1.0))
-    assert engine.sharpness.nodes(sampled=True) == (0,) * CLASSES
+    assert engine.score_calibration.nodes(sampled=True) == (0,) * CLASSES
 
 
 def test_where_children_are_drawn_nothing_is_learned(llama: LanguageModel) -> None:
@@ -461,8 +471,8 @@ def test_where_children_are_drawn_nothing_is_learned(llama: LanguageModel) -> No
     session = opened(engine, Sampling(temperature=1.0, acceptance="rejection"), policy="static")
     play(engine, session, 4, seed=2)
     assert (
-        engine.sharpness.nodes(sampled=True)
-        == engine.sharpness.nodes(sampled=False)
+        engine.score_calibration.nodes(sampled=True)
+        == engine.score_calibration.nodes(sampled=False)
         == (0,) * CLASSES
     )
 

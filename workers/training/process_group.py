@@ -14,7 +14,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.workers.devices import first_device
 
 
-class Peers:
+class ProcessGroup:
     """One process that is alone."""
 
     rank = 0
@@ -30,10 +30,10 @@ class Peers:
         return spent_s
 
 
-ALONE = Peers()
+ALONE = ProcessGroup()
 
 
-class Accelerated(Peers):
+class Accelerated(ProcessGroup):
     """Several processes, started by `accelerate launch` or `torchrun`."""
 
     def __init__(self) -> None:
