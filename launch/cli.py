@@ -30,8 +30,8 @@ GROUPS = {
     "Look after a server": {
         "status": "Show the coordinator, its workers and its sessions.",
         "top": "Show what happens in a coordinator, live.",
-        "swap": "Replace a worker, under load.",
-        "drain": "Remove a worker, under load.",
+        "swap": "Replace a worker while requests run.",
+        "drain": "Remove a worker while requests run.",
     },
     "Start the processes by hand, on one machine or several": {
         "coordinator": "Run a coordinator by hand.",
@@ -40,12 +40,12 @@ GROUPS = {
         "keygen": "Make, rotate and revoke the keys that tcp needs.",
     },
     "Look at a machine, and plan": {
-        "doctor": "Look this machine over, and say what to change.",
+        "doctor": "Check this machine, and say what to change.",
         "selftest": (
-            "Prove on this machine that the target is its checkpoint and speculation changes no "
-            "token."
+            "Check that the target computes its checkpoint and that speculation changes no token."
         ),
-        "calibrate": "Measure what a pass of the target costs here, beside what it could.",
+        "calibrate": "Measure what a pass of the target costs here, beside the limit of the "
+        "hardware.",
         "plan": "Say what this hardware should do with this model.",
         "config": "Show the settings in force.",
     },
@@ -58,7 +58,7 @@ GROUPS = {
     "Train": {
         "features": "Store what draft heads are trained on.",
         "train": "Train models.",
-        "stratify": "Find the thresholds that the policy heterospec goes by.",
+        "stratify": "Find the thresholds of the policy heterospec.",
     },
 }
 """Heading -> name -> what `dovetail --help` says of it. The click command is `command` in

@@ -167,7 +167,7 @@ def host_and_port(address: str) -> tuple[str, str]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
         raise UserError(
-            f"{address!r} is no tcp address: write tcp://HOST:PORT, with port * where any free "
+            f"{address!r} is not a tcp address: write tcp://HOST:PORT, with port * where any free "
             "one will do"
         )
     return host, port
@@ -218,7 +218,7 @@ def keys_for(address: str, keys: Path | None) -> Path:
 
 
 def no_address(address: str) -> UserError:
-    return UserError(f"{address!r} is no address: write ipc, ipc://PATH or tcp://HOST:PORT")
+    return UserError(f"{address!r} is not an address: write ipc, ipc://PATH or tcp://HOST:PORT")
 
 
 def watch(socket: Socket) -> None:

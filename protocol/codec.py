@@ -96,7 +96,7 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
         msgpack.exceptions.UnpackException,
     ) as error:
         raise DecodeError(
-            f"no MessagePack: {printable(f'{type(error).__name__}: {error}'[:200])}"
+            f"not MessagePack: {printable(f'{type(error).__name__}: {error}'[:200])}"
         ) from None
     if not isinstance(body, dict):
         raise DecodeError(f"a message is a map, not {type(body).__name__}")
@@ -113,7 +113,7 @@ def _measure(body: bytes) -> None:
     walker.feed(body)
     walker.skip()
     if walker.tell() != len(body):
-        raise ValueError(f"{len(body) - walker.tell()} bytes behind the message")
+        raise ValueError(f"{len(body) - walker.tell()} bytes after the message")
 
 
 class _Budget:

@@ -430,7 +430,9 @@ def _read(path: Path, *, forbidden: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise KeysError(f"{path} is no key file: copy it anew, or make keys with `dovetail keygen`")
+        raise KeysError(
+            f"{path} is not a key file: copy it again, or make keys with `dovetail keygen`"
+        )
     return content
 
 
@@ -438,8 +440,7 @@ def _roles(path: Path, content: dict[str, Any]) -> tuple[str, ...]:
     roles = content.get("roles")
     if not isinstance(roles, list) or not all(role in ROLES for role in roles):
         raise KeysError(
-            f"{path} gives roles that there are not: {str(roles)[:100]}; there are "
-            f"{', '.join(ROLES)}"
+            f"{path} names unknown roles: {str(roles)[:100]}; known are {', '.join(ROLES)}"
         )
     return tuple(roles)
 
@@ -452,7 +453,7 @@ def _key_text(path: Path, content: dict[str, Any], half: str) -> str:
     except (ValueError, KeyError, struct.error):
         pass
     raise KeysError(
-        f"{path} holds no {half} key: copy it anew, or make keys with `dovetail keygen`"
+        f"{path} holds no {half} key: copy it again, or make keys with `dovetail keygen`"
     )
 
 

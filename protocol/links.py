@@ -397,7 +397,7 @@ class ZmqLink:
             self._socket.connect(self._address + self._entrance)
         except zmq.ZMQError as error:
             raise UserError(
-                f"{self._address!r} is no address to connect to ({error.strerror}): write "
+                f"{self._address!r} is not an address to connect to ({error.strerror}): write "
                 "ipc://PATH or tcp://HOST:PORT"
             ) from None
         deadline = time.monotonic() + timeout_s
@@ -437,8 +437,8 @@ class ZmqLink:
             socket.getaddrinfo(host.strip("[]"), None)
         except OSError as error:
             raise LinkClosed(
-                f"{host!r} in {self._address} is no host that is known here "
-                f"({error.strerror}): correct the address"
+                f"{host!r} in {self._address} is not a host that is known here ({error.strerror}): "
+                "correct the address"
             ) from None
 
     def send(self, frames: Sequence[bytes]) -> None:

@@ -1167,7 +1167,7 @@ class Totals(Frozen):
     moves: Count = 0
     """Times that a session went on on another target."""
     let_go: Count = 0
-    """Clients that read nothing, and whose requests were ended for that."""
+    """Clients whose requests were ended because they read nothing."""
     kept: Count = 0
     """Sessions that have ended and whose caches are held."""
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -1191,7 +1191,7 @@ class Fault(Frozen):
     @property
     def words(self) -> str:
         """Return the fault in words."""
-        retry = "" if self.retry_s is None else f"; it is started again in {self.retry_s:.1f} s"
+        retry = "" if self.retry_s is None else f"; it is restarted in {self.retry_s:.1f} s"
         return f"the {self.part} has not been working for {self.since_s:.1f} s: {self.why}{retry}"
 
 

@@ -94,7 +94,7 @@ class RowsSeconds(Frozen):
             below < above for below, above in pairwise(self.rows)
         ):
             raise ValueError(
-                f"{len(self.rows)} numbers of rows and {len(self.seconds)} of seconds are no "
+                f"{len(self.rows)} numbers of rows and {len(self.seconds)} of seconds are not a "
                 "curve: rows ascend, and each has its seconds"
             )
         return self
@@ -337,8 +337,8 @@ def load_profile(path: Path) -> Profile:
         where = ".".join(map(str, first["loc"]))
         problem = f"{where}: {first['msg']}" if where else first["msg"]
         raise ProfileError(
-            f"the profile file {path} is damaged or of another version ({problem}): remove it, "
-            "it is measured anew"
+            f"the profile file {path} is damaged or of another version ({problem}): remove it, and "
+            "it is measured again"
         ) from None
 
 
@@ -356,8 +356,8 @@ def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]
             _write(path, profile.with_entry(entry).model_dump_json(indent=1))
     except OSError as error:
         raise ProfileError(
-            f"the profile file {path} cannot be written ({error.strerror}): free the place, or "
-            "set XDG_CACHE_HOME to another"
+            f"the profile file {path} cannot be written ({error.strerror}): free some space there, "
+            "or set XDG_CACHE_HOME to another folder"
         ) from None
     return entry
 

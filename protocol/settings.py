@@ -74,8 +74,8 @@ class SplitSettings(Frozen):
     )
     layers: Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto"] = Field(
         "auto",
-        description="so many of the last layers, and the head; auto: as many as memory.vram, "
-        "or the device's free memory, holds",
+        description="number of the last layers, beside the head; auto: as many as memory.vram, or "
+        "the device's free memory, holds",
     )
 
     @field_validator("device")
@@ -120,9 +120,9 @@ class TargetSettings(Frozen):
     )
     resident: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
         "auto",
-        description="of the layers that a device computes, so many keep their weights there, "
-        "and those of the others stream through it; auto: as many as "
-        "memory.vram, or the device's free memory, holds",
+        description="number of the layers computed by a device that keep their weights there; "
+        "those of the others stream through it; auto: as many as memory.vram, or the device's free "
+        "memory, holds",
     )
     prefill: str = Field(
         "auto",
@@ -450,17 +450,17 @@ class Sampling(Frozen):
         "multiplied; 1: off",
     )
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
-        0.0, description="taken off the logit of every token that the reply holds"
+        0.0, description="subtracted from the logit of every token that the reply holds"
     )
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = Field(
-        0.0, description="taken off a token's logit for each time that the reply holds it"
+        0.0, description="subtracted from a token's logit for each time that the reply holds it"
     )
     logit_bias: LogitBias = Field(
         (),
         description="added to the logits of tokens: TOKEN=BIAS,..., with biases from -100 to 100",
     )
     min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
-        0, description="before so many tokens no token that ends the reply is chosen"
+        0, description="no token that ends the reply is chosen before this many tokens"
     )
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
@@ -556,7 +556,7 @@ class CoordinatorSettings(Frozen):
         "s and twice the time that the lost one took to load",
     )
     stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
-        10.0, description="a worker without progress for so long is replaced"
+        10.0, description="a worker without progress for this long is replaced"
     )
     move: Literal["same", "any"] = Field(
         "same",
@@ -586,8 +586,7 @@ class HttpSettings(Frozen):
     )
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
         20.0,
-        description="a request must have arrived within so long, and a client read on within "
-        "as long",
+        description="a request must arrive within this time, and a client must read on within it",
     )
     body: str = Field("2MiB", description="largest body of a request")
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
@@ -665,5 +664,7 @@ def byte_count(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         size = -1
     if size < 0:
-        raise ValueError(f"{text!r} is no size: write a number and a unit, such as 512MiB or 7GB")
+        raise ValueError(
+            f"{text!r} is not a size: write a number and a unit, such as 512MiB or 7GB"
+        )
     return size

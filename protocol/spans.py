@@ -140,6 +140,3 @@ class ClockOffset:
     @property
     def known(self) -> bool:
         return bool(self._samples)
-
-    def to_ours(self, peer_ns: int) -> int:
-        return peer_ns - self.offset_ns

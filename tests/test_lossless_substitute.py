@@ -242,7 +242,7 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
         ),
         (
             {**SUBSTITUTE, "draft.weights": "fp16"},
-            "draft.weights = 'fp16' is no type of a substitute's weights: use int8, int4, int3 "
+            "draft.weights = 'fp16' is not a type of a substitute's weights: use int8, int4, int3 "
             "or int2",
         ),
         (

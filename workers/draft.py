@@ -160,7 +160,7 @@ class DraftWorker(Generic[SessionT]):
                     self._close(command.session, keep=command.keep)
                     return [Closed(epoch=self._epoch, session=command.session)]
                 case _:
-                    raise RequestError("role", f"a draft worker does not do {command.type!r}")
+                    raise RequestError("role", f"a draft worker does not take {command.type!r}")
         except StaleError:
             self.stale += 1
             return []
@@ -308,7 +308,7 @@ class DraftWorker(Generic[SessionT]):
         if not held.proposed.is_path(command.accepted):
             raise RequestError(
                 "prefix",
-                f"session {command.session}: nodes {command.accepted} are no path of the "
+                f"session {command.session}: nodes {command.accepted} are not a path of the "
                 f"proposal of round {held.round}",
             )
         self._engine.check_tokens([command.bonus, *command.more])

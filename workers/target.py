@@ -145,7 +145,7 @@ class TargetWorker:
                 self._verifier.close(command.session, keep=command.keep)
                 return [Closed(epoch=self._epoch, session=command.session)]
             case _:
-                raise RequestError("role", f"a target worker does not do {command.type!r}")
+                raise RequestError("role", f"a target worker does not take {command.type!r}")
 
     def idle(self) -> bool:
         began_ns = time.monotonic_ns()

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,41 @@ class PeerReply:
     together: int
 
 
-class Peer:
-    """The process, and a link to it."""
+class Peer(ABC):
+    """Another engine in a process of its own."""
+
+    identity: str
+    """The engine that decodes; the models are those of the settings."""
+    cores: tuple[int, ...]
+    thread_counts: tuple[int, ...]
+    """The numbers of threads that it is measured with."""
+    _child: Child
+
+    @abstractmethod
+    def decode(
+        self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
+    ) -> PeerReply:
+        """Decode one reply to its end."""
+
+    def peak_rss_mb(self) -> float:
+        """The most memory that it ever held, in 10^6 bytes."""
+        return self._child.peak_rss_bytes() / 1e6
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection; the process ends with its supervisor."""
+
+    def _try(self, threads: int) -> float:
+        """Seconds of the second of two short replies."""
+        for _ in range(2):
+            reply = self.decode(
+                ("Hello.",), sampling=Sampling(), max_tokens=TRIAL_TOKENS, seed=0, threads=threads
+            )
+        return reply.result.wall_s
+
+
+class AssistedPeer(Peer):
+    """The process of transformers, and a link to it."""
 
     def __init__(
         self, supervisor: Supervisor, configuration: Configuration, layout: CoreLayout
@@ -75,19 +109,16 @@ class Peer:
             *configuration.arguments("target", "draft"),
         )
         address = supervisor.start_hub(f"{ASSISTED}: transformers", arguments, module=MODULE)
-        self._child: Child = supervisor.children[-1]
+        self._child = supervisor.children[-1]
         self._link: Link = open_link(address, role="client")
         self.identity = f"transformers {importlib.metadata.version('transformers')}"
-        """The engine that decodes; the models are those of the settings."""
         self.thread_counts = near_the_fastest(
             {threads: self._try(threads) for threads in thread_counts_of(len(self.cores))}
         )
-        """The numbers of threads that it is measured with, the number of its cores first."""
 
     def decode(
         self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
     ) -> PeerReply:
-        """Decode one reply to its end."""
         told = self._asked(
             turns=list(turns),
             sampling=sampling.model_dump(mode="json", include=set(Sampling.model_fields)),
@@ -97,20 +128,8 @@ class Peer:
         )
         return PeerReply(Result.model_validate_json(json.dumps(told["result"])), told["together"])
 
-    def peak_rss_mb(self) -> float:
-        """The most memory that it ever held, in 10^6 bytes."""
-        return self._child.peak_rss_bytes() / 1e6
-
     def close(self) -> None:
         self._link.close()
-
-    def _try(self, threads: int) -> float:
-        """Seconds of the second of two short replies."""
-        for _ in range(2):
-            reply = self.decode(
-                ("Hello.",), sampling=Sampling(), max_tokens=TRIAL_TOKENS, seed=0, threads=threads
-            )
-        return reply.result.wall_s
 
     def _asked(self, **question: Any) -> dict[str, Any]:
         try:

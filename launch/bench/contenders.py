@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from dovetail.launch.bench.assisted import Peer
+from dovetail.launch.bench.assisted import AssistedPeer, Peer
 from dovetail.launch.bench.assisted import check as check_peer
 from dovetail.launch.bench.llama.peer import (
     LlamaPeer,
@@ -130,7 +130,7 @@ class Theirs:
     """A peer with so many threads."""
 
     method: Method
-    peer: Peer | LlamaPeer
+    peer: Peer
 
     def decode(self, task: Task, temperature: float, seed: int) -> Run:
         threads = self.method.threads
@@ -228,9 +228,9 @@ def contenders(
 
 def _peer(
     supervisor: Supervisor, preparation: Preparation | None, method: Method, layout: CoreLayout
-) -> Peer | LlamaPeer:
+) -> Peer:
     if method.llama is None:
-        return Peer(supervisor, method.configuration, layout)
+        return AssistedPeer(supervisor, method.configuration, layout)
     assert preparation is not None
     return LlamaPeer(preparation, method.configuration, layout, method.llama)
 
@@ -250,8 +250,8 @@ def founder(methods: Sequence[Method], of: Method) -> Method:
     first = sharing[0]
     if any(_processes(method) != _processes(first) for method in sharing):
         raise ValueError(
-            f"{', '.join(method.name for method in sharing)} cannot share processes: their "
-            "models differ, or what they are loaded as"
+            f"{', '.join(method.name for method in sharing)} cannot share processes: their models "
+            "differ, or how these are loaded"
         )
     waits = all(method.configuration.settings.draft.ahead is False for method in sharing)
     return (

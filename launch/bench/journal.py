@@ -47,7 +47,7 @@ class Remembered:
     told: str
 
     def decode(self, task: Task, temperature: float, seed: int) -> Run:
-        raise AssertionError(f"{self.method.label} is measured already")
+        raise AssertionError(f"{self.method.label} has already been measured")
 
     def peak_rss_mb(self) -> float:
         return self.peak_mb
@@ -247,19 +247,19 @@ def _digest(prompts: PromptSet) -> str:
 def _locked(path: Path) -> Iterator[IO[bytes]]:
     if path.exists() and not path.is_file():
         raise UserError(
-            f"{path} is no regular file, and what is measured is read again when a run goes "
-            "on: choose a file as --out"
+            f"{path} is not a regular file, and a run that is continued reads it again: name a "
+            "file with --out"
         )
     try:
         file = path.open("a+b")
     except OSError as error:
-        raise UserError(f"cannot write what is measured to {path}: {refusal(error)}") from None
+        raise UserError(f"cannot write the measurements to {path}: {refusal(error)}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run is writing what it measures to {path}: wait for it, or choose "
+                f"another run is writing its measurements to {path}: wait for it, or choose "
                 "another --out"
             ) from None
         yield file
@@ -273,7 +273,7 @@ def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
     journal, plain = Journal(file), json.loads(json.dumps(heading))
     if lines and not (lines[0].startswith(FIRST) or FIRST.startswith(lines[0])):
         raise UserError(
-            f"{path} is no file of `dovetail bench --out`: choose another --out, or remove it"
+            f"{path} was not written by `dovetail bench --out`: choose another --out, or remove it"
         )
     whole = [line for line in lines if line.endswith(b"\n")]
     for number, line in enumerate(whole, start=1):
@@ -286,7 +286,7 @@ def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
             ) from None
     if journal.whole and not (journal.known and journal.tasks and journal.replies):
         raise UserError(
-            f"{path} says that all is measured, and lacks what was: choose another --out, or "
+            f"{path} says that all was measured, but lacks results: choose another --out, or "
             "remove the file"
         )
     file.truncate(sum(map(len, whole)))

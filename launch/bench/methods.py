@@ -132,9 +132,9 @@ def read_method(base: Configuration, text: str) -> Method:
         configuration = base.over(origin, {"draft.kind": "auto", "draft.model": head})
     else:
         raise UserError(
-            f"--method {head!r} is no method: name none, a kind of draft (small, dovetail, "
-            "...), a tree policy (goodput, dynamic, ...), the folder of a draft, "
-            f"a settings file (.toml), {ASSISTED} or {LLAMA}"
+            f"--method {head!r} is not a method: name none, a kind of draft (small, dovetail, "
+            "...), a tree policy (goodput, dynamic, ...), the folder of a draft, a settings file "
+            f"(.toml), {ASSISTED} or {LLAMA}"
         )
     values = {}
     options = LlamaOptions() if head == LLAMA else None
@@ -145,7 +145,7 @@ def read_method(base: Configuration, text: str) -> Method:
         name, equals, value = setting.partition("=")
         if not equals:
             raise UserError(
-                f"--method {text}: {setting!r} is no setting: write NAME=VALUE, such as "
+                f"--method {text}: {setting!r} is not a setting: write NAME=VALUE, such as "
                 "tree.gamma=6"
             )
         values[name] = parse_setting(name, value, origin)

@@ -95,7 +95,8 @@ def read_sweep(name: str, values: str | None) -> Sweep:
     numbers = tuple(parse_setting(f"tree.{name}", text, "--values") for text in texts)
     if not numbers or 0 in numbers or len(set(numbers)) < len(numbers):
         raise UserError(
-            f"--values {values!r} is no list of different numbers from 1 on: write such as 1,4,16"
+            f"--values {values!r} is not a list of different whole numbers above 0: write one such "
+            "as 1,4,16"
         )
     return Sweep(name, tuple(sorted(numbers)))
 

@@ -76,8 +76,8 @@ def measure(
     remaining = Remaining(left)
     if not sum(left.values()):
         note(
-            f"all {counted(len(journal.replies), 'reply', 'replies')} were in the file of "
-            "--out already: nothing was measured"
+            f"all {counted(len(journal.replies), 'reply', 'replies')} are already in the file of "
+            "--out: nothing was measured"
         )
     elif journal.replies:
         note(

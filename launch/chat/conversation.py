@@ -127,7 +127,7 @@ class Conversation:
         """The conversation up to the last question, and what was said then. `UserError` if nothing
         was."""
         if not self.exchanges:
-            raise UserError("nothing was said that could be asked again")
+            raise UserError("there is no question to ask again")
         return Conversation(self.exchanges[:-1]), self.exchanges[-1]
 
     def as_json(self) -> str:

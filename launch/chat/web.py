@@ -48,7 +48,7 @@ def check_flags(configuration: Configuration) -> None:
             )
         ):
             raise UserError(
-                f"--{name} is the server's to decide: leave it out, or connect to its "
+                f"the server decides --{name}: leave it out, or connect to its "
                 "coordinator (ipc:// or tcp://) instead of its URL"
             )
 
@@ -237,9 +237,9 @@ def _checked(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise UserError(f"{url!r} is no URL ({error}): write http://HOST:PORT") from None
+        raise UserError(f"{url!r} is not a URL ({error}): write http://HOST:PORT") from None
     if not parts.hostname or parts.query or parts.fragment or parts.username:
-        raise UserError(f"{url!r} is no URL of a server: write http://HOST:PORT")
+        raise UserError(f"{url!r} is not the URL of a server: write http://HOST:PORT")
     return parts
 
 
@@ -251,7 +251,7 @@ def _object(content: bytes) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise DovetailError(
-            "the server answered with what is no JSON object: "
+            "the server answered with something that is not a JSON object: "
             f"{printable(content[:80].decode(errors='replace'))!r}"
         )
     return found

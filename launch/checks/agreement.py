@@ -146,11 +146,11 @@ def agreement_of(
     try:
         checkpoint = open_checkpoint(target.model)
     except CheckpointError as error:
-        return Agreement(why=f"the target's model is not to be read here ({error})")
+        return Agreement(why=f"the target's model cannot be read here ({error})")
     if not _same(target, checkpoint):
         return Agreement(
-            why=f"{target.model} is not what the target loaded: it has changed since, or is "
-            "another on this machine"
+            why=f"{target.model} is not what the target loaded: it has changed since, or this "
+            "machine has a different one"
         )
     described = connection.client.describe()
     context = described.limits.context

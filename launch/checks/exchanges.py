@@ -82,8 +82,8 @@ def parts_of(recording: Recording, role: Role) -> Sequence[Part]:
     ]
     if not found:
         raise UserError(
-            f"no {role} worker was asked anything in {recording.path}: there is nothing to "
-            "play to one"
+            f"no {role} worker was asked anything in {recording.path}: there is nothing to replay "
+            "to one"
         )
     return found
 

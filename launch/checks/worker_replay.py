@@ -132,8 +132,8 @@ def _check_vocabulary(parts: Sequence[Part], role: Role, hello: Hello) -> None:
             and hello.vocabulary.digest != then.vocabulary.digest
         ):
             text = (
-                f"this {role} worker has another vocabulary than the recorded one, whose "
-                f"model was {then.model!r}"
+                f"this {role} worker has a different vocabulary from the recorded one, whose model "
+                f"was {then.model!r}"
             )
             raise UserError(f"{text}: name that, as --{role} FOLDER")
 

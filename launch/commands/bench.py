@@ -178,7 +178,7 @@ def command(
     METHOD is none, a kind of draft, a tree policy (the draft of the settings with this policy), the
     folder of a draft, a settings file (NAME.toml), assisted (transformers' assisted generation with
     the same two models) or llama.cpp (llama-cpp-python with the same target as GGUF), with settings
-    appended: --method small,tree.gamma=6,draft.ahead=false. Of llama.cpp also threads=N,
+    appended: --method small,tree.gamma=6,draft.ahead=false. llama.cpp also takes threads=N,
     draft=lookup (its prompt lookup), lookup=N and cache=f16|f32.
 
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
@@ -244,7 +244,8 @@ def _measure_transport(rounds: int, out: Path | None, *, as_json: bool) -> None:
 def _contenders(
     methods: Sequence[Method], journal: Journal, llama_python: Path | None
 ) -> Iterator[Mapping[str, Contender]]:
-    """Return what decodes for each method; where all is measured already, nothing is started."""
+    """Return what decodes for each method; where all has already been measured, nothing is
+    started."""
     if journal.whole:
         yield journal.remembered(methods)
         return

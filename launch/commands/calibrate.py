@@ -73,7 +73,7 @@ PERCENT = 100
 @click.option(
     "--isa",
     type=click.Choice(ISAS),
-    help="Use no better instructions than these; then nothing goes to the profile file.",
+    help="Use at most these instructions; nothing is written to the profile file then.",
 )
 @click.option(
     "--plot",
@@ -99,14 +99,16 @@ def command(
     so that a model can be measured before it is downloaded. Where memory does not hold all layers,
     fewer are measured and the times scaled by weights. Median of several passes.
 
-    Of a draft, a small model or a head of the target's, t_D is measured too: the seconds of a level
-    of its tree. With --target.prefill DEVICE so is what prompts take that this device reads for a
-    target on the CPU; from then on target.prefill auto knows for which it pays. With
-    --target.split.device DEVICE, or --target.device DEVICE, so is what layers take on it, resident
-    and streamed, and its link: what `dovetail plan` puts placements together from.
+    Of a draft, a small model or a head, t_D is measured: the seconds of one level of its tree.
+
+    With --target.prefill DEVICE the time is measured that this device takes to read prompts for a
+    target on the CPU. From then on target.prefill auto knows for which prompts it pays.
+
+    With --target.split.device DEVICE or --target.device DEVICE the times of layers on it are
+    measured, resident and streamed, and its link. `dovetail plan` composes placements from them.
     """
     if math.isnan(seconds):  # which no range excludes
-        raise UserError("--seconds nan is no number of seconds: write one such as 30")
+        raise UserError("--seconds nan is not a number of seconds: write one such as 30")
     check_chart(plot)
     check_output(plot, "the plot")
     _check(configuration)
@@ -172,8 +174,8 @@ def _check(configuration: Configuration) -> None:
     ):
         if value != "auto":
             raise SettingsError(
-                f"{name} = {value!r}: calibrate measures layers one by one, wherever they may "
-                "come to be; leave it out"
+                f"{name} = {value!r}: calibrate measures layers one by one, wherever they will be "
+                "placed; leave it out"
             )
     folder = Path(target.model).expanduser() if target.model else None
     if (

@@ -46,8 +46,8 @@ WAKE_S = 0.5
 @click.option(
     "--connect",
     metavar="ADDRESS|URL",
-    help="The coordinator or server to use.  [default: the only coordinator of this user, else "
-    "one of our own]",
+    help="The coordinator or server to use.  [default: the only coordinator of this user, else one "
+    "that is started here]",
 )
 @click.option(
     "--seed",
@@ -77,7 +77,7 @@ def command(
     """Talk with the models, turn by turn; /help tells the commands.
 
     What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input
-    that is no terminal is read line by line. A server over HTTP is sent the first API key of the
+    that is not a terminal is read line by line. A server over HTTP is sent the first API key of the
     file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
@@ -174,7 +174,7 @@ class Chat:
         conversation stays as it is."""
         if not is_unicode(question):
             raise UserError(
-                "this is no valid UTF-8 text: set your terminal to UTF-8, or type it anew"
+                "this is not valid UTF-8 text: set your terminal to UTF-8, or type it again"
             )
         self._unanswered, self._in_line = None, False
         try:
@@ -199,7 +199,7 @@ class Chat:
             forgotten = (
                 "the question is forgotten"
                 if before is self._conversation
-                else "the former reply stays"
+                else "the previous reply stays"
             )
             note(
                 "interrupted: what was said is kept"
@@ -212,8 +212,8 @@ class Chat:
             and not self._as_json
         ):
             note(
-                "the reply ends here for want of room: --max-tokens allows longer ones, as far "
-                "as the model's context goes"
+                "the reply was cut off here: --max-tokens allows longer ones, up to the model's "
+                "context"
             )
 
     def _show(self, text: str, drafted: bool) -> None:
@@ -271,11 +271,11 @@ class Chat:
 
     def _save(self, path: Path) -> None:
         if path.exists():
-            raise UserError(f"{path} is there already: choose another name")
+            raise UserError(f"{path} already exists: choose another name")
         check_output(path, "the conversation")
         with writing(path, "the conversation"):
             path.write_text(self._conversation.as_json(), encoding="utf-8")
-        note(f"{path} has what was said")
+        note(f"{path} has the conversation")
 
 
 def harmless(text: str) -> str:

@@ -22,10 +22,10 @@ from dovetail.launch.machine.facts import gather
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:
-    """Look this machine over: instruction sets, kernels, torch and GPUs, memory nodes, limits; say
+    """Check this machine: instruction sets, kernels, torch and GPUs, memory nodes, limits; say
     what to change. Exit code 1 if there is anything."""
     with spinner() as say:
-        say("looking this machine over")
+        say("checking this machine")
         checks = list(examine(gather()))
     fine = all(check.ok for check in checks)
     if as_json:

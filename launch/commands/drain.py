@@ -23,7 +23,8 @@ from dovetail.launch.settings.flags import settings_flags
 @click.option(
     "--last",
     is_flag=True,
-    help="Also where no other target is left: then requests are refused until there is one.",
+    help="Drain it even if it is the last target: requests are then refused until there is "
+    "another.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @settings_flags("coordinator.keys")
@@ -50,6 +51,6 @@ def command(
         note(f"{leaver.name} (pid {leaver.pid} on {leaver.host}) was drained: {told(done)}")
         for role in empty:
             note(
-                f"no other {role} worker is there, and none is started until you do, such as with "
-                f"`dovetail swap --role {role}`"
+                f"there is no other {role} worker, and none will be until you start one, such as "
+                f"with `dovetail swap --role {role}`"
             )

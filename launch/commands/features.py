@@ -68,19 +68,19 @@ if TYPE_CHECKING:
     default="cut",
     show_default=True,
     cls=Rare,
-    help="What becomes of a longer one.",
+    help="What to do with longer ones.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(("float16", "bfloat16")),
     cls=Rare,
-    help="Of what is stored.  [default: bfloat16 if the checkpoint is, else float16]",
+    help="Type of the stored states.  [default: bfloat16 if the checkpoint is, else float16]",
 )
 @click.option(
     "--weights",
     default="fp32",
     show_default=True,
-    help="Of the target: fp32 or half; half is the right one on a GPU.",
+    help="Weights of the target: fp32 or half; choose half on a GPU.",
 )
 @click.option(
     "--device", default="cpu", show_default=True, help="Where the target computes: cpu or cuda:N."
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     default=(0.0, 1.0),
     show_default=True,
     cls=Rare,
-    help="At which it writes them.",
+    help="Temperatures at which it writes them.",
 )
 @click.option(
     "--new-tokens",
@@ -122,7 +122,7 @@ if TYPE_CHECKING:
     default=0,
     show_default=True,
     cls=Rare,
-    help="Of the answers at temperatures above 0.",
+    help="Seed of the answers at temperatures above 0.",
 )
 @json_option
 def command(
@@ -155,7 +155,7 @@ def command(
     from dovetail.workers.training.workplace import held
 
     if any(math.isnan(temperature) for temperature in temperatures):  # which no range excludes
-        raise UserError("--temperature nan is no temperature: write one such as 1")
+        raise UserError("--temperature nan is not a temperature: write one such as 1")
     name = states.ready_device(device)
     reader = corpus.open_reader(target)
     with held(out):

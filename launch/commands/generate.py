@@ -43,8 +43,8 @@ from dovetail.runtime.telemetry.trace import write_trace
 @click.option(
     "--connect",
     metavar="ADDRESS|URL",
-    help="The coordinator or server to use.  [default: the only coordinator of this user, else "
-    "one of our own]",
+    help="The coordinator or server to use.  [default: the only coordinator of this user, else one "
+    "that is started here]",
 )
 @click.option(
     "--prompts",
@@ -54,7 +54,8 @@ from dovetail.runtime.telemetry.trace import write_trace
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help='File that gets a line {"id", "results"} for each; what it holds already is skipped.',
+    help='File that gets a line {"id", "results"} for each; prompts that it already '
+    "answers are skipped.",
 )
 @click.option(
     "--parallel",
@@ -106,7 +107,7 @@ def command(
     record: Path | None,
     as_json: bool,
 ) -> None:
-    """Decode PROMPT, or what stands on standard input, and stream the reply; or a file of prompts.
+    """Decode PROMPT, or standard input, and stream the reply; or a file of prompts.
 
     The text goes to stdout, a summary to stderr, with a warning where the draft failed, which
     changes no token. A server over HTTP is sent the first API key of the file --http.api_key_file,

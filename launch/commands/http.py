@@ -61,9 +61,9 @@ log = logging.getLogger("dovetail.http")
 def command(configuration: Configuration, connect: str, parent: int | None) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
-    Its URL goes to stdout as one line once it listens. The settings of sampling and tree are those
-    of requests that do not say otherwise. Of the draft's, ahead and kind none are wishes of the
-    requests; the others are a matter of its worker.
+    Its URL goes to stdout as one line once it listens. The settings of sampling and tree hold for
+    requests that do not say otherwise. Of the draft's settings, draft.ahead and draft.kind none
+    hold for them too; the others belong to the draft worker.
     """
     if parent is not None:
         end_with(parent)

@@ -52,12 +52,12 @@ def command(
     elif name is not None:
         generate_peer(out, name, roles)
         click.echo(
-            f"{out}/{name}.key is made: bring it, with coordinator.pub, to the machine of {name}"
+            f"{out}/{name}.key is made: copy it, with coordinator.pub, to the machine of {name}"
         )
     else:
         generate_keys(out)
         click.echo(
-            f"{out} holds coordinator.key and one key for each of {', '.join(ROLES)}: bring "
+            f"{out} holds coordinator.key and one key for each of {', '.join(ROLES)}: copy "
             "NAME.key and coordinator.pub to the machine of NAME"
         )
 
@@ -66,11 +66,11 @@ def _where_to(rotated: str) -> str:
     """Return what has to be done with a new pair."""
     if rotated == COORDINATOR:
         return (
-            "restart the coordinator with them, until when it goes by the old key, and "
-            "bring coordinator.pub to the machine of every peer"
+            "restart the coordinator, which uses the old key until then, and copy coordinator.pub "
+            "to the machine of every peer"
         )
     kept = (
         f"{rotated}.pub stays with the coordinator, which need not be restarted and refuses "
         "the old key from now on"
     )
-    return f"{kept}; bring {rotated}.key to the machine of {rotated} and restart what runs there"
+    return f"{kept}; copy {rotated}.key to the machine of {rotated} and restart what runs there"

@@ -61,7 +61,7 @@ COLUMNS = {
     "drafts",
     multiple=True,
     metavar="MODEL|KIND|none",
-    help="A draft to plan with; repeat.  [default: those that the target could have]",
+    help="A draft to plan with; can be repeated.  [default: those that the target could have]",
 )
 @click.option(
     "--machine",
@@ -77,7 +77,7 @@ COLUMNS = {
     "--rounds",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="What `simulate record` kept of a draft; repeat.",
+    help="Recording of a draft, made by `simulate record`; can be repeated.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
@@ -129,7 +129,7 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
     target = configuration.settings.target
     if target_size is not None and (target.model or target.inflate):
         raise UserError(
-            f"--target-size {target_size} stands in the place of a target: leave --target and "
+            f"--target-size {target_size} takes the place of a target: leave --target and "
             "--inflate out"
         )
     if target_size is not None and machine is None:
@@ -230,7 +230,7 @@ def _lacking(result: dict[str, Any], model: str) -> list[str]:
     choice, ready = result["choice"], result["at_once"]
     if not choice["lacks"]:
         return []
-    said = [f"what it lacks: its draft {choice['lacks']}"]
+    said = [f"needed first: its draft {choice['lacks']}"]
     if ready is not None:
         said.append(
             f"at once there is {ready['name']}, {figure(ready['tokens_per_s'])} tokens/s: "

@@ -89,7 +89,7 @@ WORDS = {
     default=0,
     show_default=True,
     cls=Rare,
-    help="Of the replies.",
+    help="Seed of the replies.",
 )
 @click.option(
     "--out",
@@ -151,7 +151,7 @@ def _prompts(
         raise UserError("--prompt and --prompts name two workloads: leave one of them out")
     if text is not None:
         if not text.strip() or not is_unicode(text):
-            raise UserError("--prompt is empty, or no valid UTF-8 text: write some text")
+            raise UserError("--prompt is empty, or not valid UTF-8 text: write some text")
         return [Prompt("prompt", (text,))]
     if file is None and watching:
         return []

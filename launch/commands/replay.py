@@ -36,13 +36,13 @@ def command(
     as_json: bool,
 ) -> None:
     """Play a session that a coordinator recorded (coordinator.record); exit code 1 if it goes
-    another way than it went.
+    differently.
 
-    Without --worker the session logic is given the recorded events again, and the same actions have
-    to follow. With it a worker is asked what was asked then, and has to answer the same: the tokens
-    in any case, margins and features where its fingerprint is the recorded one. A draft need not
-    propose the same where its proposals hung on its time and on what it had learned: under the
-    policy goodput, drafting ahead, or with tree.sharpening = auto.
+    Without --worker the session logic gets the recorded events again, and must take the same
+    actions. With --worker a worker is asked what was asked then, and must answer the same: the
+    tokens in any case, margins and features if its fingerprint is the recorded one. A draft may
+    propose something else where its proposals depended on its speed or on what it had learned:
+    under the policy goodput, drafting ahead, or with tree.sharpening = auto.
     """
     recording = read_recording(file)
     if role is None:
@@ -79,7 +79,7 @@ def _of_worker(role: Role, outcome: Outcome) -> dict[str, Any]:
             f"{counted(outcome.proposals, 'proposal')} the same"
         )
         words += (
-            f"; they hung on more than the text: {', '.join(outcome.hangs_on)}"
+            f"; they depended on more than the text: {', '.join(outcome.hangs_on)}"
             if outcome.hangs_on
             else ""
         )

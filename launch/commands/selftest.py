@@ -94,7 +94,8 @@ class Check:
 @click.option(
     "--connect",
     metavar="ADDRESS",
-    help="The coordinator to test.  [default: the only one of this user, else one of our own]",
+    help="The coordinator to test.  [default: the only one of this user, else one that is started "
+    "here]",
 )
 @click.option(
     "--prompts",

@@ -49,7 +49,7 @@ ANYWHERE = ("0.0.0.0", "[::]")
 def command(configuration: Configuration, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
-    Starts a coordinator, its workers and the HTTP API, and starts again what fails. When all is
+    Starts a coordinator, its workers and the HTTP API, and restarts what fails. When all is
     ready, the URL goes to stdout as one line. Other commands of this user on this machine find the
     coordinator without --connect. The first signal lets requests that run finish for some seconds,
     a second one does not. The settings of the tree and of sampling hold for requests that do not

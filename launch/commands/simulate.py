@@ -84,13 +84,13 @@ command.add_command(record)
     type=click.Choice(list(SIZES)),
     default="7B",
     show_default=True,
-    help="Whose passes are paid for.",
+    help="Size of the target whose passes are paid for.",
 )
 @click.option(
     "--weights",
     type=click.Choice(["fp32", "half", "int8"]),
     cls=Rare,
-    help="The target's.  [default: the machine's]",
+    help="Weights of the target.  [default: the machine's]",
 )
 @click.option(
     "--blocks",
@@ -102,14 +102,14 @@ command.add_command(record)
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
     cls=Rare,
-    help="Instead: what the rounds cost that `generate --record` wrote to this file.",
+    help="Take the costs of the rounds that `generate --record` wrote to this file instead.",
 )
 @click.option(
     "--method",
     "methods",
     multiple=True,
     metavar="POLICY[,SETTING=VALUE...]",
-    help="A tree, such as goodput or dynamic,gamma=59,ahead=false; repeat.",
+    help="A tree, such as goodput or dynamic,gamma=59,ahead=false; can be repeated.",
 )
 @click.option(
     "--sweep",
@@ -120,7 +120,7 @@ command.add_command(record)
     "--values",
     metavar="A,B,...",
     cls=Rare,
-    help="Of the sweep.  [default: as `bench --sweep`; ratios from 0.02 to 2]",
+    help="Values of the sweep.  [default: as `bench --sweep`; ratios from 0.02 to 2]",
 )
 @click.option(
     "--plot",
@@ -216,7 +216,7 @@ def run(
     "methods",
     multiple=True,
     metavar="POLICY[,SETTING=VALUE...]",
-    help="A tree, such as goodput or dynamic,gamma=59,ahead=false; repeat.",
+    help="A tree, such as goodput or dynamic,gamma=59,ahead=false; can be repeated.",
 )
 @click.option(
     "--tolerance",

@@ -31,7 +31,7 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
     """Show the state of a coordinator.
 
     "busy so far" is a worker's share of the time since it registered; `dovetail top` shows what it
-    is at present. "trip" is the quickest answer of late.
+    is at present. "trip" is the fastest recent round trip.
     """
     with find_coordinator(configuration, connect) as client:
         state = client.status()
@@ -74,7 +74,7 @@ def _show(state: Reported) -> None:
             [_link(worker) for worker in state.workers],
         )
         for worker in state.workers:
-            click.echo(f"binding of {worker.name}: {worker.binding or 'not said'}")
+            click.echo(f"binding of {worker.name}: {worker.binding or 'not reported'}")
         for worker in state.workers:
             if worker.placement:
                 click.echo(f"placement of {worker.name}: {worker.placement}")

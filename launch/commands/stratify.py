@@ -290,7 +290,7 @@ def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
         ]
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{path} is no file of rounds of an earlier run: choose another --rounds"
+            f"{path} is not a file of rounds of an earlier run: choose another --rounds"
         ) from None
     if different := [key for key in holds_for if there.get(key) != holds_for[key]]:
         key = different[0]
@@ -301,7 +301,7 @@ def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
     if torn:
         if not torn.startswith((b'{"id": ', b'{"holds_for": ')[: 1 if lines else 2]):
             raise UserError(
-                f"{path} is no file of rounds of an earlier run: choose another --rounds"
+                f"{path} is not a file of rounds of an earlier run: choose another --rounds"
             )
         path.write_bytes(whole + newline)
     return {reply.id: reply for reply in replies}

@@ -159,7 +159,7 @@ def _check_choice(
     _check_flags(configuration, role)
     if role == "draft" and configuration.settings.draft.kind == "none":
         raise UserError(
-            "--draft none is no worker: drain the one that is there with `dovetail drain WORKER`"
+            "--draft none is not a worker: drain the one that is there with `dovetail drain WORKER`"
         )
     if role == "unified" and replaced is not None:
         raise UserError(

@@ -84,7 +84,7 @@ for head_command in head_commands():
     type=int,
     default=0,
     show_default=True,
-    help="Of the weights, of the order of the text and of what a target writes.",
+    help="Seed of the weights, of the order of the text and of what a target writes.",
 )
 @click.option(
     "--hidden",

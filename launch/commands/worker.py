@@ -7,7 +7,6 @@ are; what a model is, the worker knows.
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
@@ -27,11 +26,6 @@ from dovetail.launch.processes.preflight import (
     check_target,
     check_unified,
 )
-from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import settings_flags
-
-if TYPE_CHECKING:
-    pass
 from dovetail.launch.processes.worker import (
     THREAD_VARIABLES,
     Role,
@@ -41,6 +35,8 @@ from dovetail.launch.processes.worker import (
     serve_role,
     thread_count,
 )
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import settings_flags
 
 RECONNECT_S = 300.0
 
@@ -114,12 +110,13 @@ def command(
     its coordinator lets it go.
 
     Without --cores a target is bound to its memory nodes (target.numa) if there are several or one
-    is named; else nothing is bound, and it takes target.threads threads (auto: one less than there
-    are cores); a draft on the CPU one, or where there are several nodes as many as one has cores.
+    is named. Otherwise nothing is bound, and a target takes target.threads threads (auto: one fewer
+    than there are cores). A draft on the CPU takes one thread, or with several memory nodes as many
+    as one of them has cores.
 
-    A draft that is a head of its target's takes the target's embedding from target.model on this
-    machine, and a substitute all of it. A unified worker has a substitute for its draft, which
-    shares embedding, norms, head, resident layers, keys and values with the target.
+    A draft head takes its target's embedding from target.model on this machine, and a substitute
+    takes all of it. The draft of a unified worker is a substitute, which shares embedding, norms,
+    head, resident layers, keys and values with the target.
     """
     if parent is not None:
         end_with(parent)

@@ -11,7 +11,7 @@ def failure_told(failure: DraftFailure) -> str:
     when = f"in round {failure.round}, {failure.after_s:.2f} s after the request came"
     return (
         f"warning: the draft worker {printable(failure.draft)} failed {when}: "
-        f"{printable(failure.error)}; every token is the target's, as without it"
+        f"{printable(failure.error)}; every token is still the target's"
     )
 
 

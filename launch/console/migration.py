@@ -175,7 +175,7 @@ FLAGS = (
     Foreign(
         ("--enable-lora", "--lora-modules"), VLLM, "not supported: merge it into the checkpoint"
     ),
-    Foreign(("-mm", "--mmproj"), LLAMA, "not supported: models read text alone"),
+    Foreign(("-mm", "--mmproj"), LLAMA, "not supported: models read text only"),
     Foreign(("--embedding", "--embeddings", "--rerank", "--reranking"), LLAMA, UNSERVED),
     Foreign(
         ("--host",), BOTH, "`--http.host ADDRESS`; beyond loopback with `--http.api_key_file FILE`"

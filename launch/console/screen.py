@@ -86,7 +86,7 @@ def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> Rende
         for line in lines[: room - more]
     ]
     rest = (
-        [Text(f"… {len(lines) - room + 1} more lines: a higher terminal shows them", style="dim")]
+        [Text(f"… {len(lines) - room + 1} more lines: a taller terminal shows them", style="dim")]
         if more
         else []
     )
@@ -187,7 +187,7 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
     yield Text.assemble(
         "by position ",
         "  ".join(f"{place}: {as_percent(share)}" for place, share in enumerate(positions, 1))
-        or "no round with a tree lately",
+        or "no recent round with a tree",
     )
     parts = figures["round_ms"]
     yield Text.assemble(

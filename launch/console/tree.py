@@ -17,7 +17,7 @@ MARKS = {
 
 def tree_lines(tree: Picture | None) -> Iterator[RenderableType]:
     if tree is None:
-        yield Text("no round lately")
+        yield Text("no recent round")
         return
     hit = ", a hit" if tree["hit"] else ""
     counts = (

@@ -94,8 +94,8 @@ def check_stops(stops: Sequence[str]) -> None:
             )
         if not is_unicode(stop):
             raise UserError(
-                f"--stop {stop[:40]!r} is no valid UTF-8 text: set your terminal to UTF-8, or "
-                "type it anew"
+                f"--stop {stop[:40]!r} is not valid UTF-8 text: set your terminal to UTF-8, or "
+                "type it again"
             )
 
 
@@ -111,8 +111,8 @@ def read_prompt(prompt: str | None) -> str:
         raise UserError("the prompt is empty: write it as an argument, or pipe it in")
     if not is_unicode(prompt):
         raise UserError(
-            "the prompt is no valid UTF-8 text: set your terminal to UTF-8, or convert the "
-            "text with iconv"
+            "the prompt is not valid UTF-8 text: set your terminal to UTF-8, or convert the text "
+            "with iconv"
         )
     if len(prompt) > MAX_TEXT:
         raise UserError(

@@ -126,7 +126,7 @@ def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
         click.echo()
     if answer.result is None:
         raise DovetailError(
-            f"the server at {url} tells no figures of its replies: it is no dovetail server, "
+            f"the server at {url} sends no figures with its replies: it is not a dovetail server, "
             "or of another version"
         )
     note(summary(answer.result, server.models()))

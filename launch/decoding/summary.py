@@ -10,7 +10,7 @@ from dovetail.protocol.messages import (
 
 TOLD_SHARE = 0.05
 """Above this share of the time, the summary tells of the prefill, and of waiting for workers."""
-NOTHING_PAID = "no node promised to pay, or the draft had not read the prompt yet"
+NOTHING_PAID = "no node was expected to pay, or the draft had not read the prompt yet"
 NOTHING_OFFERED = "the draft offered nothing"
 """Why a round has no tree where nothing was decided: a policy that does not ask what pays always
 asks the draft, and waits for it."""
@@ -85,7 +85,7 @@ def missing_draft(before: Reported, after: Reported) -> str:
         )
         for state in (before, after)
     )
-    return "" if has else "its draft worker was lost" if had else "no draft worker is there"
+    return "" if has else "its draft worker was lost" if had else "there is no draft worker"
 
 
 def without_speculation(

@@ -44,8 +44,8 @@ def open_answers(path: Path) -> Iterator[WorkerEvents]:
     the file is something else."""
     if path.exists() and not path.is_file():
         raise UserError(
-            f"{path} is no regular file, and the answers are read again when a run goes on: "
-            "choose a file as --out"
+            f"{path} is not a regular file, and a run that is continued reads it again: name a "
+            "file with --out"
         )
     try:
         file = path.open("a+b")
@@ -72,7 +72,7 @@ def _repair(path: Path, file: IO[bytes]) -> set[str]:
         id = _answered(line)
         if id is None and not _torn(line):
             raise UserError(
-                f"{path} line {number} is no answer of an earlier run: choose another --out, "
+                f"{path} line {number} is not an answer of an earlier run: choose another --out, "
                 "or remove the line"
             )
         if id is not None:

@@ -21,7 +21,7 @@ class _Folder(click.Path):
         ctx: click.Context | None,
     ) -> Any:
         if Path(value).is_file():
-            self.fail(f"{value} is a file, and a folder is wanted", param, ctx)
+            self.fail(f"{value} is a file: name a folder", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -61,25 +61,26 @@ def _prompt(where: str, line: str) -> Prompt:
         content: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{where} is no JSON ({error.msg}, column {error.colno}): {REMEDY}"
+            f"{where} is not JSON ({error.msg}, column {error.colno}): {REMEDY}"
         ) from None
     except ValueError as error:  # a number of more digits than Python reads
         raise UserError(f"{where} has a number that is too long: {REMEDY}") from error
     except RecursionError:
-        raise UserError(f"{where} is nested too deep to be a prompt: {REMEDY}") from None
+        raise UserError(f"{where} is nested too deeply to be a prompt: {REMEDY}") from None
     if not isinstance(content, dict) or not isinstance(content.get("id"), str) or not content["id"]:
         raise UserError(
-            f'{where} is no prompt, an object with an "id" that is not empty and "turns": {REMEDY}'
+            f'{where} is not a prompt, an object with an "id" that is not empty and "turns": '
+            f"{REMEDY}"
         )
     turns = content.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(
-            f'{where}: the "turns" of {content["id"]!r} are no list of texts: write "turns": '
+            f'{where}: the "turns" of {content["id"]!r} are not a list of texts: write "turns": '
             '["..."]'
         )
     if not all(is_unicode(text) for text in (content["id"], *turns)):
         raise UserError(
             f'{where}: the "id" {content["id"]!r} or its "turns" have lone surrogates: they '
-            "are no valid Unicode text"
+            "are not valid Unicode text"
         )
     return Prompt(content["id"], tuple(turns))

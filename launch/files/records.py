@@ -50,7 +50,7 @@ def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
     `UserError` if the file is something else."""
     if path.exists() and not path.is_file():
         raise UserError(
-            f"{path} is no regular file, and records are read again: choose a file as --record"
+            f"{path} is not a regular file, and records are read again: name a file with --record"
         )
     whole = _whole_bytes(path) if path.exists() else 0
     try:
@@ -101,7 +101,8 @@ def _round(line: bytes, where: str) -> tuple[str, int, RoundRecord]:
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, ValidationError):
         raise UserError(
-            f'{where} is no round of `dovetail generate --record`: {{"id", "turn", "record"}}'
+            f"{where} is not a round that `dovetail generate --record` wrote: "
+            '{"id", "turn", "record"}'
         ) from None
 
 

@@ -107,7 +107,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
     cores = _parse_list(text)
     if cores is None:
         raise UserError(
-            f"--cores {text!r} is no list of cores: write numbers and ranges, such as 0,2-3"
+            f"--cores {text!r} is not a list of cores: write numbers and ranges, such as 0,2-3"
         )
     known = os.sched_getaffinity(0)
     if missing := sorted(set(cores) - known):
@@ -124,7 +124,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     nodes = _parse_list(text) if text else ()
     if nodes is None:
         raise UserError(
-            f"--memory-nodes {text!r} is no list of nodes: write numbers and ranges, such as 0 "
+            f"--memory-nodes {text!r} is not a list of nodes: write numbers and ranges, such as 0 "
             "or 0,2-3"
         )
     return nodes

@@ -101,8 +101,8 @@ def _kernels(facts: Facts) -> Iterator[Check]:
         return
     yield Check("kernels", True, f"built for {', '.join(facts.inventory['isas'])}")
     advice = (
-        f"set target.backend = library, which loses {LOST}; build the kernels anew "
-        f"({sys.executable} -m dovetail.workers.kernels.build) with another compiler"
+        f"set target.backend = library, which loses {LOST}; rebuild the kernels ({sys.executable} "
+        "-m dovetail.workers.kernels.build) with another compiler"
     )
     found = (
         "; ".join(failures)
@@ -136,8 +136,8 @@ def _gpus(facts: Facts) -> Iterator[Check]:
             "GPU driver",
             False,
             facts.driver_problem,
-            "install the NVIDIA driver anew, or restart after an update of it; in a container "
-            "pass the GPU on (--gpus all)",
+            "reinstall the NVIDIA driver, or restart after an update of it; in a container pass "
+            "the GPU on (--gpus all)",
         )
     for index, gpu in enumerate(facts.gpus):
         yield from _gpu(facts, index, gpu)
@@ -217,7 +217,7 @@ def _cores(facts: Facts) -> Iterator[Check]:
             given,
             ""
             if whole
-            else "a quota that is no whole number stops all threads for a part of each period: "
+            else "a quota that is not a whole number stops all threads for a part of each period: "
             "make it whole, or a cpuset",
         )
 
@@ -338,8 +338,8 @@ def _environment(facts: Facts) -> Iterator[Check]:
 def _profile(facts: Facts) -> Iterator[Check]:
     advice = (
         facts.profile_problem
-        and "what is measured is not kept: make the place writable, or set XDG_CACHE_HOME to "
-        "one that is; remove a damaged file"
+        and "measurements are not kept: make that folder writable, or set XDG_CACHE_HOME to one "
+        "that is; remove a damaged file"
     )
     yield Check(
         "profile file", not facts.profile_problem, facts.profile_problem or facts.profile, advice

@@ -76,7 +76,7 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
         ) from None
     except (ValueError, RecursionError):
         raise CheckpointError(
-            f"{folder / 'config.json'} is no JSON: take the one that belongs to the model"
+            f"{folder / 'config.json'} is not JSON: take the one that belongs to the model"
         ) from None
     config = text_part(config) if isinstance(config, dict) else config
     if not isinstance(config, dict) or not has_sizes(config):

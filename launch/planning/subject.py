@@ -235,7 +235,7 @@ def folder_of(source: str) -> Path:
     folder = Path(source).expanduser()
     if not folder.is_dir() and (folder.exists() or is_path(source)):
         raise CheckpointError(
-            f"{source} is no folder: name one that has a config.json, or the id of a hub "
+            f"{source} is not a folder: name one that has a config.json, or the id of a hub "
             "(OWNER/NAME)"
         )
     from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder  # half a second

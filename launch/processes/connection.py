@@ -186,7 +186,7 @@ def speaks_http(address: str | None) -> bool:
             else "http://HOST:PORT"
         )
         raise UserError(
-            f"{address!r} is no address: write {url} for a server over HTTP; ipc://PATH or "
+            f"{address!r} is not an address: write {url} for a server over HTTP; ipc://PATH or "
             "tcp://HOST:PORT for a coordinator"
         )
     return False

@@ -75,7 +75,7 @@ class Inquiry:
                 reply = REPLY.decode(frames)
             except DecodeError as error:
                 raise LinkClosed(
-                    f"the coordinator says what cannot be understood: {error}"
+                    f"the coordinator's answer cannot be understood: {error}"
                 ) from None
             self._registered |= isinstance(reply, Welcome)
             if isinstance(reply, Reported):

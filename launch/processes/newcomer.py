@@ -49,7 +49,7 @@ class Newcomer:
         signal.signal(signal.SIGTERM, self._former)
         self.child.log.close()
         if self._stays:
-            note(f"what {self._name} says goes to {self._path}")
+            note(f"the output of {self._name} goes to {self._path}")
             self.child.process.returncode = (
                 0  # it is nobody's child from here on: not waited for, and not complained of
             )

@@ -82,8 +82,8 @@ def check_substitute(settings: Settings) -> None:
         )
     if draft.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError(
-            f"draft.weights = {draft.weights!r} is no type of a substitute's weights: use "
-            "int8, int4, int3 or int2"
+            f"draft.weights = {draft.weights!r} is not a type of a substitute's weights: use int8, "
+            "int4, int3 or int2"
         )
 
 

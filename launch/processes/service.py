@@ -147,8 +147,8 @@ class Service:
         of them at once."""
         try:
             log.info(
-                "ending: requests that run may finish for some seconds; a second signal does "
-                "not wait"
+                "ending: running requests may finish for some seconds; a second signal ends them "
+                "at once"
             )
             for name in (HTTP, COORDINATOR, *self._workers):
                 self._end([name], GRACE_S + DRAIN_S)
@@ -204,9 +204,7 @@ class Service:
         """Let the requests end that still can, then everything else; raises why."""
         last = ending_of(ended)
         failure = f"{why}; at last it {': '.join(filter(None, (last.words, last.last_line)))}"
-        log.error(
-            "giving up: %s; requests that run may finish, a signal does not wait for them", failure
-        )
+        log.error("giving up: %s; running requests may finish, unless a signal ends them", failure)
         self._tell_coordinator(time.monotonic(), ending=why)
         coordinator, end_s = (
             self._running.get(COORDINATOR),

@@ -229,7 +229,7 @@ def _check_pair(configuration: Configuration) -> None:
         looked = (
             ""
             if there
-            else ", which is no folder here and would be looked for at the Hugging Face hub"
+            else ", which is not a folder here and would be looked for at the Hugging Face hub"
         )
         check_whole(settings.target.model)
         raise UserError(

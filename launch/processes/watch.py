@@ -46,7 +46,7 @@ STANDSTILL_S = 2.0
 """Between two looks; they are much closer together."""
 
 
-RESTARTED = "; it has been started again and is not ready yet"
+RESTARTED = "; it has been restarted and is not ready yet"
 
 
 Action = Start | Replace | Stop | Tell | GiveUp | Leave
@@ -190,7 +190,7 @@ class Watch:
                 state.heard_s, state.stuck = None, True
                 self._lose(name, f"it did not respond for {self._stuck_s:g} s", now_s)
                 actions += [
-                    Tell(f"the {name} is alive, and it did not respond for {self._stuck_s:g} s"),
+                    Tell(f"the {name} is alive, but it did not respond for {self._stuck_s:g} s"),
                     Replace(name),
                 ]
         return actions
@@ -266,8 +266,8 @@ class Watch:
             self._away[name] = _Away(self._states.pop(name).part, seen_s=now_s)
             actions.append(
                 Tell(
-                    f"another worker has replaced the {name}, which is not started "
-                    "again while it serves"
+                    f"another worker has replaced the {name}, which is not restarted while it "
+                    "serves"
                 )
             )
             actions += [Stop(name)] if state.running else []
@@ -290,7 +290,7 @@ class Watch:
             ):
                 del self._away[name]
                 self._states[name] = _State(away.part, now_s)
-                actions.append(Tell(f"no worker replaces the {name} any more; it is started again"))
+                actions.append(Tell(f"no worker replaces the {name} any more; it is restarted"))
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
@@ -300,7 +300,7 @@ class Watch:
             return [Tell(f"the {name} was told to stop"), Leave()]
         if (ending.let_go or state.drained) and self.serving:
             self._away[name] = _Away(self._states.pop(name).part)
-            return [Tell(f"the {name} was drained, and is not started again")]
+            return [Tell(f"the {name} was drained, and is not restarted")]
         needed = self.needs(name)
         if not self.serving and (needed or ending.mistake):
             return [GiveUp(name)]
@@ -308,8 +308,8 @@ class Watch:
             return [
                 GiveUp(
                     name,
-                    f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} "
-                    "minutes, and is not started again",
+                    f"ended {counted(len(state.ends), 'time')} within {WITHIN_S / 60:g} minutes, "
+                    "and is not restarted",
                 )
             ]
         pause_s = state.pause_s(now_s, LONGEST_PAUSE_S if needed else LONGEST_SPARED_PAUSE_S)
@@ -321,7 +321,7 @@ class Watch:
         if name == self._root:
             state.been_ready = False
             self._expect_back()
-        return [Tell(f"the {name} {ending.words}; it is started again in {pause_s:g} s")]
+        return [Tell(f"the {name} {ending.words}; it is restarted in {pause_s:g} s")]
 
     def refused(self, name: str, why: str, now_s: float) -> list[Action]:
         """A part that was to be started cannot be at present. That is no loss to be counted:

@@ -295,7 +295,7 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     draft = configuration.settings.draft
     if draft.kind == "none":
         raise UserError(
-            "draft.kind = 'none' is no worker: leave the draft worker out to decode with the "
+            "draft.kind = 'none' is not a worker: leave the draft worker out to decode with the "
             "target alone"
         )
     draft = with_draft(draft)

@@ -105,7 +105,7 @@ def _sizes(forecast: Forecast) -> Iterator[Advice]:
         word = "fewer" if nodes.gamma < tree.gamma else "more"
         yield _advice(
             "tree",
-            f"verify {word} nodes: gamma {nodes.gamma} in place of {tree.gamma}",
+            f"verify {word} nodes: gamma {nodes.gamma} instead of {tree.gamma}",
             (f"--tree.gamma={nodes.gamma}",),
             brought,
             now,
@@ -115,7 +115,7 @@ def _sizes(forecast: Forecast) -> Iterator[Advice]:
         word = "fewer" if levels.depth < tree.depth else "more"
         yield _advice(
             "levels",
-            f"draft {word} levels: depth {levels.depth} in place of {tree.depth}",
+            f"draft {word} levels: depth {levels.depth} instead of {tree.depth}",
             (f"--tree.depth={levels.depth}",),
             brought,
             now,
@@ -169,7 +169,7 @@ def _ahead(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
         hits, of = forecast.hit_rate, "as in this run"
     basis = f"E[round] = T_V + hops + (1 - hit) T_D, with hits in {hits:.0%} of the rounds ({of})"
     what, value = (
-        ("wait with drafting until the verdict is there", "false")
+        ("draft only once the verdict has come", "false")
         if forecast.ahead
         else ("keep drafting while the target verifies", "true")
     )
@@ -199,7 +199,7 @@ def _threads(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     basis = "T_V in proportion to what bandwidth and arithmetic of these cores allow"
     advice = _advice(
         "threads",
-        f"give the target {threads} threads in place of {situation.threads}",
+        f"give the target {threads} threads instead of {situation.threads}",
         (f"--target.threads={threads}",),
         outcome,
         forecast.now,
@@ -319,8 +319,8 @@ def _blocks(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
     assert best is not None
     advice = _advice(
         "blocks",
-        f"a head of {best[0]} blocks in place of {situation.blocks} (it has to be trained: "
-        "dovetail train dovetail)",
+        f"a head of {best[0]} blocks instead of {situation.blocks} (it has to be trained: dovetail "
+        "train dovetail)",
         (),
         best[1],
         now,

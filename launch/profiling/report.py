@@ -249,7 +249,5 @@ def _spans(told: Mapping[str, Any]) -> str:
         "Parts of a span (linears of verify, level of draft) count in it once more. What "
         "each means: dovetail/protocol/spans.py."
     )
-    missed = (
-        f" {told['missed']} spans were gone before they were looked at." if told["missed"] else ""
-    )
+    missed = f" {told['missed']} spans were gone before they were read." if told["missed"] else ""
     return table_of(("span", "ms a round"), rows, 1) + f"<p class='soft small'>{note}{missed}</p>"

@@ -245,7 +245,7 @@ def _listener(url: str) -> tuple[str, str | None, int | None]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise UserError(f"{url!r} is no address: write http://HOST:PORT for a server") from None
+        raise UserError(f"{url!r} is not an address: write http://HOST:PORT for a server") from None
     return (
         parts.scheme,
         "localhost" if parts.hostname in OWN_END else parts.hostname,

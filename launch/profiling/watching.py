@@ -89,6 +89,6 @@ class Watch:
             elif name not in self._there:
                 self.changes[name] = "came"
             elif now[name].worker_epoch != self._workers[name].worker_epoch:
-                self.changes[name] = "was started anew"
+                self.changes[name] = "was restarted"
         self._workers.update(now)
         self._there = [*now]

@@ -124,7 +124,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"the settings file {path} is no TOML: {error}") from None
+        raise SettingsError(f"the settings file {path} is not TOML: {error}") from None
     values: dict[str, Any] = {}
     for section, part in content.items():
         if section in ALL_SECTIONS and not isinstance(part, dict):
@@ -136,7 +136,7 @@ def read_file(path: Path) -> dict[str, Any]:
             )
         if section not in ALL_SECTIONS:
             raise SettingsError(
-                f"{section} in {path} is no section of the settings: "
+                f"{section} in {path} is not a section of the settings: "
                 f"{_suggest(section, ALL_SECTIONS) or 'choose ' + ', '.join(ALL_SECTIONS)}"
             )
         values.update(
@@ -166,11 +166,11 @@ def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
             found.append((by_name[name], text))
         elif name in collapsed:
             raise SettingsError(
-                f"the variable {name} = {text!r} is no setting: did you mean {collapsed[name]}?"
+                f"the variable {name} = {text!r} is not a setting: did you mean {collapsed[name]}?"
             )
         elif name.startswith(PREFIX) and "__" in name:
             raise SettingsError(
-                f"the variable {name} = {text!r} is no setting: "
+                f"the variable {name} = {text!r} is not a setting: "
                 f"{_suggest(name, by_name) or 'see `dovetail config show` for their names'}"
             )
     return found

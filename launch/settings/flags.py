@@ -190,8 +190,8 @@ def _check_misspelling(draft: str) -> None:
     for on the hub."""
     if draft.isdigit() and not Path(draft).exists():
         raise SettingsError(
-            f"--draft {draft} is no kind of draft and no folder: --draft names the draft, and "
-            "--tree.gamma says how many nodes are verified"
+            f"--draft {draft} is neither a kind of draft nor a folder: --draft names the draft, "
+            "and --tree.gamma says how many nodes are verified"
         )
     near: list[str] = (
         []
@@ -200,7 +200,7 @@ def _check_misspelling(draft: str) -> None:
     )
     if near:
         raise SettingsError(
-            f"--draft {draft} is no kind of draft and no folder: did you mean {near[0]}? (a "
+            f"--draft {draft} is neither a kind of draft nor a folder: did you mean {near[0]}? (a "
             f"model of the hub: --draft.model {draft})"
         )
 

@@ -77,13 +77,13 @@ def read_thresholds(path: Path) -> Thresholds:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(
-            f"the thresholds in {path} are damaged ({error}): make them anew with `dovetail "
+            f"the thresholds in {path} are damaged ({error}): make them again with `dovetail "
             "stratify`"
         ) from None
     bounds, holds_for = _bounds(content.get("thresholds")), content.get("holds_for")
     if not bounds or not isinstance(holds_for, dict):
         raise SettingsError(
-            f"{path} is no file of thresholds, or a damaged one: make it anew with `dovetail "
+            f"{path} is not a file of thresholds, or is damaged: make it again with `dovetail "
             "stratify`"
         )
     return Thresholds(bounds, holds_for)

@@ -44,7 +44,7 @@ def read_method(base: Configuration, text: str, about: About) -> Method:
     head, *parts = text.split(",")
     if head not in POLICIES:
         raise UserError(
-            f"--method {head!r} is no tree policy: choose {', '.join(POLICIES)}, with settings "
+            f"--method {head!r} is not a tree policy: choose {', '.join(POLICIES)}, with settings "
             "behind it such as gamma=59 or ahead=false"
         )
     values: dict[str, object] = dict(tree_of(head))
@@ -52,7 +52,7 @@ def read_method(base: Configuration, text: str, about: About) -> Method:
         name, equals, value = part.partition("=")
         if not equals:
             raise UserError(
-                f"--method {text}: {part!r} is no setting: write NAME=VALUE, such as gamma=6"
+                f"--method {text}: {part!r} is not a setting: write NAME=VALUE, such as gamma=6"
             )
         name = name if "." in name else _full_name(name)
         if name == "tree.sharpening":
@@ -61,8 +61,8 @@ def read_method(base: Configuration, text: str, about: About) -> Method:
     settings = base.over(f"--method {text}", values).settings
     if settings.tree.width > about.width:
         raise UserError(
-            f"--method {text}: {about.width} children of a node were recorded: set tree.width "
-            "to at most that, or record anew with --children"
+            f"--method {text}: {about.width} children of a node were recorded: set tree.width to "
+            "at most that, or record again with --children"
         )
     tree = settings.tree.model_copy(update={"sharpening": about.sharpening})
     return Method(text, tree, None if settings.draft.ahead == "auto" else settings.draft.ahead)
@@ -70,8 +70,8 @@ def read_method(base: Configuration, text: str, about: About) -> Method:
 
 def _recorded(about: About) -> str:
     return (
-        f"the scores were recorded with a sharpening of {about.sharpening:g}: leave it out, "
-        "or record anew"
+        f"the scores were recorded with a sharpening of {about.sharpening:g}: leave it out, or "
+        "record again"
     )
 
 

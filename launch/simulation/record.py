@@ -119,8 +119,8 @@ def record(
         )
     if settings.sampling.rejects:
         raise UserError(
-            "sampling.acceptance = 'rejection' draws anew in each round, so that there is "
-            "nothing to record: use 'coupled'"
+            "sampling.acceptance = 'rejection' draws again in each round, so that there is nothing "
+            "to record: use 'coupled'"
         )
     check_target(settings)
     check_draft(settings)

@@ -207,14 +207,14 @@ def read_about(path: Path) -> About:
         return About.model_validate_json((path / ABOUT).read_bytes())
     except OSError:
         raise UserError(
-            f"{path} is no recording: make one with `dovetail simulate record --prompts FILE "
+            f"{path} is not a recording: make one with `dovetail simulate record --prompts FILE "
             f"--out {path}`"
         ) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise UserError(
-            f"{path / ABOUT} is damaged or of another version ({first['msg']}): record anew "
-            "into another folder"
+            f"{path / ABOUT} is damaged or of another version ({first['msg']}): record again into "
+            "another folder"
         ) from None
 
 

@@ -95,7 +95,7 @@ def ratios_of(values: str | None) -> tuple[float, ...]:
         found = ()
     if not found or not all(0.0 < value <= 1e3 for value in found):
         raise UserError(
-            f"--values {values!r} is no list of ratios above 0: write such as 0.02,0.5,2"
+            f"--values {values!r} is not a list of ratios above 0: write one such as 0.02,0.5,2"
         )
     return found
 

@@ -109,7 +109,7 @@ class RecordedTarget:
                 self._open.pop(command.session, None)
                 return [Closed(epoch=self._epoch, session=command.session)]
             case _:
-                raise RequestError("role", f"a target worker does not do {command.type!r}")
+                raise RequestError("role", f"a target worker does not take {command.type!r}")
 
     def idle(self) -> bool:
         return False

@@ -63,8 +63,8 @@ def check_apart(methods: Sequence[Method], layout: CoreLayout) -> None:
     if common and ahead is not None:
         raise UserError(
             f"target and draft share core {format_numbers(common)} here, and no recorded cost "
-            "tells what drafting ahead takes from the target there, so that "
-            f"a simulation cannot be held against it: write --method {ahead.name},ahead=false"
+            "tells what drafting ahead takes from the target there, so a simulation cannot be "
+            f"compared with it: write --method {ahead.name},ahead=false"
         )
 
 

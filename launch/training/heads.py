@@ -75,7 +75,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         type=int,
         default=0,
         show_default=True,
-        help="Of the weights and of the order of the data.",
+        help="Seed of the weights and of the order of the data.",
     ),
     click.option(
         "--preset",

@@ -68,7 +68,7 @@ class Moving:
         draft.sessions += draft is not running.target
         running.controller.work_with(*self._placement.pair(draft, running.target))
         yield Say(
-            f"session {running.session.number} is drafted for by {draft.name} from token "
+            f"session {running.session.number} gets drafts from {draft.name} from token "
             f"{len(running.session.tokens)} on"
         )
         return Joining(draft.hello.reads, self._placement.draft_base(running, draft))
@@ -187,7 +187,7 @@ class Moving:
         target.sessions += target is not running.draft
         running.controller.work_with(*self._placement.pair(running.draft, target))
         yield Say(
-            f"session {running.session.number} goes on on {target.name} from token "
+            f"session {running.session.number} continues on {target.name} from token "
             f"{len(running.session.tokens)} on"
         )
         yield Follow(

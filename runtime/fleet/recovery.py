@@ -70,7 +70,7 @@ class Recovery:
         if running.doomed:
             text = (
                 f"{running.loss.words}, and {len(running.losses)} in a row were lost without a "
-                "token in between: look at why targets end that read this request"
+                "token in between: find out why targets that read this request end"
             )
             return RequestError("worker_lost", text)
         if now_ns - running.loss.since_ns < self.patience_s(running) * 1e9:
@@ -80,8 +80,8 @@ class Recovery:
             other.plays("target") and other.reads_as(running.target) for other in others
         ):
             text = (
-                f"and within {waited} none of its fingerprint was free: start one, or let "
-                "requests go on on another with coordinator.move = 'any'"
+                f"and within {waited} none of its fingerprint was free: start one, or let requests "
+                "continue on others with coordinator.move = 'any'"
             )
         else:
             text = f"and within {waited} no other was free: start another and ask again"

@@ -79,7 +79,7 @@ class Registry:
             raise RequestError(
                 "capacity",
                 f"{len(self.workers)} workers and {len(self.clients)} clients are registered, "
-                "as many as there may be: end some",
+                "which is the limit: end some",
             )
         if hello.roles == ("client",):
             self.clients[peer] = ClientPeer(peer, hello)

@@ -101,7 +101,7 @@ class Changes:
         if old is not None and not old.plays(role):
             raise RequestError(
                 "swap",
-                f"{old.name} is no {role} worker: name one that {newcomer.name} can take the "
+                f"{old.name} is not a {role} worker: name one that {newcomer.name} can take the "
                 "place of",
             )
         self._registry.check_place(newcomer)
@@ -202,8 +202,8 @@ class Changes:
         if self._newcomer is not None and self._newcomer.standby:
             yield effects.LetGo(self._newcomer)
         yield from self._end(
-            f"the change was broken off, since the coordinator failed at it ({why}); its log "
-            "says where"
+            f"the change was abandoned, since the coordinator failed at it ({why}); its log says "
+            "where"
         )
 
     def lost(self, worker: Worker, why: str) -> Effects[None]:

@@ -206,11 +206,11 @@ class Change:
                 continue
             if "before" in (name, other_name):
                 return (
-                    "it has the fingerprint of a target that is here, and decides "
-                    f"otherwise from token {parted.position} on"
+                    "it has the fingerprint of a target that is here, but decides differently from "
+                    f"token {parted.position} on"
                 )
             return (
-                "with drafted tokens it decides otherwise than without, from token "
+                "with drafted tokens it decides differently than without, from token "
                 f"{parted.position} on"
             )
         return ""
@@ -218,7 +218,7 @@ class Change:
     def look(self, now_ns: int) -> list[Action]:
         """Return whether a trial takes too long."""
         if self.phase is Phase.TRYING and now_ns - self._heard_ns > SILENT_NS:
-            return self._fail(f"nothing came of its trial for {SILENT_NS // 10**9} s")
+            return self._fail(f"its trial made no progress for {SILENT_NS // 10**9} s")
         return []
 
     # -- the sessions ------------------------------------------------------------------------------

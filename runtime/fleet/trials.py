@@ -76,8 +76,8 @@ class Trials:
             if target is None:
                 raise RequestError(
                     "no_target",
-                    f"no target worker is there that {newcomer.name} could be tried with: "
-                    "start one first",
+                    f"there is no target worker that {newcomer.name} could be tried with: start "
+                    "one first",
                 )
             return [Trial("drafted", target.peer, newcomer.peer)]
         draft = self._placement.draft(newcomer)

@@ -166,12 +166,9 @@ def _no_object(request: Request, error: Any) -> str:
     if "json" in kind and error["type"] == "json_invalid":
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if "json" in kind:
-        return "the body is no JSON object: send the fields within { and }"
-    return (
-        "the body came with the header "
-        f"{f'Content-Type: {kind[:80]}' if kind else 'of no type'}: send it with Content-Type: "
-        "application/json"
-    )
+        return "the body is not a JSON object: send the fields within { and }"
+    found = f"with Content-Type: {kind[:80]}" if kind else "without a Content-Type header"
+    return f"the body came {found}: send it with Content-Type: application/json"
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:

@@ -171,8 +171,8 @@ class TextPart(Body):
         if isinstance(kind, str) and kind != "text":
             shown = repr(kind[:LONGEST_KIND])
             raise ValueError(
-                f"a part of type {shown} cannot be read, since the model reads text alone: "
-                "send parts of type 'text'"
+                f"a part of type {shown} cannot be read, since the model reads text only: send "
+                "parts of type 'text'"
             )
         return kind
 

@@ -96,8 +96,8 @@ def of_failure(failed: Failed) -> ApiError:
             )
         case "no_target":
             text = (
-                "no target worker is there: if one is starting, ask again when it has "
-                "loaded its model; /readyz tells when that is"
+                "there is no target worker: if one is starting, ask again when it has loaded its "
+                "model; /readyz tells when that is"
             )
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":

@@ -163,7 +163,7 @@ class Exposition:
         )
         self._between = Times(
             "vllm:inter_token_latency_seconds",
-            "From tokens to the next ones, a token.",
+            "Time between tokens, per token.",
             BETWEEN_TOKENS_S,
         )
         self._whole = Times(
@@ -213,7 +213,9 @@ class _State(Collector):
     def collect(self) -> Iterator[Metric]:
         reported = self.reported
         yield _counter(
-            "dovetail_http_let_go", "HTTP clients that read nothing, and were let go.", self.let_go
+            "dovetail_http_let_go",
+            "HTTP clients that read nothing and were disconnected.",
+            self.let_go,
         )
         yield _gauge("dovetail_up", "Whether the coordinator answers.", float(reported is not None))
         if reported is not None:
@@ -269,7 +271,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield busy
     yield memory
     if reported.tau is not None:
-        yield _gauge("dovetail_tau", "Tokens a round, over all rounds.", reported.tau)
+        yield _gauge("dovetail_tau", "Tokens per round, over all rounds.", reported.tau)
     yield _counter("dovetail_rounds", "Rounds that ended.", reported.rounds)
     yield _counter(
         "dovetail_requests_finished", "Requests that were decoded to their end.", reported.finished
@@ -298,7 +300,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _counter("dovetail_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens)
     yield _counter(
         "dovetail_clients_let_go",
-        "Clients that read nothing, and whose requests were ended for that.",
+        "Clients whose requests were ended because they read nothing.",
         totals.let_go,
     )
     yield _counter(

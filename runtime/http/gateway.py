@@ -330,7 +330,7 @@ class Gateway:
         except LinkError as error:
             self._lose(str(error))
         except DecodeError as error:
-            self._lose(f"the coordinator sent what is no message: {error}")
+            self._lose(f"the coordinator sent something that is not a message: {error}")
 
     def _heard(self, reply: Reply) -> None:
         match reply:

@@ -77,8 +77,7 @@ class PatientProtocol(HttpToolsProtocol):
             self._refuse(
                 ApiError(
                     503,
-                    f"{self.shared.most} connections are open, as many as there may be: try "
-                    "again later",
+                    f"{self.shared.most} connections are open, which is the limit: try again later",
                     retry_after_s=1,
                 )
             )
@@ -128,7 +127,7 @@ class PatientProtocol(HttpToolsProtocol):
                 )
             )
         else:
-            self._refuse(ApiError(400, "this is no HTTP request"))
+            self._refuse(ApiError(400, "this is not an HTTP request"))
 
     def _refuse(self, error: ApiError) -> None:
         if self._refused or self.transport.is_closing():
@@ -210,7 +209,7 @@ def refusal(host: str, port: int, error: OSError) -> str:
     """Return why nobody can listen at an address, and what to do, in one sentence."""
     match error.errno:
         case errno.EADDRNOTAVAIL:
-            return f"http.host = {host!r} is no address of this machine: {OWN_ADDRESS}"
+            return f"http.host = {host!r} is not an address of this machine: {OWN_ADDRESS}"
         case errno.EACCES if port < FIRST_FREE_PORT:
             return (
                 f"http.port = {port} is below {FIRST_FREE_PORT}, which this user may not listen "

@@ -131,9 +131,7 @@ class Service:
                 self.gateway.forget_target()
                 continue
             return open_writer(order, target, self.name_of(target)), self.name_of(target)
-        raise unavailable(
-            "the target changes its vocabulary all the time: ask again when one stays"
-        )
+        raise unavailable("the target's vocabulary keeps changing: ask again later")
 
     async def _order(self, body: ChatOrTextBody, target: Target, owner: str) -> Order:
         def read() -> Order:

@@ -217,7 +217,7 @@ def read_recording(path: Path) -> Recording:
         raise UserError(f"the recording {path} cannot be read: {error.strerror}") from None
     if not entries or not isinstance(begin := entries[0], Begin):
         raise UserError(
-            f"{path} is no recording of a session: they are made by a coordinator with "
+            f"{path} is not a recording of a session: they are made by a coordinator with "
             "--record-messages FOLDER"
         )
     recording = Recording(path, begin, tuple(entries[1:]))
@@ -248,7 +248,7 @@ def _entries(path: Path) -> Iterator[Entry]:
                 msgpack.exceptions.UnpackException,
             ) as error:
                 raise UserError(
-                    f"{path} is no recording of a session: entry {number}: "
+                    f"{path} is not a recording of a session: entry {number}: "
                     f"{printable(f'{type(error).__name__}: {error}'[:200])}"
                 ) from None
             yield _entry(path, number, content)
@@ -273,6 +273,6 @@ def _entry(path: Path, number: int, content: Any) -> Entry:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         complaint = f"{'.'.join(str(part)[:64] for part in first['loc'][:8])}: {first['msg'][:200]}"
         raise UserError(
-            f"{path} is no recording of a session: entry {number}, {printable(complaint)}"
+            f"{path} is not a recording of a session: entry {number}, {printable(complaint)}"
         ) from None
     return entry

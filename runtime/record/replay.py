@@ -198,7 +198,7 @@ class Replay:
     def _event(self) -> Event:
         if self._in_hand is None:
             raise UserError(
-                f"{self.recording.path} has a step before any message: it is no recording of a "
+                f"{self.recording.path} has a step before any message: it is not a recording of a "
                 "session"
             )
         event: Event = _decoded(EVENT, self._in_hand.frames)
@@ -213,8 +213,8 @@ class Replay:
         )
         if found is None:
             raise UserError(
-                f"{self.recording.path} has no verdict of round {round} where one was taken: "
-                "it is no recording of a session"
+                f"{self.recording.path} has no verdict of round {round} where one was taken: it is "
+                "not a recording of a session"
             )
         return found
 

@@ -125,7 +125,7 @@ class FileWriter:
                 oldest.unlink(missing_ok=True)
             except OSError as error:
                 log.warning(
-                    "the recording %s should make room for others and stays: %s",
+                    "the recording %s could not be removed to make room for others: %s",
                     oldest,
                     error.strerror or error,
                 )

@@ -299,7 +299,7 @@ def _valid(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise RequestError(
-            "settings", "the prompt has lone surrogates: it is no valid Unicode text"
+            "settings", "the prompt has lone surrogates: it is not valid Unicode text"
         ) from None
     return text
 

@@ -199,7 +199,7 @@ def vocabulary(content: dict[str, Any], **tokens: int) -> None:
 # -- what there is ---------------------------------------------------------------------------------
 
 FILE = "model.safetensors"
-BROKEN = "no whole safetensors file"
+BROKEN = "not a complete safetensors file"
 ONE = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}
 WEIGHTS = (
     Bad("an empty folder", lambda p: without(p, *os.listdir(p)), ("config.json",)),  # noqa: PTH208

@@ -103,10 +103,10 @@ def test_a_choice_that_the_reference_would_not_make_is_found_though_its_score_is
 
 
 def test_a_checkpoint_that_is_not_here_is_said_and_not_passed_over() -> None:
-    nothing = Agreement(why="the target's model is not to be read here")
+    nothing = Agreement(why="the target's model cannot be read here")
     assert nothing.ok is None
     assert (
         nothing.remark
-        == "the target was not compared with transformers: the target's model is not to be "
-        "read here"
+        == "the target was not compared with transformers: the target's model cannot be read "
+        "here"
     )

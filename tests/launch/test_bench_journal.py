@@ -133,7 +133,7 @@ def test_a_run_that_is_whole_is_told_again_without_a_process(
         journal.end({"rows": [2]})
     assert (
         capsys.readouterr().err
-        == "all 6 replies were in the file of --out already: nothing was measured\n"
+        == "all 6 replies are already in the file of --out: nothing was measured\n"
     )
     assert [len(cell.runs) for cell in cells] == [3, 3]
     assert [found[label].peak_rss_mb() for label in ("none", "small")] == [106.0, 103.0]

@@ -412,7 +412,7 @@ def test_ctrl_c_interrupts_a_reply_and_keeps_what_was_said(
     else:
         raise AssertionError("no reply was interrupted")
     person.type(f"/save {tmp_path / 'talk.json'}\n")
-    person.wait_for("has what was said")
+    person.wait_for("has the conversation")
     person.wait_for("you> ")
     person.type("/quit\n")
     assert person.end() == 0
@@ -484,8 +484,8 @@ def test_generate_works_over_http_too(invoke: Run, stack: Stack, url: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("chat", "--tree.gamma", "3"), "--tree.gamma is the server's to decide"),
-        (("chat", "--draft", "ngram"), "--draft.kind is the server's to decide"),
+        (("chat", "--tree.gamma", "3"), "the server decides --tree.gamma"),
+        (("chat", "--draft", "ngram"), "the server decides --draft.kind"),
         (("generate", "x", "--raw"), "need the coordinator"),
         (("status",), "this command speaks with its coordinator"),
     ],

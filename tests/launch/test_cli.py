@@ -101,7 +101,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("config", "show", "--tree.gama", "6"), "--tree.gamma"),
         (("config", "show", "--tree.gamma", "many"), "'many'"),
         (("config", "show", "-c", "no/such.toml"), "no/such.toml"),
-        (("generate", "hello", "--policy", "goodputt"), "there is no tree policy 'goodputt'"),
+        (("generate", "hello", "--policy", "goodputt"), "there is not a tree policy 'goodputt'"),
         (
             ("generate", "hello", "--sampling.acceptance", "rejection"),
             "set tree.policy to 'static', not 'goodput'",
@@ -185,8 +185,8 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(
         ),
         (
             ("--target", "models/none"),
-            "the target model models/none is no folder here and not in the Hugging Face cache, and "
-            "the hub cannot be reached",
+            "the target model models/none is not a folder here and not in the Hugging Face cache, "
+            "and the hub cannot be reached",
         ),
         (
             ("--target", "{file}.gguf"),

@@ -228,8 +228,8 @@ def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(
             "has 1025 characters, and 1024 are possible",
         ),
         (("hello", *("--stop", "x") * 17), "--stop is given 17 times, and 16 stops are possible"),
-        (("hello", "--stop", "\udcff"), "is no valid UTF-8 text"),
-        (("hel\udcfflo",), "the prompt is no valid UTF-8 text"),
+        (("hello", "--stop", "\udcff"), "is not valid UTF-8 text"),
+        (("hel\udcfflo",), "the prompt is not valid UTF-8 text"),
         (("x" * (MAX_TEXT + 1),), f"the prompt has {MAX_TEXT + 1} characters"),
     ],
 )
@@ -531,7 +531,7 @@ def test_a_reply_that_waits_for_a_target_says_so_and_goes_on_with_the_next(start
         assert process.wait(PATIENCE_S) == 0
         rest = "".join(told)
         assert re.search(r"waiting \d+ %", rest)
-        assert rest.endswith("without speculation in every round: no draft worker is there\n")
+        assert rest.endswith("without speculation in every round: there is no draft worker\n")
 
 
 def test_an_interrupted_result_tells_its_seed_as_a_whole_one_does(start: Start) -> None:
@@ -661,7 +661,7 @@ def test_a_torn_last_line_is_dropped_and_a_foreign_file_is_refused(tmp_path: Pat
         assert opened.done == {"a"}
     assert path.read_text() == '{"id": "a", "results": []}\n'
     path.write_text("my diary\n")
-    with pytest.raises(UserError, match="line 1 is no answer"), open_answers(path):
+    with pytest.raises(UserError, match="line 1 is not an answer"), open_answers(path):
         pass
 
 
@@ -701,14 +701,14 @@ def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(
 ) -> None:
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(UserError, match="is no answer of an earlier run"), open_answers(path):
+    with pytest.raises(UserError, match="is not an answer of an earlier run"), open_answers(path):
         pass
     assert path.read_text() == content
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null", "/dev/zero", "/"])
 def test_answers_go_to_a_regular_file_only(path: str) -> None:
-    with pytest.raises(UserError, match="is no regular file"), open_answers(Path(path)):
+    with pytest.raises(UserError, match="is not a regular file"), open_answers(Path(path)):
         pass
 
 
@@ -734,7 +734,7 @@ def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
     [
         (
             "{",
-            r'line 2 is no JSON \(.*\): write a line such as \{"id": "a", "turns": \["Why is '
+            r'line 2 is not JSON \(.*\): write a line such as \{"id": "a", "turns": \["Why is '
             r'the sky blue\?"\]\}',
         ),
         ("[]", "line 2 is no prompt"),
@@ -764,7 +764,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, words: str
         ),
         ('{"id": "a", "turns": ["x"]}\n'.encode("utf-16"), "is UTF-16 text"),
         (b"\x1f\x8b\x08\x00\x00", r"byte 3 \(line 1\) is zero"),
-        (b"hello\n", r"line 1 is no JSON \(Expecting value, column 1\): write a line such as"),
+        (b"hello\n", r"line 1 is not JSON \(Expecting value, column 1\): write a line such as"),
     ],
 )
 def test_a_file_that_is_no_text_of_prompts_is_named_with_the_place(

@@ -91,7 +91,7 @@ def test_after_rotating_the_coordinator_its_peers_need_the_new_public_key(
 ) -> None:
     said = invoke("keygen", "--out", str(folder), "--rotate", "coordinator").stdout
     assert (
-        "until when it goes by the old key, and bring coordinator.pub to the machine of every peer"
+        "which uses the old key until then, and copy coordinator.pub to the machine of every peer"
         in said
     )
 

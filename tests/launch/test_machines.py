@@ -116,7 +116,7 @@ def test_a_place_that_makes_no_sense_is_refused_before_anything_is_loaded(run: R
     target = ("worker", "--role", "target", "--connect", "ipc:///tmp/nowhere")
     for arguments, words in (
         (("--memory-nodes", "0"), "--memory-nodes goes with --cores"),
-        (("--cores", CORES[0], "--memory-nodes", "x"), "is no list of nodes"),
+        (("--cores", CORES[0], "--memory-nodes", "x"), "is not a list of nodes"),
         (("--target.numa", "63"), "there is no node 63"),
     ):
         refused = run(*target, *arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.bench.assisted import (
-    Peer,
+    AssistedPeer,
     assistant_of,
     check,
     near_the_fastest,
@@ -38,15 +38,15 @@ def settings(**flags: str) -> Configuration:
 
 
 @pytest.fixture(scope="module")
-def peer() -> Iterator[Peer]:
+def peer() -> Iterator[AssistedPeer]:
     with Supervisor() as supervisor:
-        peer = Peer(supervisor, settings(), lay_out_here())
+        peer = AssistedPeer(supervisor, settings(), lay_out_here())
         yield peer
         peer.close()
 
 
 @pytest.mark.slow
-def test_it_has_the_cores_of_our_target_and_of_our_draft(peer: Peer) -> None:
+def test_it_has_the_cores_of_our_target_and_of_our_draft(peer: AssistedPeer) -> None:
     layout = lay_out_here()
     assert set(peer.cores) == {*layout.target.cores, *layout.draft.cores}
     assert set(peer.thread_counts) <= {len(peer.cores), 1}
@@ -60,7 +60,7 @@ def test_it_is_tried_with_all_its_cores_and_with_one_and_what_is_hopeless_is_lef
 
 @pytest.mark.slow
 def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours(
-    peer: Peer,
+    peer: AssistedPeer,
 ) -> None:
     replies = [
         peer.decode(TURNS, sampling=Sampling(temperature=1.0), max_tokens=12, seed=5, threads=1)
@@ -74,7 +74,7 @@ def test_a_reply_is_the_same_with_the_same_seed_and_is_told_in_the_words_of_ours
 
 
 @pytest.mark.slow
-def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: Peer) -> None:
+def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: AssistedPeer) -> None:
     with pytest.raises(DovetailError, match="assisted: "):
         peer.decode([1], sampling=Sampling(), max_tokens=-1, seed=0, threads=0)  # type: ignore[list-item]
     assert (
@@ -88,7 +88,9 @@ def test_what_it_cannot_do_is_told_and_the_next_question_is_answered(peer: Peer)
 @pytest.mark.slow
 def test_a_process_that_cannot_load_its_models_says_why() -> None:
     with Supervisor() as supervisor, pytest.raises(UserError, match="the assisted: transformers: "):
-        Peer(supervisor, settings(draft__model=str(DEMO_FOLDER / "nothing")), lay_out_here())
+        AssistedPeer(
+            supervisor, settings(draft__model=str(DEMO_FOLDER / "nothing")), lay_out_here()
+        )
 
 
 def test_processors_that_look_back_and_other_devices_are_refused() -> None:

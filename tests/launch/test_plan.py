@@ -209,7 +209,7 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
             ),
             "of the same vocabulary",
         ),
-        (("--machine", "dovetail-server", "--rounds", "/nowhere"), "is no recording"),
+        (("--machine", "dovetail-server", "--rounds", "/nowhere"), "is not a recording"),
         (
             (
                 "--machine",

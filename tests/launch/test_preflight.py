@@ -121,7 +121,7 @@ def test_a_name_of_no_model_is_refused_before_torch_is_imported(
     named = next(word for word in ("foo/bar@baz", "foo") if word in arguments)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2
-    assert f"{named} is no folder here and not in the Hugging Face cache" in line
+    assert f"{named} is not a folder here and not in the Hugging Face cache" in line
     assert line.endswith("while connected")
     assert "Connection refused" in line
 
@@ -330,6 +330,6 @@ def test_a_file_is_no_folder_to_write_to_and_what_is_not_there_may_become_one(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(click.BadParameter, match="file is a file, and a folder is wanted"):
+    with pytest.raises(click.BadParameter, match="file is a file: name a folder"):
         OUT_FOLDER.convert(str(tmp_path / "file"), None, None)
     assert OUT_FOLDER.convert(str(tmp_path / "new"), None, None) == tmp_path / "new"

@@ -1080,4 +1080,4 @@ def test_a_watch_keeps_every_worker_that_was_there_and_tells_what_changed() -> N
     for _ in range(3):
         watch._look()
     assert [worker.name for worker in watch.workers] == ["a", "b", "c"]
-    assert watch.changes == {"b": "was started anew", "c": "came", "a": "went"}
+    assert watch.changes == {"b": "was restarted", "c": "came", "a": "went"}

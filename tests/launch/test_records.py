@@ -72,7 +72,7 @@ def test_a_file_of_something_else_is_named_with_its_line_and_stays_as_it_is(
 ) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"notes\.txt line 1 is no round"):
+    with pytest.raises(UserError, match=r"notes\.txt line 1 is not a round"):
         read_records(path)
     with pytest.raises(UserError, match="line 1"), open_records(path):
         pass

@@ -240,7 +240,7 @@ def test_a_worker_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     (recording,) = recorded(tmp_path)
     with pytest.raises(
         UserError,
-        match="another vocabulary than the recorded one, whose model was 'scripted-target'",
+        match="a different vocabulary from the recorded one, whose model was 'scripted-target'",
     ):
         rehearsed(recording, "target", a_target(tokenizer=tokenizer_bytes(prefix="x")))
 

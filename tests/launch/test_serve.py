@@ -120,7 +120,7 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(
     )
 
     os.kill(found["pids"]["draft worker"], signal.SIGKILL)
-    told(process, "the draft worker was killed by SIGKILL; it is started again in 0.5 s")
+    told(process, "the draft worker was killed by SIGKILL; it is restarted in 0.5 s")
     while "SIGKILL" not in str(
         (state := ask(found["url"], "/readyz"))[1]["faults"]
     ):  # the coordinator alone knows less
@@ -157,7 +157,7 @@ def test_a_server_starts_its_process_with_both_roles_again(start: Start) -> None
     before = ask(found["url"], body=body)
     assert before[0] == 200, before
     os.kill(found["pids"]["unified worker"], signal.SIGKILL)
-    told(process, "the unified worker was killed by SIGKILL; it is started again in 0.5 s")
+    told(process, "the unified worker was killed by SIGKILL; it is restarted in 0.5 s")
     told(process, "the unified worker is ready again")
     after = ask(found["url"], body=body)
     assert after[0] == 200, after
@@ -195,7 +195,7 @@ def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_h
     shutil.rmtree(models["draft"])
     os.kill(found["pids"]["draft worker"], signal.SIGKILL)
     for _ in range(MOST_RESTARTS + 2):
-        told(process, "the draft worker ended with exit code 2; it is started again in")
+        told(process, "the draft worker ended with exit code 2; it is restarted in")
     status, state = ask(found["url"], "/readyz")
     assert (status, state["ready"], state["degraded"]) == (200, True, True)
     assert any(
@@ -223,7 +223,7 @@ def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_h
     _, said = process.communicate(timeout=BACK_S)
     assert process.returncode == 1
     (sentence,) = (line for line in said.splitlines() if line.startswith("dovetail: "))
-    assert "the target worker ended 6 times within 5 minutes, and is not started again" in sentence
+    assert "the target worker ended 6 times within 5 minutes, and is not restarted" in sentence
     assert str(models["target"]) in sentence
     assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
@@ -250,7 +250,7 @@ def test_a_coordinator_that_is_lost_comes_back_to_its_address_and_its_workers_to
     found = ready(process)
     assert ask(found["url"], body=QUESTION)[0] == 200
     os.kill(found["pids"]["coordinator"], signal.SIGKILL)
-    told(process, "the coordinator was killed by SIGKILL; it is started again in 0.5 s")
+    told(process, "the coordinator was killed by SIGKILL; it is restarted in 0.5 s")
     for _ in range(3):
         told(process, "is ready again")
     assert ask(found["url"], body=QUESTION)[0] == 200
@@ -271,8 +271,8 @@ def test_a_part_that_is_alive_and_gone_is_replaced(name: str, start: Start, tmp_
     process = start("serve", *PAIR, "--draft", "ngram", "--coordinator.stuck_s", "3")
     found = ready(process)
     os.kill(found["pids"][name], signal.SIGSTOP)
-    told(process, f"the {name} is alive, and it did not respond for 3 s")
-    told(process, f"the {name} was killed by SIGKILL; it is started again")
+    told(process, f"the {name} is alive, but it did not respond for 3 s")
+    told(process, f"the {name} was killed by SIGKILL; it is restarted")
     for _ in range(3 if name == "coordinator" else 1):  # its workers come back to it
         told(process, "is ready again")
     assert ask(found["url"], body=QUESTION)[0] == 200
@@ -380,8 +380,8 @@ def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
         (("--http.host", "0.0.0.0", "--http.port", "0"), "which needs a key"),
         (
             ("--http.host", "192.0.2.1", "--http.port", "0"),
-            "dovetail: http.host = '192.0.2.1' is no address of this machine: set --http.host to "
-            "127.0.0.1",
+            "dovetail: http.host = '192.0.2.1' is not an address of this machine: set --http.host "
+            "to 127.0.0.1",
         ),
         (
             ("--http.host", "no such name", "--http.port", "0"),
@@ -464,7 +464,7 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
     assert swapped.returncode == 0, swapped.stderr
     told(process, "another worker replaces the draft worker")
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker replaces the draft worker any more; it is started again")
+    told(process, "no worker replaces the draft worker any more; it is restarted")
     told(process, "the draft worker is ready again")
 
 
@@ -527,7 +527,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     found = ready(process)
     shutil.move(models["draft"], tmp_path / "elsewhere")
     os.kill(found["pids"]["draft worker"], signal.SIGKILL)
-    told(process, "the draft worker ended with exit code 2; it is started again in 16 s")
+    told(process, "the draft worker ended with exit code 2; it is restarted in 16 s")
     shutil.move(tmp_path / "elsewhere", models["draft"])
 
     swapped = run(
@@ -536,7 +536,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     assert swapped.returncode == 0, swapped.stderr
     told(
         process,
-        "another worker has replaced the draft worker, which is not started again while it serves",
+        "another worker has replaced the draft worker, which is not restarted while it serves",
     )
     workers = json.loads(run("status", "--json").stdout)["workers"]
     assert [worker["pid"] for worker in workers if "draft" in worker["roles"]] == [
@@ -545,7 +545,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     assert not ask(found["url"], "/readyz")[1]["degraded"]
 
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker replaces the draft worker any more; it is started again")
+    told(process, "no worker replaces the draft worker any more; it is restarted")
     told(process, "the draft worker is ready again")
 
 

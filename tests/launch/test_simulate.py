@@ -192,7 +192,7 @@ def test_a_recording_is_read_as_it_was_written_and_goes_on_where_it_stopped(tmp_
 
 
 def test_what_is_wrong_with_a_folder_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no recording: make one with"):
+    with pytest.raises(UserError, match="is not a recording: make one with"):
         read_library(tmp_path / "nowhere")
     Folder(tmp_path / "r", about())
     with pytest.raises(UserError, match="has no reply yet"):
@@ -449,7 +449,7 @@ def test_a_method_is_a_policy_with_settings_behind_it() -> None:
     assert method.tree.sharpening == 1.0
     assert vary(read_method(base, "beam,width=4", about()), "depth", 5).tree.gamma == 20
     for text, words in (
-        ("sturdy", "is no tree policy"),
+        ("sturdy", "is not a tree policy"),
         ("dynamic,gamma", "is no setting"),
         ("dynamic,width=5", "4 children of a node were recorded"),
         ("dynamic,sharpening=2,width=4", "recorded with a sharpening of 1"),
@@ -536,7 +536,7 @@ def test_rounds_that_generate_recorded_are_costs_to_play_with(
     [
         (("--machine=toaster",), "there is no machine 'toaster'"),
         (("--values=3",), "--values says nothing without --sweep"),
-        (("--sweep=ratio", "--values=a"), "no list of ratios"),
+        (("--sweep=ratio", "--values=a"), "not a list of ratios"),
         (("--sweep=ratio", "--machine=heterospec-h20"), "share a device"),
         (("--machine=heterospec-h20", "--method=dynamic,ahead=true"), "share a device"),
         (("--plot=p.png",), "a plot is written as SVG"),

@@ -135,16 +135,16 @@ def test_a_draft_that_somebody_else_started_is_not_held_against_the_file(tmp_pat
     [
         (None, "cannot be read: No such file"),
         ("thresholds = [1.0", "are damaged"),
-        ("thresholds = [2.0, 1.0]\n[holds_for]", "no file of thresholds"),
-        ("thresholds = []\n[holds_for]", "no file of thresholds"),
-        ("thresholds = [nan]\n[holds_for]", "no file of thresholds"),
-        ("thresholds = [true]\n[holds_for]", "no file of thresholds"),
+        ("thresholds = [2.0, 1.0]\n[holds_for]", "not a file of thresholds"),
+        ("thresholds = []\n[holds_for]", "not a file of thresholds"),
+        ("thresholds = [nan]\n[holds_for]", "not a file of thresholds"),
+        ("thresholds = [true]\n[holds_for]", "not a file of thresholds"),
         pytest.param(
-            f"thresholds = [1{'0' * 400}]\n[holds_for]", "no file of thresholds", id="no float"
+            f"thresholds = [1{'0' * 400}]\n[holds_for]", "not a file of thresholds", id="no float"
         ),
-        ("thresholds = [1, 2, 3, 4, 5, 6, 7, 8]\n[holds_for]", "no file of thresholds"),
-        ("thresholds = [1.0]", "no file of thresholds"),
-        ("[tree]\ngamma = 4", "no file of thresholds"),
+        ("thresholds = [1, 2, 3, 4, 5, 6, 7, 8]\n[holds_for]", "not a file of thresholds"),
+        ("thresholds = [1.0]", "not a file of thresholds"),
+        ("[tree]\ngamma = 4", "not a file of thresholds"),
     ],
 )
 def test_a_missing_or_damaged_file_is_one_clear_line(
@@ -292,7 +292,7 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
         (("--draft", "none"), "draft.kind = 'none' has no distributions"),
         (("--tree.width", "1"), "has no entropy"),
         (("--plot", "t.png"), "does not end in .svg"),
-        (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is no file of rounds"),
+        (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is not a file of rounds"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_decoded(

@@ -232,7 +232,7 @@ def test_a_worker_that_crashes_is_reported_with_its_last_words() -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("model.safetensors", "is no whole safetensors file"),
+        ("model.safetensors", "is not a complete safetensors file"),
         ("tokenizer.json", "has no tokenizer.json"),
         ("config.json", "config.json"),
     ],

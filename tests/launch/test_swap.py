@@ -266,7 +266,7 @@ def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_tri
             with pytest.raises(
                 RequestError,
                 match="crooked was not put in place: it has the fingerprint of a target that "
-                "is here, and decides otherwise from",
+                "is here, but decides differently from",
             ):
                 admin.changed(admin.swap(newcomer.worker_epoch, old.worker_epoch))
             assert crooked.wait(GONE_S) == 0

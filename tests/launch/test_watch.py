@@ -117,7 +117,7 @@ def test_the_first_loss_before_all_was_ready_ends_the_service(name: str) -> None
 def test_a_lost_worker_is_started_again_after_half_a_second_and_nothing_else_is_touched() -> None:
     watch = serving()
     assert watch.ended("draft", KILLED, 10.0) == [
-        Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")
+        Tell("the draft was killed by SIGKILL; it is restarted in 0.5 s")
     ]
     assert watch.due(10.49) == []
     assert watch.due(10.5) == [Start("draft")]
@@ -161,7 +161,7 @@ def test_the_sixth_loss_of_a_needed_part_within_five_minutes_ends_the_service() 
     for now_s in range(MOST_RESTARTS):
         assert without_words(watch.ended("target", KILLED, 50.0 * now_s)) == []
         wait_s(watch, "target", 50.0 * now_s)
-    why = "ended 6 times within 5 minutes, and is not started again"
+    why = "ended 6 times within 5 minutes, and is not restarted"
     assert watch.ended("target", KILLED, 250.0) == [GiveUp("target", why)]
 
 
@@ -279,7 +279,7 @@ def test_losses_of_different_parts_are_not_added_up() -> None:
 def test_a_root_that_is_lost_starts_again_alone_and_the_workers_come_back_to_it() -> None:
     watch = serving()
     assert watch.ended("hub", KILLED, 10.0) == [
-        Tell("the hub was killed by SIGKILL; it is started again in 0.5 s")
+        Tell("the hub was killed by SIGKILL; it is restarted in 0.5 s")
     ]
     assert watch.missing == ("hub", "target", "draft")
     assert watch.due(10.4) == []
@@ -309,7 +309,7 @@ def test_a_worker_that_the_root_knows_no_more_comes_back_or_is_replaced() -> Non
     assert watch.answered(WORKERS, 13.0) == [Tell("the draft is ready again")]
     assert look(watch, 14.0, 30.0, ["target"]) == [(23.0, Replace("draft"))]
     assert watch.ended("draft", KILLED, 30.0) == [
-        Tell("the draft was killed by SIGKILL; it is started again in 0.5 s")
+        Tell("the draft was killed by SIGKILL; it is restarted in 0.5 s")
     ]
     assert look(watch, 31.0, 90.0, ["target"]) == [(31.0, Start("draft"))]
 
@@ -351,7 +351,7 @@ def test_before_all_was_ready_nothing_is_replaced() -> None:
 def test_a_worker_that_was_let_go_stays_away() -> None:
     watch = serving()
     assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [
-        Tell("the draft was drained, and is not started again")
+        Tell("the draft was drained, and is not restarted")
     ]
     assert watch.drained == ("draft",)
     assert look(watch, 11.0, 60.0, ["target"]) == []
@@ -364,7 +364,7 @@ def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_
     assert look(watch, 1.0, 20.0, ["target"], ["target", "draft"]) == []
     assert look(watch, 21.0, 29.0, ["target"]) == []
     assert watch.answered(["target"], 20.0 + STUCK_S) == [
-        Tell("no worker replaces the draft any more; it is started again")
+        Tell("no worker replaces the draft any more; it is restarted")
     ]
     assert watch.due(20.0 + STUCK_S) == [Start("draft")]
     assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
@@ -391,7 +391,7 @@ def test_a_drained_worker_that_does_not_end_is_ended_and_stays_away() -> None:
     ]
     assert without_words(actions) == [Replace("draft")]
     assert watch.ended("draft", KILLED, 30.0) == [
-        Tell("the draft was drained, and is not started again")
+        Tell("the draft was drained, and is not restarted")
     ]
     assert look(watch, 31.0, 900.0, ["target"]) == []
 
@@ -408,14 +408,14 @@ def test_a_lost_worker_whose_place_was_given_to_another_one_is_not_started_besid
     known = WORKERS if back else others  # it may have registered just now
     (told, *actions) = watch.answered(known, 11.5, [name], [name])
     assert told == Tell(
-        f"another worker has replaced the {name}, which is not started again while it serves"
+        f"another worker has replaced the {name}, which is not restarted while it serves"
     )
     assert actions == ([Stop(name)] if back else [])
     assert watch.outages == ()
     for second in range(12, 900):
         assert [*watch.answered(others, second, [name], [name]), *watch.due(second)] == []
     assert watch.answered(others, 900.0 + STUCK_S) == [
-        Tell(f"no worker replaces the {name} any more; it is started again")
+        Tell(f"no worker replaces the {name} any more; it is restarted")
     ]
     assert watch.due(900.0 + STUCK_S) == [Start(name)]
 

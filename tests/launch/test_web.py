@@ -158,7 +158,7 @@ def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
             "the server cannot answer now: no target",
         ),
         (429, b'{"error": {"message": "full"}}', False, "the server cannot answer now: full"),
-        (500, b"<html>", False, "what is no JSON object: '<html>'"),
+        (500, b"<html>", False, "something that is not a JSON object: '<html>'"),
         (200, chunk("Hi"), False, "broke off in the middle of a reply"),
         (
             200,
@@ -166,7 +166,7 @@ def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
             False,
             "the server failed: lost",
         ),
-        (200, b"data: [1]\n\n", False, "what is no JSON object"),
+        (200, b"data: [1]\n\n", False, "something that is not a JSON object"),
     ],
 )
 def test_what_goes_wrong_is_told(status: int, body: bytes, mistake: bool, words: str) -> None:
@@ -177,7 +177,7 @@ def test_what_goes_wrong_is_told(status: int, body: bytes, mistake: bool, words:
 
 @pytest.mark.parametrize("url", ["http://", "http://h:port", "http://u@h", "http://h?x=1"])
 def test_what_is_no_url_is_told(url: str) -> None:
-    with pytest.raises(UserError, match=r"is no URL.*write http://HOST:PORT"):
+    with pytest.raises(UserError, match=r"is not (a|the) URL.*write http://HOST:PORT"):
         WebAnswerer(url, "")
 
 
@@ -209,7 +209,7 @@ def test_settings_of_the_server_are_refused_and_wishes_are_not() -> None:
         "draft.kind": "ngram",
         "sampling.acceptance": "coupled",
     }.items():
-        with pytest.raises(UserError, match=f"--{name} is the server's to decide"):
+        with pytest.raises(UserError, match=f"the server decides --{name}"):
             check_flags(configure(flags={name: text}, environment={}, demo=False))
 
 

@@ -259,7 +259,7 @@ def test_keys_that_are_no_text_are_refused() -> None:
 
 
 def test_bytes_that_are_no_utf8_are_refused() -> None:
-    with pytest.raises(DecodeError, match="no MessagePack: UnicodeDecodeError"):
+    with pytest.raises(DecodeError, match="not MessagePack: UnicodeDecodeError"):
         EVENT.decode([b"\x83\xa4type\xa6closed\xa5epoch\x01\xa7session\xa2\xff\xfe"])
 
 

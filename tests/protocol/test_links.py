@@ -472,9 +472,13 @@ def test_a_link_waits_for_a_coordinator_that_starts_later(tmp_path: Path) -> Non
     ],
 )
 def test_what_is_no_address_is_refused(address: str, deployment: Path) -> None:
-    with pytest.raises(UserError, match="is no address: write ipc, ipc://PATH or tcp://HOST:PORT"):
+    with pytest.raises(
+        UserError, match="is not an address: write ipc, ipc://PATH or tcp://HOST:PORT"
+    ):
         open_hub(address, keys=deployment)
-    with pytest.raises(UserError, match="is no address: write ipc, ipc://PATH or tcp://HOST:PORT"):
+    with pytest.raises(
+        UserError, match="is not an address: write ipc, ipc://PATH or tcp://HOST:PORT"
+    ):
         open_link(address, keys=deployment, role="draft")
 
 
@@ -490,8 +494,8 @@ def test_a_place_to_which_one_cannot_connect_is_refused(deployment: Path) -> Non
 def test_a_host_that_is_none_is_named(deployment: Path) -> None:
     with pytest.raises(
         LinkClosed,
-        match=r"'no-such-host.invalid' in tcp://no-such-host.invalid:5 is no host that is "
-        r"known here",
+        match=r"'no-such-host.invalid' in tcp://no-such-host.invalid:5 is not a host that is known "
+        r"here",
     ):
         open_link("tcp://no-such-host.invalid:5", keys=deployment, role="draft", timeout_s=0.2)
 

@@ -33,7 +33,7 @@ def test_an_unknown_key_is_an_error(content: dict[str, Any]) -> None:
 
 def test_a_misspelt_policy_is_refused() -> None:
     with pytest.raises(
-        ValidationError, match="there is no tree policy 'dynamc'; choose 'static' or 'dynamic'"
+        ValidationError, match="there is not a tree policy 'dynamc'; choose 'static' or 'dynamic'"
     ):
         TreeSettings(policy="dynamc")
 
@@ -188,7 +188,7 @@ def test_a_size_is_read_in_powers_of_ten_or_two(text: str, size: int) -> None:
     "text", ["", "MiB", "1 mb", "1XB", "1iB", "-5GB", "infGB", "nanB", "1e999TB", "five"]
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size: write a number and a unit"):
+    with pytest.raises(ValueError, match="is not a size: write a number and a unit"):
         byte_count(text)
 
 

@@ -114,7 +114,6 @@ def test_the_true_offset_lies_within_the_bound(offset: int, probes: list[tuple[i
         now += 10**10
     assert abs(clock.offset_ns - offset) <= clock.bound_ns + 1
     assert clock.bound_ns <= min(there + back for there, back in probes[-32:])
-    assert abs(clock.to_ours(now + offset) - now) <= clock.bound_ns + 1
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])

@@ -586,7 +586,7 @@ def test_however_many_clients_there_are_a_worker_finds_its_place() -> None:
     client = Hello(epoch=7, roles=("client",), name="me", host="here", pid=1)
     for number in range(MAX_CLIENTS):
         registry.admit(b"client %d" % number, client, None, 0)
-    with pytest.raises(RequestError, match="as many as there may be") as refused:
+    with pytest.raises(RequestError, match="which is the limit") as refused:
         registry.admit(b"one more", client, None, 0)
     assert refused.value.code == "capacity"
     for number in range(MAX_WORKERS):

@@ -34,7 +34,7 @@ def test_a_session_whose_target_goes_is_forgotten_there_and_goes_on_where_it_can
     assert live.session.state is State.WAITING
     said, follow = moving.resettle()  # it has come back
     assert isinstance(said, Say)
-    assert "goes on on target" in said.words
+    assert "continues on target" in said.words
     assert isinstance(follow, Follow)
     (ask,) = follow.actions
     assert isinstance(ask, Ask)
@@ -52,7 +52,7 @@ def test_a_draft_that_is_not_available_any_more_is_left_for_one_that_is() -> Non
     effects = moving.seek(live)
     assert next(effects) == Forget(live, left)
     assert isinstance(said := next(effects), Say)
-    assert f"is drafted for by {other.name}" in said.words
+    assert f"gets drafts from {other.name}" in said.words
     with pytest.raises(StopIteration) as end:
         next(effects)
     assert end.value.value == Joining()

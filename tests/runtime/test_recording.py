@@ -216,7 +216,7 @@ def test_what_cannot_be_removed_stays_and_costs_no_later_recording(
     writer.add(other, [b"more"])
     writer.close()
     assert (
-        f"the recording {stays} should make room for others and stays: Is a directory"
+        f"the recording {stays} could not be removed to make room for others: Is a directory"
         in caplog.text
     )
     assert "ends early: no space left" in caplog.text

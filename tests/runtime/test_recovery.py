@@ -339,8 +339,8 @@ def test_what_a_supervisor_says_of_the_parts_is_reported_as_time_goes_by() -> No
     )
     assert report.degraded
     words = (
-        "the draft worker has not been working for 5.0 s: ended with exit code 1: no "
-        "device; it is started again in 3.0 s"
+        "the draft worker has not been working for 5.0 s: ended with exit code 1: no device; it is "
+        "restarted in 3.0 s"
     )
     assert words in report.reasons
     house.later_ns = 60 * 10**9
@@ -433,7 +433,7 @@ def test_a_target_of_another_fingerprint_takes_over_only_where_that_is_allowed_a
         house.coordinator.tick()
         (failed,) = (reply for reply in house.replies() if isinstance(reply, Failed))
         assert (
-            "none of its fingerprint was free: start one, or let requests go on on another "
+            "none of its fingerprint was free: start one, or let requests continue on others "
             "with coordinator.move = 'any'" in failed.text
         )
 
@@ -664,9 +664,7 @@ def test_a_session_that_began_without_a_draft_takes_the_first_that_comes() -> No
     assert {result.token_ids for result in results.values()} == {tuple(continuation(ENDLESS, LONG))}
     assert results[request].accepted_tokens > 100
     assert results[alone].drafted_tokens == 0
-    assert (
-        house.report().decisions[-1].startswith("session 1 is drafted for by draft-1 from token ")
-    )
+    assert house.report().decisions[-1].startswith("session 1 gets drafts from draft-1 from token ")
 
 
 def test_features_are_computed_anew_from_the_log_for_a_draft_that_reads_them() -> None:

@@ -453,9 +453,9 @@ class Helpless(ScriptedDraft):
 BAD = [
     (
         Strange,
-        "it has the fingerprint of a target that is here, and decides otherwise from token 0 on",
+        "it has the fingerprint of a target that is here, but decides differently from token 0 on",
     ),
-    (Fickle, "with drafted tokens it decides otherwise than without, from token "),
+    (Fickle, "with drafted tokens it decides differently than without, from token "),
     (Broken, "it broke the protocol"),
     (Unable, "its trial failed: out of memory"),
     (Babbling, "it offered nothing that its target could read"),
@@ -493,7 +493,7 @@ def test_a_newcomer_of_which_nothing_is_heard_is_let_go_after_a_while() -> None:
     )
     scene.house.later_ns = SILENT_NS + 10**9
     scene.house.coordinator.tick()
-    with pytest.raises(RequestError, match="nothing came of its trial for 30 s; target stays"):
+    with pytest.raises(RequestError, match="its trial made no progress for 30 s; target stays"):
         scene.end(request)
     newcomer.step()
     assert newcomer.drained

@@ -92,15 +92,15 @@ def test_each_form_of_a_line_is_the_same_chat(row: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "no JSON object"),
         ("{}", "none of"),
         ('{"turns": []}', "no list"),
         ('{"turns": [1]}', "no text"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "no role 'tool'"),
-        ('{"messages": [{"role": "user"}]}', "no object with"),
+        ('{"messages": [{"role": "user"}]}', "not an object with"),
         ('{"turns": ["\\ud800"]}', "no text"),
-        ("[" * 100_000, "no JSON"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_broken_line_is_one_error_with_file_and_line(

@@ -134,12 +134,12 @@ def test_what_is_no_number_is_named_with_file_and_tensor(folder: Path, value: fl
 def test_a_truncated_file_is_refused(folder: Path, keep: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    assert "no whole safetensors file" in refusal(folder)
+    assert "not a complete safetensors file" in refusal(folder)
 
 
 def test_garbage_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
-    assert "no whole safetensors file" in refusal(folder)
+    assert "not a complete safetensors file" in refusal(folder)
 
 
 def test_pickled_weights_are_refused_with_the_remedy(folder: Path) -> None:
@@ -194,7 +194,7 @@ def write_index(folder: Path, files: dict[str, str]) -> None:
 )
 def test_an_index_cannot_point_elsewhere(folder: Path, name: str) -> None:
     write_index(folder, {"model.norm.weight": name})
-    assert "no safetensors file beside it" in refusal(folder)
+    assert "not a safetensors file beside it" in refusal(folder)
 
 
 def test_an_index_must_be_true(folder: Path) -> None:

@@ -86,7 +86,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config.json is empty": (lambda p: replace(p / "config.json", b" \n"), "config.json is empty"),
     "config.json is cut": (
         lambda p: replace(p / "config.json", b'{"a": '),
-        "config.json is no JSON (Expecting value, line 1 column 7)",
+        "config.json is not JSON (Expecting value, line 1 column 7)",
     ),
     "config.json is a list": (
         lambda p: replace(p / "config.json", b"[1]"),
@@ -174,7 +174,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no model.safetensors"),
     "weights that are cut": (
         lambda p: replace(p / "model.safetensors", (p / "model.safetensors").read_bytes()[:-100]),
-        "no whole safetensors",
+        "not a complete safetensors",
     ),
     "an index that is a list": (lambda p: index(p, []), "holds no JSON object but []"),
     "an index of nothing": (lambda p: index(p, {"weight_map": {}}), "no weight_map"),

@@ -141,11 +141,11 @@ def test_a_command_of_a_round_that_is_done_is_counted_and_changes_nothing(
     [
         (draft(3, prefix=5), "prefix", "round 3 was asked for after round 1"),
         (draft(2, prefix=9), "prefix", "assumes 9 tokens, the log here has 5"),
-        (draft(2, prefix=7, accepted=(0, 0)), "prefix", r"nodes \(0, 0\) are no path"),
+        (draft(2, prefix=7, accepted=(0, 0)), "prefix", r"nodes \(0, 0\) are not a path"),
         (draft(2, prefix=5, bonus=VOCABULARY), "vocabulary", f"token {VOCABULARY}"),
         (draft(2, prefix=5, session=6), "session", "session 6 is not open"),
         (open_(session=6, prompt=(VOCABULARY,)), "vocabulary", f"token {VOCABULARY}"),
-        (Drain(epoch=1), "role", "does not do 'drain'"),
+        (Drain(epoch=1), "role", "does not take 'drain'"),
     ],
 )
 def test_a_command_that_cannot_be_done_is_refused_and_changes_nothing(
@@ -414,7 +414,7 @@ def test_a_draft_that_looks_up_obeys_the_same_rules() -> None:
     assert drafted.tokens[:2] == (1, 5)
     assert [name for name, _, _ in drafted.spans] == ["draft"]
     assert worker.handle(draft(1, prefix=8, bonus=4)) == []
-    with pytest.raises(RequestError, match=r"nodes \(1,\) are no path"):
+    with pytest.raises(RequestError, match=r"nodes \(1,\) are not a path"):
         worker.handle(draft(2, prefix=10, accepted=(1,)))
     assert isinstance(only(worker.handle(draft(2, prefix=10, accepted=(0,), bonus=5))), Drafted)
     with pytest.raises(RequestError, match="beyond the target's vocabulary"):

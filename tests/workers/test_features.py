@@ -249,7 +249,7 @@ def test_damaged_store_is_refused(examples: Examples, target: TargetStates, tmp_
     with pytest.raises(UserError, match=r"states-000001\.bin has \d+ bytes in place of \d+"):
         open_features(folder)
     (folder / "index.json").write_text("{}")
-    with pytest.raises(UserError, match="no index of features"):
+    with pytest.raises(UserError, match="not an index of features"):
         open_features(folder)
     with pytest.raises(UserError, match="holds no features"):
         open_features(tmp_path)

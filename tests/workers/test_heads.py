@@ -685,7 +685,7 @@ def test_a_checkpoint_is_told_by_its_tensors(name: str, make_case: Callable[[str
 
 def test_an_ordinary_model_is_no_head(llama_folder: Path) -> None:
     assert classify(str(llama_folder)) is None
-    with pytest.raises(CheckpointError, match="is no draft head of a kind that is known"):
+    with pytest.raises(CheckpointError, match="is not a draft head of a known kind"):
         open_head(str(llama_folder), target=str(llama_folder))
 
 
@@ -752,7 +752,7 @@ def test_pickled_weights_are_opened_only_when_asked_and_only_as_tensors(
         (lambda matrix: matrix.fill_(math.nan), r"tensor \S+ holds NaN"),
         (
             lambda matrix: torch.zeros(1).expand(1 << 25, 1 << 26),
-            "is a head for a target of|no draft head",
+            "is a head for a target of|not a draft head",
         ),
     ],
 )

@@ -132,7 +132,11 @@ def test_file_of_other_chats_is_not_gone_on_with(
     whole: tuple[Path, Outcome], model: LanguageModel, renderer: Renderer
 ) -> None:
     for chats, writing in ((CHATS[1:], WRITING), (CHATS, Writing(temperatures=(0.5,)))):
-        with pytest.raises(UserError, match=r"line 1, is no answer of this target to these chats"):
+        with pytest.raises(
+            UserError,
+            match=r"line 1, is not an answer of this target to these "
+            r"chats",
+        ):
             regenerate(chats, model, renderer, whole[0], writing)
 
 

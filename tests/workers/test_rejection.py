@@ -425,8 +425,8 @@ def spoilt(
     ("drawn", "complaint"),
     [
         (ProposalProbabilities.nothing(), "do not fit a tree of 5 nodes"),
-        (spoilt((0, 0), probability=-0.1), "probabilities that are none"),
-        (spoilt((0, 0), probability=float("nan")), "probabilities that are none"),
+        (spoilt((0, 0), probability=-0.1), "numbers that are not probabilities"),
+        (spoilt((0, 0), probability=float("nan")), "numbers that are not probabilities"),
         (spoilt((0, 0), token=6), "beyond the vocabulary of 6"),
         (spoilt((0, 1), token=int(offered()[1].candidates[0, 0])), "a candidate twice|cannot draw"),
         (

@@ -179,8 +179,8 @@ class HeadDrafter(Grower[HeadSession]):
         if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
             raise RequestError(
                 "prefix",
-                f"features of {there} positions have come, and this round goes on from "
-                f"{needed}; open the session anew",
+                f"features of {there} positions have come, and this round goes on from {needed}; "
+                "open the session again",
             )
 
     @torch.inference_mode()
@@ -196,8 +196,8 @@ class HeadDrafter(Grower[HeadSession]):
         if start != session.fed:
             raise RequestError(
                 "prefix",
-                f"features from position {start} on follow those of {session.fed} positions; "
-                "open the session anew",
+                f"features from position {start} on follow those of {session.fed} positions; open "
+                "the session again",
             )
         if session.fed + features.shape[0] > len(session.log):
             raise RequestError(

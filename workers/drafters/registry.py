@@ -133,7 +133,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
         )
     if settings.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError(
-            f"draft.weights = {settings.weights!r} is no type of a substitute's weights: use "
+            f"draft.weights = {settings.weights!r} is not a type of a substitute's weights: use "
             "int8, int4, int3 or int2"
         )
     device = open_device(settings.device, wanted.threads)

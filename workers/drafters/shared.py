@@ -137,13 +137,13 @@ class SharedDrafter(Drafter):
         if lent.cache is not session.cache and session.tree.rows_used + session.rooted:
             raise RequestError(
                 "session",
-                f"session {session.number} was opened anew by its target: open it anew here too",
+                f"session {session.number} was opened again by its target: open it again here too",
             )
         if [*lent.log[: len(log)]] != log or lent.cache.length < len(log) - 1:
             raise RequestError(
                 "prefix",
                 f"session {session.number}: its target in this process has another log of "
-                f"{len(lent.log)} tokens; open it anew",
+                f"{len(lent.log)} tokens; open it again",
             )
         session.cache, session.first = lent.cache, lent.first
 

@@ -208,8 +208,8 @@ class _Target:
                 or stored.shape != self._stored[self._embedding].shape
             ):
                 found = (
-                    f"{name} is {stored.kind} {list(stored.shape)}, no matrix of floats as "
-                    "a draft head needs it of its target"
+                    f"{name} is {stored.kind} {list(stored.shape)}, not a matrix of floats, which "
+                    "a draft head needs from its target"
                 )
                 raise CheckpointError(f"{source}: {found}; take weights that are stored as floats")
         rows, width = self._stored[self._embedding].shape
@@ -239,8 +239,8 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
     name = kind_of_tensors(files.shapes)
     if name is None:
         raise MisfitError(
-            f"is no draft head of a kind that is known ({titles()}): its tensors are those of "
-            "another model"
+            f"is not a draft head of a known kind ({titles()}): its tensors are those of another "
+            "model"
         )
     kind = kind_of_head(name)
     names = _names(kind, files.shapes)

@@ -62,7 +62,7 @@ def frequencies(
         or not 0.0 < scaling < float("inf")
     ):
         raise MisfitError(
-            f"has rotary positions of type {kind!r} whose frequencies are no numbers; see "
+            f"has rotary positions of type {kind!r} whose frequencies are not numbers; see "
             "config.json"
         )
     return found.float(), float(scaling)

@@ -160,7 +160,7 @@ def refuse_strange(spec: HeadSpec, groups: Iterable[Group], shapes: Shapes) -> N
         if names
     ]
     if complaints:
-        raise MisfitError(f"is no whole {spec.kind} head: it {'; '.join(complaints)}")
+        raise MisfitError(f"is not a complete {spec.kind} head: it {'; '.join(complaints)}")
     if spec.head_dim < 2 or spec.head_dim % 2 or spec.kv_heads < 1 or spec.heads % spec.kv_heads:
         raise MisfitError(
             f"has {spec.heads} attention heads of {spec.head_dim} numbers and {spec.kv_heads} "

@@ -120,7 +120,7 @@ def load() -> CDLL | str:
         library = CDLL(str(LIBRARY))
         declare(library, FUNCTIONS)
     except (OSError, AttributeError) as error:
-        return f"the C++ kernels cannot be loaded ({error}); build them anew: {BUILD}"
+        return f"the C++ kernels cannot be loaded ({error}); rebuild them: {BUILD}"
     return library
 
 

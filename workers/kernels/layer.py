@@ -121,7 +121,7 @@ def _functions() -> Any:
     from sources whose layers have other fields."""
     if library().dt_layer_bytes() != sizeof(LayerStruct):
         raise UserError(
-            f"the C++ kernels were built from other sources than this program; build them anew: "
+            "the C++ kernels were built from other sources than this program; rebuild them: "
             f"{BUILD}"
         )
     layer, rows = POINTER(LayerStruct), POINTER(PassStruct)

@@ -30,13 +30,13 @@ def check_round(
         raise RequestError(
             "prefix",
             f"session {session}: round {round} was asked for after round {last}; rounds are "
-            "consecutive, open the session anew",
+            "consecutive, open the session again",
         )
     if prefix != length:
         raise RequestError(
             "prefix",
-            f"session {session}: round {round} assumes {prefix} tokens, the log here has "
-            f"{length}; open the session anew",
+            f"session {session}: round {round} assumes {prefix} tokens, the log here has {length}; "
+            "open the session again",
         )
 
 

@@ -76,7 +76,7 @@ class ProposalProbabilities:
                 f"probabilities do not fit a tree of {len(tree)} nodes"
             )
         if not bool((self.probabilities.isfinite() & (self.probabilities >= 0)).all()):
-            raise TreeError("the distributions of a tree have probabilities that are none")
+            raise TreeError("the distributions of a tree have numbers that are not probabilities")
         if (
             self.candidates.numel()
             and not 0 <= int(self.candidates.min()) <= int(self.candidates.max()) < vocabulary_size

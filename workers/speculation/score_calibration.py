@@ -221,7 +221,7 @@ class ScoreCalibration:
                 yield
         if not np.isfinite(
             found
-        ).all():  # logits that are no numbers say nothing, and would stay in the sums for good
+        ).all():  # logits that are not numbers say nothing, and would stay in the sums for good
             return
         fit.add(found)
         before = self._scales[sampled]

@@ -355,7 +355,7 @@ def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
             fits = False
         if not fits:
             raise UserError(
-                f"{out}, line {number}, is no answer of this target to these chats at these "
+                f"{out}, line {number}, is not an answer of this target to these chats at these "
                 "temperatures: give another file, or remove this one"
             )
         done.add(row["id"])

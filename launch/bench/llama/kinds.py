@@ -59,7 +59,7 @@ def uncut(config: Mapping[str, Any], kind: str, *, widened: bool = False) -> str
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model; nothing of one that is no folder here."""
+    """The config.json of a model; nothing of one that is not a folder here."""
     file = folder / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return config

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.launch.bench.assisted import (
-    TRIAL_TOKENS,
+    Peer,
     PeerReply,
     near_the_fastest,
     result_of,
@@ -105,7 +105,7 @@ def python_for(python: Path | None) -> Path:
     """The Python with llama.cpp; `UserError` says how to get one."""
     if python is not None and not python.is_file():
         raise UserError(
-            f"--llama-python {python} {'is no file' if python.exists() else 'is not there'}: "
+            f"--llama-python {python} {'is not a file' if python.exists() else 'is not there'}: "
             "name the Python that has llama-cpp-python"
         )
     found = find_python(python)
@@ -166,8 +166,8 @@ class Preparation:
         return _Prepared(folder, kind, out / f"{kind}.gguf", codec)
 
 
-class LlamaPeer:
-    """The process, and the pipe to it."""
+class LlamaPeer(Peer):
+    """The process of llama.cpp, and the pipe to it."""
 
     def __init__(
         self,
@@ -199,12 +199,10 @@ class LlamaPeer:
             (options.threads,) if options.threads is not None else thread_counts_of(len(self.cores))
         )
         self.thread_counts = near_the_fastest({threads: self._try(threads) for threads in tried})
-        """The numbers of threads that it is measured with."""
 
     def decode(
         self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
     ) -> PeerReply:
-        """Decode one reply to its end."""
         codec = self._prepared.codec
         prompt = codec.encode_turns(turns)
         how = {
@@ -229,20 +227,8 @@ class LlamaPeer:
             generated.rounds[0].committed,
         )
 
-    def peak_rss_mb(self) -> float:
-        """The most memory that it ever held, in 10^6 bytes."""
-        return self._child.peak_rss_bytes() / 1e6
-
     def close(self) -> None:
         """The process ends with its supervisor."""
-
-    def _try(self, threads: int) -> float:
-        """Seconds of the second of two short replies."""
-        for _ in range(2):
-            reply = self.decode(
-                ("Hello.",), sampling=Sampling(), max_tokens=TRIAL_TOKENS, seed=0, threads=threads
-            )
-        return reply.result.wall_s
 
     def _asked(self, **question: Any) -> Mapping[str, Any]:
         asks = self._child.process.stdin

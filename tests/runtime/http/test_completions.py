@@ -417,7 +417,7 @@ def test_a_part_that_is_no_text_is_refused_in_one_sentence(server: Api, kind: st
     assert error["param"] == "messages[0].content[1].type"
     assert error["message"] == (
         f"messages[0].content[1].type: a part of type '{kind}' cannot be read, since the model "
-        "reads text alone: send parts of type 'text'"
+        "reads text only: send parts of type 'text'"
     )
 
 
@@ -461,7 +461,7 @@ def test_what_is_no_body_is_refused(server: Api, body: bytes) -> None:
     reply = server.client.post(TEXTS, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400
     words = reply.json()["error"]["message"]
-    whole = ("the body is no JSON object", "the body is not valid JSON")
+    whole = ("the body is not a JSON object", "the body is not valid JSON")
     assert words.startswith((*whole, "temperature is NaN: send a finite number", "the prompt has"))
     assert not FOREIGN.search(words), words
 

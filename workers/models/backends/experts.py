@@ -40,7 +40,7 @@ class ExpertParts:
 
     def __init__(self, layer: nn.Module, said: Experts) -> None:
         self.said, self.layer = said, layer
-        self.module = _module(layer, said.part)
+        self.module = part_of(layer, said.part)
         for name in STACKS:
             if not isinstance(stack := getattr(self.module, name, None), Tensor) or stack.ndim != 3:
                 raise UnsupportedError(f"{said.part} of {type(layer).__name__} has no {name}")
@@ -82,13 +82,14 @@ def tensor_of(layer: nn.Module, name: str) -> Tensor:
     """Return a parameter or a buffer of a layer by its name; `UnsupportedError` where there is
     none."""
     part, _, own = name.rpartition(".")
-    found: Any = getattr(_module(layer, part), own, None)
+    found: Any = getattr(part_of(layer, part), own, None)
     if not isinstance(found, Tensor):
         raise UnsupportedError(f"{type(layer).__name__} has no {name}")
     return found.detach()
 
 
-def _module(layer: nn.Module, name: str) -> nn.Module:
+def part_of(layer: nn.Module, name: str) -> nn.Module:
+    """Return a part of a layer by its name; `UnsupportedError` where there is none."""
     try:
         return layer.get_submodule(name)
     except AttributeError:
@@ -183,7 +184,7 @@ class ExpertProof(nn.Module):
                 f"experts of {self._what} cannot be run alone ({line_of(error)})"
             ) from error
         if not float((found - expected).norm()) <= TOLERANCE * float(expected.norm()):
-            raise UnsupportedError(f"experts of {self._what} are no gated MLPs in transformers")
+            raise UnsupportedError(f"experts of {self._what} are not gated MLPs in transformers")
 
 
 def _alone(module: Any, gate_up: Tensor, down: Tensor) -> nn.Module:

@@ -389,7 +389,7 @@ def reason_against(kind: Kind) -> str:
     difference = float((y - expected).abs().max() / expected.abs().max())
     if not difference <= (3e-2 if kind is Kind.INT8 else 1e-5):
         return (
-            f"the C++ kernels differ from torch's linear by {difference:.1e} for "
-            f"{kind.name} weights; build them anew: {kernels.BUILD}"
+            f"the C++ kernels differ from torch's linear by {difference:.1e} for {kind.name} "
+            f"weights; rebuild them: {kernels.BUILD}"
         )
     return ""

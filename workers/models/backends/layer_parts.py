@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer import normalise
 from dovetail.workers.kernels.layer_plan import Activation, Norm, NormKind
-from dovetail.workers.models.backends.experts import ExpertParts
+from dovetail.workers.models.backends.experts import ExpertParts, part_of
 from dovetail.workers.models.families.description import Experts, LayerSpec, Mlp, Norms
 from dovetail.workers.models.parity.following import UnsupportedError
 
@@ -50,7 +50,9 @@ class LayerParts:
             "query_norm": query,
             "key_norm": key,
         }
-        self.norms = {part: _part(layer, name) for part, name in named.items() if name is not None}
+        self.norms = {
+            part: part_of(layer, name) for part, name in named.items() if name is not None
+        }
 
     def _take_mlp(self, layer: nn.Module, said: Mlp | Experts) -> None:
         mlp = said.shared if isinstance(said, Experts) else said
@@ -115,17 +117,10 @@ class LayerParts:
         return names
 
 
-def _part(layer: nn.Module, name: str) -> nn.Module:
-    try:
-        return layer.get_submodule(name)
-    except AttributeError:
-        raise UnsupportedError(f"{type(layer).__name__} has no {name}") from None
-
-
 def _linear(layer: nn.Module, name: str) -> nn.Linear:
-    found = _part(layer, name)
+    found = part_of(layer, name)
     if type(found) is not nn.Linear:
-        raise UnsupportedError(f"{name} of {type(layer).__name__} is no linear")
+        raise UnsupportedError(f"{name} of {type(layer).__name__} is not a linear layer")
     return found
 
 

@@ -196,7 +196,9 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is no whole safetensors file ({reason(error)})") from None
+        raise CheckpointError(
+            f"{file} is not a complete safetensors file ({reason(error)})"
+        ) from None
     return tensors
 
 
@@ -207,7 +209,7 @@ def tensor_names(file: Path) -> list[str]:
             return sorted(content.keys())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} is no whole safetensors file ({reason(error)}); fetch the model again"
+            f"{file} is not a complete safetensors file ({reason(error)}); fetch the model again"
         ) from None
 
 
@@ -302,7 +304,7 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} names {name!r}, which is no safetensors file beside it; fetch the "
+                f"{index} names {name!r}, which is not a safetensors file beside it; fetch the "
                 "model again"
             )
         if not (folder / name).is_file():

@@ -32,12 +32,12 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         raise CheckpointError(
-            f"{file} is no JSON ({error.msg}, line {error.lineno} column {error.colno}); fetch "
+            f"{file} is not JSON ({error.msg}, line {error.lineno} column {error.colno}); fetch "
             "the model again"
         ) from None
     except (ValueError, RecursionError):
         raise CheckpointError(
-            f"{file} is nested too deep, or has a number that is too long; fetch the model again"
+            f"{file} is nested too deeply, or has a number that is too long; fetch the model again"
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -51,7 +51,7 @@ def read_bytes(file: Path) -> bytes:
     might never come."""
     try:
         if file.is_fifo():
-            raise OSError(None, "it is no file")
+            raise OSError(None, "it is not a file")
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:

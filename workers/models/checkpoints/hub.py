@@ -124,7 +124,7 @@ def _download(source: str, files: Sequence[str]) -> Path:
 
 def _unreachable(source: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{source} is no folder here and not in the Hugging Face cache, and the hub cannot be "
+        f"{source} is not a folder here and not in the Hugging Face cache, and the hub cannot be "
         f"reached ({ERRNO.sub('', why)}): check the name, or run `{_command(source)}` while "
         "connected"
     )
@@ -132,9 +132,8 @@ def _unreachable(source: str, why: str) -> CheckpointError:
 
 def _refused(source: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{source} is no folder here and not in the Hugging Face cache, and the hub does not "
-        "give it "
-        f"({reason(error)}): name a folder, or check the id, the revision and HF_TOKEN"
+        f"{source} is not a folder here and not in the Hugging Face cache, and the hub does not "
+        f"provide it ({reason(error)}): name a folder, or check the id, the revision and HF_TOKEN"
     )
 
 

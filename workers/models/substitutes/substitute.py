@@ -111,7 +111,7 @@ class Substitutes:
             tensors = load_tensors(file)
             found = {name: self._codes(tensors, name, part) for name, part in linears.items()}
         except (CheckpointError, KeyError, ValueError) as error:
-            log.warning("%s is made anew: %s", file, error)
+            log.warning("%s is made again: %s", file, error)
             return None
         return found
 
@@ -130,7 +130,7 @@ class Substitutes:
         ):
             raise ValueError(f"{name} has other types")
         if not (scales.isfinite().all() and offsets.isfinite().all()):
-            raise ValueError(f"{name} has scales that are no numbers")
+            raise ValueError(f"{name} has scales that are not numbers")
         return Codes(self._bits, part.in_features, from_bytes(content, self._bits), scales, offsets)
 
     def _keep(self, found: Mapping[str, Codes], index: int) -> None:

@@ -72,7 +72,7 @@ def _chat(where: str, line: str) -> Chat:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON: {error}") from None
+        raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         _refuse(where, f"no JSON object with {FORMS}")
     if "text" in row and not {"conversations", "messages", "turns", "prompt"} & set(row):
@@ -93,7 +93,8 @@ def _messages(where: str, row: Mapping[str, Any]) -> Iterator[Message]:
             for entry in _list(where, row[name], name):
                 if not isinstance(entry, dict) or role not in entry or content not in entry:
                     _refuse(
-                        where, f'an entry of "{name}" is no object with "{role}" and "{content}"'
+                        where,
+                        f'an entry of "{name}" is not an object with "{role}" and "{content}"',
                     )
                 yield Message(_role(where, entry[role]), _text(where, entry[content], content))
             return
@@ -110,7 +111,7 @@ def _messages(where: str, row: Mapping[str, Any]) -> Iterator[Message]:
 
 def _list(where: str, value: object, name: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        _refuse(where, f'"{name}" is no list with something in it')
+        _refuse(where, f'"{name}" is not a list, or is empty')
     return value
 
 
@@ -131,7 +132,7 @@ def _text(where: str, value: object, name: str) -> str:
     ):
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
-        _refuse(where, f'a "{name}" is no text')
+        _refuse(where, f'a "{name}" is not text')
     return value
 
 

@@ -125,7 +125,7 @@ def read_token_file(file: Path, begin: int | None) -> list[Example]:
     starts = np.flatnonzero(ids == begin)
     if not len(starts) or starts[0] != 0:
         raise UserError(
-            f"{file} is no token file of this target: it does not begin with id {begin}"
+            f"{file} is not a token file of this target: it does not begin with id {begin}"
         )
     return [
         Example(t, m)

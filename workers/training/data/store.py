@@ -224,7 +224,7 @@ def read_index(folder: Path) -> Index:
             **{**content, "shards": tuple(content["shards"])},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no index of features ({error}); write them again") from None
+        raise UserError(f"{file} is not an index of features ({error}); write them again") from None
 
 
 def _write_index(folder: Path, index: Index) -> None:
