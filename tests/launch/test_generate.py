@@ -737,9 +737,9 @@ def test_two_runs_do_not_write_to_the_same_file(tmp_path: Path) -> None:
             r'line 2 is not JSON \(.*\): write a line such as \{"id": "a", "turns": \["Why is '
             r'the sky blue\?"\]\}',
         ),
-        ("[]", "line 2 is no prompt"),
-        ('{"turns": ["x"]}', "line 2 is no prompt"),
-        ('{"id": "", "turns": ["x"]}', "line 2 is no prompt"),
+        ("[]", "line 2 is not a prompt"),
+        ('{"turns": ["x"]}', "line 2 is not a prompt"),
+        ('{"id": "", "turns": ["x"]}', "line 2 is not a prompt"),
         ('{"id": "b", "turns": []}', "line 2: the"),
         ('{"id": "b", "turns": [1]}', "line 2: the"),
         ('{"id": "b", "turns": ["\\ud800"]}', "line 2.*surrogates"),

@@ -223,7 +223,7 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
             ),
             "nothing fits",
         ),
-        (("--machine", "dovetail-server", "--memory.vram", "much"), "is no size"),
+        (("--machine", "dovetail-server", "--memory.vram", "much"), "is not a size"),
     ],
 )
 def test_what_is_wrong_is_one_line(invoke: Run, arguments: tuple[str, ...], words: str) -> None:

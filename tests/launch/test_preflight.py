@@ -175,7 +175,7 @@ def test_an_inflation_beyond_the_memory_is_refused_and_names_both_sizes() -> Non
         match=r"a target inflated to 10TiB \(target.inflate\) does not fit into the 8.0 GiB of ",
     ):
         check_inflation("10TiB", 8 << 30)
-    with pytest.raises(SettingsError, match=r"target.inflate: 'much' is no size"):
+    with pytest.raises(SettingsError, match=r"target.inflate: 'much' is not a size"):
         check_inflation("much", 8 << 30)
 
 

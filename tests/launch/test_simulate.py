@@ -450,7 +450,7 @@ def test_a_method_is_a_policy_with_settings_behind_it() -> None:
     assert vary(read_method(base, "beam,width=4", about()), "depth", 5).tree.gamma == 20
     for text, words in (
         ("sturdy", "is not a tree policy"),
-        ("dynamic,gamma", "is no setting"),
+        ("dynamic,gamma", "is not a setting"),
         ("dynamic,width=5", "4 children of a node were recorded"),
         ("dynamic,sharpening=2,width=4", "recorded with a sharpening of 1"),
     ):

@@ -486,7 +486,7 @@ def test_a_place_to_which_one_cannot_connect_is_refused(deployment: Path) -> Non
     for place in ("127.0.0.1:*", "127.0.0.1", ":5", "127.0.0.1:70000"):
         with pytest.raises(
             UserError,
-            match=r"is no (tcp address|address to connect to .*): write .*tcp://HOST:PORT",
+            match=r"is not (a tcp address|an address to connect to .*): write .*tcp://HOST:PORT",
         ):
             open_link(f"tcp://{place}", keys=deployment, role="draft", timeout_s=0.2)
 

@@ -194,10 +194,10 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 @given(st.text(max_size=12))
 def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
-    complaint = "is no size"
+    complaint = "is not a size"
     try:
         size = byte_count(text)
     except ValueError as error:
         size, complaint = 0, str(error)
     assert size >= 0
-    assert "is no size" in complaint
+    assert "is not a size" in complaint

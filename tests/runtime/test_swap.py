@@ -715,7 +715,8 @@ def test_what_cannot_be_changed_is_said() -> None:
     ):
         scene.end(scene.admin.dismiss(4711))
     with pytest.raises(
-        RequestError, match="target is no draft worker: name one that draft-2 can take the place of"
+        RequestError,
+        match="target is not a draft worker: name one that draft-2 can take the place of",
     ):
         scene.end(scene.swap(draft, old))
     first = scene.swap(newcomer, old)

@@ -95,7 +95,7 @@ def test_each_form_of_a_line_is_the_same_chat(row: dict[str, Any], tmp_path: Pat
         ("{", "not JSON"),
         ("[]", "no JSON object"),
         ("{}", "none of"),
-        ('{"turns": []}', "no list"),
+        ('{"turns": []}', "not a list"),
         ('{"turns": [1]}', "no text"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "no role 'tool'"),
         ('{"messages": [{"role": "user"}]}', "not an object with"),

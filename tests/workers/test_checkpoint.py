@@ -159,7 +159,7 @@ def test_a_pipe_in_the_place_of_a_configuration_is_refused_and_not_waited_for(
 ) -> None:
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    assert "config.json cannot be read (it is no file)" in refusal(folder)
+    assert "config.json cannot be read (it is not a file)" in refusal(folder)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(folder: Path) -> None:
