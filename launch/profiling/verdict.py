@@ -150,7 +150,7 @@ def _sentences(
         yield _of_pass(pass_, judged=judged)
     else:
         yield (
-            "Whether a pass is bound by memory or by arithmetic is not known: "
+            "Whether a pass is bound by memory or by arithmetic is not available: "
             f"{why_no_roofline(evidence)}."
         )
     if forecast.offers:

@@ -101,7 +101,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("config", "show", "--tree.gama", "6"), "--tree.gamma"),
         (("config", "show", "--tree.gamma", "many"), "'many'"),
         (("config", "show", "-c", "no/such.toml"), "no/such.toml"),
-        (("generate", "hello", "--policy", "goodputt"), "there is not a tree policy 'goodputt'"),
+        (("generate", "hello", "--policy", "goodputt"), "there is no tree policy 'goodputt'"),
         (
             ("generate", "hello", "--sampling.acceptance", "rejection"),
             "set tree.policy to 'static', not 'goodput'",

@@ -82,7 +82,7 @@ def test_turns_alternate_and_the_last_can_be_taken_back() -> None:
     assert both.turns_with("Go on.") == ("Hello.", "Hi", "More.", "Once up", "Go on.")
     before, last = both.taken_back()
     assert (before, last.question) == (first, "More.")
-    with pytest.raises(UserError, match="nothing was said"):
+    with pytest.raises(UserError, match="there is no question"):
         Conversation().taken_back()
 
 

@@ -33,7 +33,7 @@ def test_an_unknown_key_is_an_error(content: dict[str, Any]) -> None:
 
 def test_a_misspelt_policy_is_refused() -> None:
     with pytest.raises(
-        ValidationError, match="there is not a tree policy 'dynamc'; choose 'static' or 'dynamic'"
+        ValidationError, match="there is no tree policy 'dynamc'; choose 'static' or 'dynamic'"
     ):
         TreeSettings(policy="dynamc")
 

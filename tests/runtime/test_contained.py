@@ -378,7 +378,7 @@ def test_a_change_of_workers_at_which_the_coordinator_fails_is_broken_off_and_sa
         house.client.swap(newcomer.epoch, house.draft.epoch)
         said = house.replies()
     assert isinstance(said[-1], Failed)
-    assert "broken off" in said[-1].text
+    assert "abandoned" in said[-1].text
     assert newcomer.drained
     house.lose(newcomer)
     house.run()

@@ -326,7 +326,7 @@ def test_a_file_that_ends_anywhere_is_read_as_far_as_it_goes(tmp_path: Path) -> 
     for size in range(1, len(content), 997):
         torn.write_bytes(content[:size])
         if size < 997:  # the first entry is longer than a byte, and shorter than this
-            with pytest.raises(UserError, match="no recording"):
+            with pytest.raises(UserError, match="not a recording"):
                 read_recording(torn)
             continue
         found = read_recording(torn)

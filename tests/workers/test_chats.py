@@ -96,10 +96,10 @@ def test_each_form_of_a_line_is_the_same_chat(row: dict[str, Any], tmp_path: Pat
         ("[]", "no JSON object"),
         ("{}", "none of"),
         ('{"turns": []}', "not a list"),
-        ('{"turns": [1]}', "no text"),
+        ('{"turns": [1]}', "not text"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "no role 'tool'"),
         ('{"messages": [{"role": "user"}]}', "not an object with"),
-        ('{"turns": ["\\ud800"]}', "no text"),
+        ('{"turns": ["\\ud800"]}', "not text"),
         ("[" * 100_000, "not JSON"),
     ],
 )
