@@ -64,6 +64,7 @@ COMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "olmo2": ("Olmo2", {}, "kernels"),
     "olmo3": ("Olmo3", {"sliding_window": 6}, "kernels"),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}, "kernels"),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "kernels"),
     "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.3}, "kernels"),
     "starcoder2": ("Starcoder2", {"sliding_window": 6}, "kernels"),
 }
@@ -75,11 +76,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "Doge",
         {},
         "layer 0 .DogeDecoderLayer. .*attention with a mask of its own is not supported",
-    ),
-    "gpt-oss": (
-        "GptOss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-        "layer 0 .*attention with .*s_aux.* is not supported",
     ),
     "llama4": (
         "Llama4",

@@ -149,7 +149,7 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
 
 @pytest.mark.parametrize("weights", [pytest.param("half", marks=pytest.mark.slow), "int8"])
 @pytest.mark.parametrize("backend", ["auto", pytest.param("kernels", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [*SLOW_REFUSALS, "gpt_oss", "opt"])
+@pytest.mark.parametrize("kind", [*SLOW_REFUSALS, "opt"])
 def test_the_remedy_of_a_refusal_leads_to_a_model_that_is_loaded(
     kind: str, backend: str, weights: str, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.25}
 NEW = (
     *("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "arcee"),
-    *("qwen3_moe", "glm4_moe", "granitemoe"),
+    *("qwen3_moe", "glm4_moe", "gpt_oss"),
     *("ministral3", "stablelm", "nemotron", "olmo", "gpt2"),
 )
 """Families that between them take every branch of a description."""
@@ -45,6 +45,19 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_layer_start_index": 1, "moe_layer_interval": 2},
     "gemma3_text": {"num_hidden_layers": 6},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 6.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "granite": {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.3,

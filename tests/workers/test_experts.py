@@ -1,6 +1,7 @@
 """Mixtures of experts on the kernels: which experts a row goes through, the same bytes whatever
 rows are beside it, transformers' tokens, and checkpoints that lack a part of an expert."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VerifyItem
@@ -233,6 +235,49 @@ def test_experts_in_one_tensor_a_layer_are_read_too(tmp_path: Path) -> None:
     one_by_one = read(load(tmp_path / "m"), tokens(20), 20)
     rewrite(tmp_path / "m", stack)
     assert torch.equal(read(load(tmp_path / "m"), tokens(20), 20), one_by_one)
+
+
+def write_in_blocks(folder: Path) -> dict[str, Tensor]:
+    """Put random experts in MXFP4 into a checkpoint of gpt-oss; what transformers reads of them."""
+    write_tiny("gpt_oss", folder, dtype=torch.bfloat16)
+    generator, plain = torch.Generator().manual_seed(3), dict[str, Tensor]()
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("up_proj", "down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(256, (*shape, 16), generator=generator).byte()
+            scales = torch.randint(122, 126, shape, generator=generator).byte()
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            plain[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+
+    rewrite(folder, pack)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+def test_experts_in_mxfp4_are_what_transformers_reads_of_them(tmp_path: Path) -> None:
+    plain = write_in_blocks(tmp_path / "m")
+    skeleton = open_skeleton(open_checkpoint(str(tmp_path / "m")))
+    for name, expected in plain.items():
+        assert torch.equal(skeleton.read(name), expected)
+    found = read(load(tmp_path / "m", "half"), tokens(20), 20)
+    write_tiny("gpt_oss", tmp_path / "plain", dtype=torch.bfloat16)
+    kept = load_file(tmp_path / "m" / "model.safetensors")
+    others = {name: tensor for name, tensor in kept.items() if "proj_" not in name}
+    biases = {name: tensor for name, tensor in kept.items() if name.endswith("proj_bias")}
+    rewrite(tmp_path / "plain", lambda tensors: tensors.update({**others, **biases, **plain}))
+    assert torch.equal(found, read(load(tmp_path / "plain", "half"), tokens(20), 20))
+
+
+def test_a_block_whose_power_of_two_is_no_number_is_named(tmp_path: Path) -> None:
+    write_in_blocks(tmp_path / "m")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    rewrite(tmp_path / "m", lambda tensors: tensors[name].view(-1)[5:6].fill_(255))
+    with pytest.raises(CheckpointError, match=f"no number in tensor {name}"):
+        load(tmp_path / "m")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

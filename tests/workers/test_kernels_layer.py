@@ -164,7 +164,7 @@ def test_a_layer_norm_is_torchs(width: int, biased: bool) -> None:
 @pytest.mark.parametrize("width", [7, 64, 1500])
 @pytest.mark.parametrize("activation", list(Activation))
 def test_an_activation_is_torchs(activation: Activation, width: int) -> None:
-    gated = activation not in (Activation.GELU_TANH, Activation.RELU2)
+    gated, numbers = activation.gated, (1.7, 0.9)
     x = torch.randn(5, width * (1 + gated)) * 6
     x[0, :7] = torch.tensor([0.0, -0.0, 100.0, -100.0, 1e-30, 3e38, -3e38])
     gate, up = (
@@ -173,8 +173,17 @@ def test_an_activation_is_torchs(activation: Activation, width: int) -> None:
     function = {
         Activation.SILU_GATED: nn.functional.silu,
         Activation.RELU2: lambda v: nn.functional.relu(v).square(),
+        Activation.GELU: nn.functional.gelu,
+        Activation.XIELU: lambda v: (
+            torch.where(v > 0, 1.7 * v * v, 0.9 * (torch.expm1(v.clamp(max=-1e-6)) - v)) + 0.5 * v
+        ),
+        Activation.SWIGLU_CLAMPED: lambda v: (
+            v.clamp(max=0.9) * torch.sigmoid(1.7 * v.clamp(max=0.9))
+        ),
     }.get(activation, lambda v: nn.functional.gelu(v, approximate="tanh"))
-    found = _on_all_isas(lambda: activate(activation, x))
+    if activation is Activation.SWIGLU_CLAMPED:
+        up = up.clamp(-0.9, 0.9) + 1
+    found = _on_all_isas(lambda: activate(activation, x, numbers))
     torch.testing.assert_close(found, (function(gate) * up).float(), rtol=2e-6, atol=1e-6)
 
 

@@ -12,6 +12,7 @@ from ctypes import (
     c_int64,
     c_void_p,
     cast,
+    memmove,
 )
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,7 +31,30 @@ from dovetail.workers.kernels import (
     fresh_memory,
     library,
 )
-from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, RouterPlan, check_mlp
+from dovetail.workers.kernels.layer_plan import (
+    ExpertsPlan,
+    LayerPlan,
+    Norm,
+    RouterPlan,
+    check_mlp,
+)
+
+
+class NormStruct(Structure):
+    """`Norm` of native/layer.h."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
+def norm_struct(norm: Norm | None, width: int) -> NormStruct:
+    """Return a norm of so many numbers as the kernels read it; None: there is none."""
+    if norm is None:
+        return NormStruct()
+    weight, bias = (
+        None if part is None else address_of(part, (width,), ("float32",))
+        for part in (norm.weight, norm.bias)
+    )
+    return NormStruct(weight, bias)
 
 
 class RouterStruct(Structure):
@@ -40,8 +64,9 @@ class RouterStruct(Structure):
         ("logits", MatrixStruct),
         ("correction", c_void_p),
         *((name, c_int32) for name in ("score", "chosen", "groups", "chosen_groups", "normalised")),
-        *((name, c_float) for name in ("least_sum", "scale")),
-        ("reserved", c_int32),
+        *((name, c_float) for name in ("least_sum", "scale", "epsilon")),
+        ("norm", NormStruct),
+        ("scales", c_void_p),
     )
 
 
@@ -53,6 +78,9 @@ class ExpertsStruct(Structure):
         ("gate_up", POINTER(MatrixStruct)),
         ("down", POINTER(MatrixStruct)),
         ("shared_gate", MatrixStruct),
+        *((name, NormStruct) for name in ("input_norm", "output_norm", "shared_norm")),
+        ("weighs_inputs", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -99,7 +127,11 @@ def experts_struct(experts: ExpertsPlan, layer: LayerPlan) -> ExpertsStruct:
         raise ValueError(f"a router of {count} experts, of which {len(experts.down)} are there")
     for gate_up, down in zip(experts.gate_up, experts.down, strict=True):
         check_mlp(gate_up, down, hidden, layer.activation)
-    struct = ExpertsStruct(router=_router_struct(experts.router))
+    struct = ExpertsStruct(
+        router=_router_struct(experts.router), weighs_inputs=experts.weighs_inputs
+    )
+    for name in ("input_norm", "output_norm", "shared_norm"):
+        setattr(struct, name, norm_struct(getattr(experts, name), hidden))
     struct.gate_up, struct.down = _array(experts.gate_up), _array(experts.down)
     if experts.shared_gate is not None:
         struct.shared_gate = experts.shared_gate.struct
@@ -122,16 +154,26 @@ def _router_struct(router: RouterPlan) -> RouterStruct:
             "groups cannot be chosen"
         )
     struct = RouterStruct(logits=router.logits.struct)
-    for name in ("score", "chosen", "groups", "chosen_groups", "normalised", "least_sum", "scale"):
+    numbers = ("normalised", "least_sum", "scale", "epsilon")
+    for name in ("score", "chosen", "groups", "chosen_groups", *numbers):
         setattr(struct, name, getattr(router, name))
-    if router.correction is not None:
-        struct.correction = address_of(router.correction, (count,), ("float32",))
+    struct.norm = norm_struct(router.norm, router.logits.k)
+    for name in ("correction", "scales"):
+        if (values := getattr(router, name)) is not None:
+            setattr(struct, name, address_of(values, (count,), ("float32",)))
     return struct
 
 
-def stacked_matrices(kind: IntEnum, count: int, n: int, k: int) -> list[PackedMatrix]:
-    """Return `count` empty matrices [n, k] side by side in one memory, to be packed."""
-    one = PackedMatrix(kind, n, k)
+def stacked_matrices(
+    kind: IntEnum, count: int, n: int, k: int, biases: Tensor | None = None
+) -> list[PackedMatrix]:
+    """Return `count` empty matrices [n, k] side by side in one memory, to be packed, with their
+    biases [count, n]."""
+    one = PackedMatrix(kind, n, k, bias=None if biases is None else biases[0])
     stride = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
     memory, start = fresh_memory(count * stride)
-    return [one.at(memory, start + index * stride) for index in range(count)]
+    matrices = [one.at(memory, start + index * stride) for index in range(count)]
+    if biases is not None:
+        for matrix, bias in zip(matrices, biases, strict=True):
+            memmove(matrix.struct.bias, address_of(bias, (n,), ("float32",)), n * 4)
+    return matrices

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import BUILD, MatrixStruct, declare, library
-from dovetail.workers.kernels.experts import experts_struct
+from dovetail.workers.kernels.experts import NormStruct, experts_struct, norm_struct
 from dovetail.workers.kernels.layer_plan import (
     LANES,
     Activation,
@@ -42,20 +42,25 @@ from dovetail.workers.kernels.layer_plan import (
 )
 
 
-class NormStruct(Structure):
-    """`Norm` of native/layer.h."""
+class ActivatorStruct(Structure):
+    """`Activator` of native/layer.h."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+    _fields_ = (
+        ("kind", c_int32),
+        ("first", c_float),
+        ("second", c_float),
+        ("reserved", c_int32),
+    )
 
 
 class LayerStruct(Structure):
     """`Layer` of native/layer.h."""
 
     _fields_ = (
+        ("before", c_int64),
         *(
             (name, c_int32)
             for name in (
-                "index",
                 "hidden",
                 "heads",
                 "kv_heads",
@@ -63,12 +68,12 @@ class LayerStruct(Structure):
                 "intermediate",
                 "rotary_dim",
                 "window",
-                "norm_kind",
-                "activation",
+                "chunk",
             )
         ),
+        ("activation", ActivatorStruct),
         *((name, c_float) for name in ("epsilon", "scale", "softcap")),
-        ("reserved", c_int32),
+        ("norm_kind", c_int32),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         *(
@@ -87,6 +92,10 @@ class LayerStruct(Structure):
         *((name, c_int32) for name in ("head_norm", "parallel")),
         ("experts", c_void_p),
         ("query_factors", c_void_p),
+        ("sinks", c_void_p),
+        ("value_norm", NormStruct),
+        ("scalar", c_float),
+        ("reserved", c_int32),
     )
 
 
@@ -135,7 +144,7 @@ def _functions() -> Any:
                 None,
                 (c_int32, POINTER(NormStruct), c_void_p, c_void_p, c_int64, c_int64, c_float),
             ),
-            "dt_gate": (None, (c_int32, c_void_p, c_void_p, c_int64, c_int64)),
+            "dt_gate": (None, (POINTER(ActivatorStruct), c_void_p, c_void_p, c_int64, c_int64)),
             "dt_rotary_table": (None, (c_void_p, c_int64, c_float, c_int64, c_void_p, c_void_p)),
         },
     )
@@ -252,10 +261,11 @@ class Attention:
         self._struct = LayerStruct(
             norm_kind=NormKind.RMS, epsilon=plan.epsilon, scale=plan.head_dim**-0.5
         )
-        for name in ("index", "heads", "kv_heads", "head_dim"):
+        for name in ("heads", "kv_heads", "head_dim"):
             setattr(self._struct, name, getattr(plan, name))
+        self._struct.before = plan.index * plan.kv_heads * plan.head_dim
         for name in ("query_norm", "key_norm"):
-            setattr(self._struct, name, _norm_struct(getattr(plan, name), plan.head_dim))
+            setattr(self._struct, name, norm_struct(getattr(plan, name), plan.head_dim))
         self.use_rotary(plan.rotary)
         self._functions = _functions()
         self._reference = byref(self._struct)
@@ -281,7 +291,7 @@ def normalise(kind: NormKind, norm: Norm, x: Tensor, epsilon: float) -> Tensor:
     y = torch.empty_like(x)
     _functions().dt_norm(
         kind,
-        byref(_norm_struct(norm, width)),
+        byref(norm_struct(norm, width)),
         _address(x, (rows, width)),
         y.data_ptr(),
         rows,
@@ -291,11 +301,13 @@ def normalise(kind: NormKind, norm: Norm, x: Tensor, epsilon: float) -> Tensor:
     return y
 
 
-def activate(activation: Activation, x: Tensor) -> Tensor:
-    """[rows, width] from x [rows, 2 width], or [rows, width] where there is no gate."""
+def activate(activation: Activation, x: Tensor, numbers: tuple[float, float] = (0, 0)) -> Tensor:
+    """[rows, width] from x [rows, 2 width], or [rows, width] where there is no gate; `numbers`: as
+    those of a `LayerPlan`."""
     rows, width = x.shape[0], x.shape[1] // (2 if activation.gated else 1)
     y = torch.empty(rows, width)
-    _functions().dt_gate(activation, _address(x, tuple(x.shape)), y.data_ptr(), rows, width)
+    how = ActivatorStruct(activation, *numbers)
+    _functions().dt_gate(byref(how), _address(x, tuple(x.shape)), y.data_ptr(), rows, width)
     return y
 
 
@@ -306,22 +318,29 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         intermediate=0 if plan.down is None else plan.down.k,
         softcap=plan.softcap,
         window=plan.window,
+        chunk=plan.chunk,
+        before=plan.before,
+        activation=ActivatorStruct(plan.activation, *plan.activation_numbers),
+        scalar=0.0 if plan.scalar == 1.0 else plan.scalar,
         epsilon=plan.epsilon,
         residual=0.0 if plan.residual == 1.0 else plan.residual,
         head_norm=plan.head_norm,
         parallel=plan.parallel,
     )
-    for name in ("index", "heads", "kv_heads", "head_dim", "norm_kind", "activation"):
+    for name in ("heads", "kv_heads", "head_dim", "norm_kind"):
         setattr(struct, name, getattr(plan, name))
+    if plan.sinks is not None:
+        struct.sinks = _address(plan.sinks, (plan.heads,))
+    struct.value_norm = norm_struct(plan.value_norm, plan.head_dim)
     struct.scale = plan.head_dim**-0.5 if plan.scale is None else plan.scale
     if plan.rotary is not None:
         _set_rotary(struct, plan.rotary)
     for name in ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
-        setattr(struct, name, _norm_struct(getattr(plan, name), struct.hidden))
+        setattr(struct, name, norm_struct(getattr(plan, name), struct.hidden))
     wide = plan.head_norm is HeadNorm.WIDE_BEFORE_ROPE
     for name, heads in (("query_norm", plan.heads), ("key_norm", plan.kv_heads)):
         width = plan.head_dim * (heads if wide else 1)
-        setattr(struct, name, _norm_struct(getattr(plan, name), width))
+        setattr(struct, name, norm_struct(getattr(plan, name), width))
     for name in ("qkv", "output", "gate_up", "down"):
         if (matrix := getattr(plan, name)) is not None:
             setattr(struct, name, matrix.struct)
@@ -335,15 +354,6 @@ def _set_rotary(struct: LayerStruct, rotary: Rotary) -> None:
     )
     struct.query_factors = (
         None if rotary.factors is None else _address(rotary.factors, (len(rotary.cosines),))
-    )
-
-
-def _norm_struct(norm: Norm | None, width: int) -> NormStruct:
-    if norm is None:
-        return NormStruct()
-    return NormStruct(
-        _address(norm.weight, (width,)),
-        None if norm.bias is None else _address(norm.bias, (width,)),
     )
 
 

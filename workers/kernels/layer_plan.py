@@ -30,11 +30,18 @@ class Activation(IntEnum):
     GELU_TANH_GATED = 1
     GELU_TANH = 2
     RELU2 = 3
+    GELU = 4
+    XIELU = 5
+    SWIGLU_CLAMPED = 6
 
     @property
     def gated(self) -> bool:
         """True if the MLP has a gate."""
-        return self in (Activation.SILU_GATED, Activation.GELU_TANH_GATED)
+        return self in (
+            Activation.SILU_GATED,
+            Activation.GELU_TANH_GATED,
+            Activation.SWIGLU_CLAMPED,
+        )
 
 
 class Score(IntEnum):
@@ -93,6 +100,12 @@ class RouterPlan:
     """The weights are divided by their sum, or by `least_sum` where that is more."""
     least_sum: float = 0.0
     scale: float = 1.0
+    norm: Norm | None = None
+    """RMS, of what the router reads."""
+    epsilon: float = 0.0
+    """The epsilon of that norm."""
+    scales: Tensor | None = None
+    """float32 [experts], by which the weights are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,15 @@ class ExpertsPlan:
     """A matrix [hidden, units] for each expert."""
     shared_gate: PackedMatrix | None = None
     """[1, hidden]: what all rows share is multiplied by its sigmoid."""
+    input_norm: Norm | None = None
+    """The norm of what experts read, which with it are the states before the half's norm; the
+    router reads them too."""
+    output_norm: Norm | None = None
+    """The norm of what the experts of a row add up to."""
+    shared_norm: Norm | None = None
+    """The norm of what all rows share."""
+    weighs_inputs: bool = False
+    """An expert's input is multiplied by its weight, and not its output."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,8 @@ class LayerPlan:
     """None: attention reads the hidden states as they are, as in the first layer of an EAGLE
     head."""
     mlp_norm: Norm | None
-    """None: the MLP reads the hidden states as they are, or what attention reads."""
+    """None: the MLP reads the hidden states as they are, or what attention reads; parallel to
+    attention it is a norm of what that norms."""
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
     query_norm: Norm | None = None
@@ -141,6 +164,9 @@ class LayerPlan:
     rotary: Rotary | None = None
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU_GATED
+    activation_numbers: tuple[float, float] = (0.0, 0.0)
+    """XIELU: the factors of what is positive, squared, and of what is negative; SWIGLU_CLAMPED: the
+    factor within the sigmoid and the limit."""
     epsilon: float = 1e-6
     scale: float | None = None
     """The factor of scores; None: 1 / sqrt(head_dim)."""
@@ -153,6 +179,24 @@ class LayerPlan:
     parallel: bool = False
     """The MLP reads what attention reads, and both are added."""
     experts: ExpertsPlan | None = None
+    sinks: Tensor | None = None
+    """float32 [heads]: scores that no value belongs to, which take their share of the weights."""
+    value_norm: Norm | None = None
+    """RMS, [head_dim]."""
+    chunk: int = 0
+    """A position sees those before it in its own chunk of so many; 0: all."""
+    scalar: float = 1.0
+    """The factor of the layer's result."""
+    cached_before: int | None = None
+    """The numbers of a row's keys of the layers before this one in a cache; None: those of `index`
+    layers like this one."""
+
+    @property
+    def before(self) -> int:
+        """Return the numbers of a row's keys of the layers before this one in a cache."""
+        if self.cached_before is not None:
+            return self.cached_before
+        return self.index * self.kv_heads * self.head_dim
 
     @property
     def matrices(self) -> Sequence[PackedMatrix]:

@@ -38,7 +38,7 @@ HARMLESS = frozenset(
 )
 """Keywords that change nothing of what attention computes. Any other that is given refuses the
 model rather than have it computed wrongly."""
-KNOWN = {"s_aux": "sinks (s_aux)", "position_bias": "biases of positions (position_bias)"}
+KNOWN = {"position_bias": "biases of positions (position_bias)"}
 """Other names of some of these."""
 
 
@@ -155,6 +155,7 @@ class Noted:
     window: int | None
     softcap: float | None
     value_dim: int
+    sinks: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -201,13 +202,14 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     notes: Notes | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim];
-    returns [1, T, heads, head_dim].
+    returns [1, T, heads, head_dim]. `s_aux` [heads]: a score of each head that no value belongs to.
 
     What is asked for is told to `notes`, if anybody wants to know. ValueError for whatever else is
     asked for.
@@ -239,13 +241,14 @@ def attend(
                 sliding_window,
                 softcap,
                 value.shape[3],
+                s_aux is not None,
             ),
             query,
             key,
         )
     with timing("attention"):
         return attend_blocks(
-            layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap
+            layer, query[0], key[0], value[0], blocks, scale, sliding_window, softcap, s_aux
         ).contiguous().unsqueeze(0), None
 
 
@@ -258,11 +261,13 @@ def attend_blocks(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention for one layer without transformers: query [heads, T, head_dim], key and
     value [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
     outputs = [
-        _attend_block(layer, query, key, value, block, scale, window, cap) for block in blocks
+        _attend_block(layer, query, key, value, block, scale, window, cap, sinks)
+        for block in blocks
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -276,6 +281,7 @@ def _attend_block(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The query heads that share a key head are laid below each other as rows of that head, so that
     no key is ever repeated."""
@@ -288,24 +294,37 @@ def _attend_block(
     keys, values = cache.view(layer, low, segment.start + segment.count)
     heads, _, size = query.shape
     packed = query[:, rows].reshape(1, keys.shape[0], -1, size)
-    if cap is None:
+    if cap is None and sinks is None:
         output = scaled_dot_product_attention(
             packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
         )
     else:
-        output = attend_capped(packed, keys, values, mask, scale, cap)
+        if sinks is not None:
+            sinks = sinks.view(len(keys), -1, 1).repeat_interleave(segment.count, 1)
+        output = attend_by_scores(packed, keys, values, mask, scale, cap, sinks)
     return output.reshape(heads, segment.count, -1).transpose(0, 1)
 
 
-def attend_capped(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float
+def attend_by_scores(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention whose scores are cap * tanh(score / cap), which torch's own operation does not
-    know."""
-    scores = torch.tanh(query @ keys.transpose(-1, -2) * (scale / cap)) * cap
+    """Attention whose scores are cap * tanh(score / cap), or which has `sinks` [kv_heads, rows, 1],
+    scores without a value: torch's own operation knows neither."""
+    scores = query @ keys.transpose(-1, -2) * (scale if cap is None else scale / cap)
+    if cap is not None:
+        scores = torch.tanh(scores) * cap
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(dim=-1) @ values
+    if sinks is None:
+        return scores.softmax(dim=-1) @ values
+    with_sinks = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return with_sinks.softmax(dim=-1)[..., :-1] @ values
 
 
 def register() -> None:

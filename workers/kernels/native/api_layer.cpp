@@ -57,9 +57,9 @@ void dt_norm(int32_t kind, const Norm* norm, const float* x, float* y, int64_t r
     active().norm(kind, *norm, x, y, rows, width, epsilon);
 }
 
-void dt_gate(int32_t activation, const float* x, float* y, int64_t rows, int64_t width) {
+void dt_gate(const Activator* activation, const float* x, float* y, int64_t rows, int64_t width) {
     const Turn mine;
-    active().gate(activation, x, y, rows, width);
+    active().gate(*activation, x, y, rows, width);
 }
 
 // Of each row of x [rows, hidden] the experts ids [rows, chosen], ascending, their weights, and the margin by which the last of them was chosen.

@@ -2,7 +2,7 @@
 //
 // A row sees logical positions 0 .. n - 1: the slots of the prefix, then those of its path. Its bytes follow from these alone:
 //   score[p]  = one chain over d of fma(q[d], k[p][d]), times scale, soft-capped
-//   weight[p] = exp(score[p] - largest), summed with lane p mod 16
+//   weight[p] = exp(score[p] - largest), summed with lane p mod 16, and then that of the head's sink, which has no value
 //   out[d]    = one chain over p of fma(weight[p], v[p][d]), times 1 / sum
 // What a window hides is not in the chains. Everything else is order of work: a unit is some query rows of one key head (several heads share it, and rows
 // of a head lie side by side), scores are computed by slot for several rows and blocks of positions at once, and values are summed over the slots
@@ -31,6 +31,7 @@ struct Row {
     const int32_t* path;   // slots of the positions from `common` on
     int32_t from, common;  // positions from .. n - 1 are seen; those before `common` are slots of the same number
     int32_t n, stop;       // its slots are less than `stop`
+    const float* sink;     // a score without a value; or null
 };
 
 // A unit's memory.
@@ -177,14 +178,15 @@ static float weigh(const Row& row, float* scores, float scale, float softcap) {
     const int64_t first = row.from / LANES * LANES, last = round_up(row.n, LANES);
     for (int64_t p = first; p < row.from; p++) scores[p] = -__builtin_inff();
     for (int64_t p = row.n; p < last; p++) scores[p] = -__builtin_inff();
-    const F16 top = set1(finish_scores(scores, first, last, scale, softcap));
+    const float most = finish_scores(scores, first, last, scale, softcap);
+    const F16 top = set1(row.sink && *row.sink > most ? *row.sink : most);
     F16 total = zero();
     for (int64_t p = first; p < last; p += LANES) {
         const F16 weight = exp(sub(load(scores + p), top));
         store(scores + p, weight);
         total = add(total, weight);
     }
-    return 1.0f / sum(total);
+    return 1.0f / (row.sink ? sum(total) + largest(exp(sub(set1(*row.sink), top))) : sum(total));
 }
 
 // ---- values ----
@@ -337,12 +339,13 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
         row.common = row.n = row.stop = s.start + (int32_t)i + 1;
     }
     row.from = l.window > 0 && row.n > l.window ? row.n - l.window : 0;
+    if (l.chunk > 0) row.from = (row.n - 1) / l.chunk * l.chunk;
     return row;
 }
 
 // Where a key head of the layer begins in a cache.
 static inline int64_t head_offset(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head) {
-    return ((int64_t)l.index * l.kv_heads + kv_head) * s.capacity * l.head_dim;
+    return (l.before + kv_head * l.head_dim) * s.capacity;
 }
 
 // How a pass is cut into units. The bytes of a row do not depend on it.
@@ -388,6 +391,7 @@ static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t k
     for (int64_t r = 0; r < count; r++) {
         const int64_t i = (first + r) / groups, head = kv_head * groups + (first + r) % groups, row = s.first_row + i;
         rows[r] = row_of(l, s, i);
+        rows[r].sink = l.sinks ? l.sinks + head : nullptr;
         rows[r].query = plan.qkv + (row * (l.heads + 2 * l.kv_heads) + head) * head_dim;
         rows[r].out = plan.out + (row * l.heads + head) * head_dim;
     }

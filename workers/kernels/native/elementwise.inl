@@ -97,28 +97,64 @@ static inline F16 tanh(F16 x) {
     return where_less(abs(x), set1(0.625f), small, large);
 }
 
-template <F16 (*activate)(F16), bool gated>
-static inline void activate_range(const float* x, const float* up, float* y, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        const F16 v = activate(take(x + i, n - i));
-        put(y + i, gated ? mul(v, take(up + i, n - i)) : v, n - i);
-    }
+// The distribution function of the normal distribution by 7.1.26 of Abramowitz and Stegun, whose error is below 1e-7: of |x| its tail, e^(-x^2 / 2) times a polynomial.
+static inline F16 gelu(F16 x) {
+    const F16 u = mul(abs(x), set1(0.70710678f)), t = div(set1(1.0f), fma(u, set1(0.3275911f), set1(1.0f)));
+    F16 p = set1(0.5307027145f);
+    p = fma(p, t, set1(-0.7265760135f));
+    p = fma(p, t, set1(0.7107068705f));
+    p = fma(p, t, set1(-0.142248368f));
+    p = fma(p, t, set1(0.127414796f));
+    const F16 tail = mul(mul(p, t), exp(sub(zero(), mul(u, u))));
+    return mul(x, where_less(x, zero(), tail, sub(set1(1.0f), tail)));
 }
 
-// y [rows, width] from x [rows, 2 width], gates first, or [rows, width] where there is no gate.
-static void gate(int activation, const float* x, float* y, int64_t rows, int64_t width) {
+// e^x - 1 - x of what is not positive: its series where |x| is small.
+static inline F16 exp_beyond(F16 x) {
+    F16 p = set1(2.7557319e-6f);
+    for (const float c : {2.4801587e-5f, 1.9841270e-4f, 1.3888889e-3f, 8.3333333e-3f, 4.1666667e-2f, 1.6666667e-1f, 0.5f}) p = fma(p, x, set1(c));
+    return where_less(x, set1(-0.7f), sub(sub(exp(x), set1(1.0f)), x), mul(mul(x, x), p));
+}
+
+// positive x^2 + x / 2, and negative (e^x - 1 - x) + x / 2 of what is not positive; the exponent is at most -1e-6.
+static inline F16 xielu(F16 x, F16 positive, F16 negative) {
+    const F16 half = mul(x, set1(0.5f)), low = min(set1(-1e-6f), x);
+    const F16 beyond = add(exp_beyond(low), sub(low, x));
+    return where_less(zero(), x, fma(mul(x, x), positive, half), fma(beyond, negative, half));
+}
+
+// (up + 1) gate / (1 + e^(-factor gate)), both within the limit.
+static inline F16 swiglu_clamped(F16 gate, F16 up, F16 factor, F16 limit) {
+    const F16 g = min(limit, bounded(gate)), u = max(sub(zero(), limit), min(limit, up));
+    return mul(add(u, set1(1.0f)), div(g, add(set1(1.0f), exp(sub(zero(), mul(factor, g))))));
+}
+
+// y [rows, width] from x [rows, 2 width], gates first, or [rows, width] where there is no gate; `activate` is given a gate and what it is for.
+template <bool gated, class Activate>
+static void activate_rows(const float* x, float* y, int64_t rows, int64_t width, const Activate& activate) {
     constexpr int64_t PIECE = 1024;
-    const int64_t stride = dovetail::gated(activation) ? 2 * width : width;
     const int64_t pieces = (width + PIECE - 1) / PIECE;
     each(rows * pieces, rows * width, [&](int64_t unit) {
-        const int64_t row = unit / pieces, from = unit % pieces * PIECE, n = width - from < PIECE ? width - from : PIECE;
-        const float* in = x + row * stride + from;
-        float* out = y + row * width + from;
-        if (activation == dovetail::SILU_GATED) activate_range<silu, true>(in, in + width, out, n);
-        else if (activation == dovetail::GELU_TANH_GATED) activate_range<gelu_tanh, true>(in, in + width, out, n);
-        else if (activation == dovetail::RELU2) activate_range<relu2, false>(in, nullptr, out, n);
-        else activate_range<gelu_tanh, false>(in, nullptr, out, n);
+        const int64_t row = unit / pieces, from = unit % pieces * PIECE, stop = width - from < PIECE ? width : from + PIECE;
+        const float* in = x + row * (gated ? 2 * width : width);
+        for (int64_t i = from; i < stop; i += LANES) {
+            const F16 v = take(in + i, stop - i);
+            put(y + row * width + i, activate(v, gated ? take(in + width + i, stop - i) : v), stop - i);
+        }
     });
+}
+
+static void gate(const dovetail::Activator& activation, const float* x, float* y, int64_t rows, int64_t width) {
+    const F16 first = set1(activation.first), second = set1(activation.second);
+    switch (activation.kind) {
+        case dovetail::SILU_GATED: return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(silu(g), up); });
+        case dovetail::GELU_TANH_GATED: return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(gelu_tanh(g), up); });
+        case dovetail::SWIGLU_CLAMPED: return activate_rows<true>(x, y, rows, width, [&](F16 g, F16 up) { return swiglu_clamped(g, up, first, second); });
+        case dovetail::RELU2: return activate_rows<false>(x, y, rows, width, [](F16 v, F16) { return relu2(v); });
+        case dovetail::GELU: return activate_rows<false>(x, y, rows, width, [](F16 v, F16) { return gelu(v); });
+        case dovetail::XIELU: return activate_rows<false>(x, y, rows, width, [&](F16 v, F16) { return xielu(v, first, second); });
+        default: return activate_rows<false>(x, y, rows, width, [](F16 v, F16) { return gelu_tanh(v); });
+    }
 }
 
 // One head: the pairs (j, j + rotary_dim / 2) are turned by the angle whose cosine and sine stand at j.

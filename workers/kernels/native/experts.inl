@@ -77,7 +77,7 @@ struct Choice {
 };
 
 // The weights of a row's experts, of their scores in place.
-static void weigh_experts(const dovetail::Router& r, float* weights) {
+static void weigh_experts(const dovetail::Router& r, const int32_t* ids, float* weights) {
     if (r.score == dovetail::SOFTMAX_OF_CHOSEN) softmax(weights, weights, r.chosen);
     if (r.normalised) {
         float total = 0.0f;
@@ -85,7 +85,7 @@ static void weigh_experts(const dovetail::Router& r, float* weights) {
         total = total < r.least_sum ? r.least_sum : total;
         for (int64_t i = 0; i < r.chosen; i++) weights[i] /= total;
     }
-    for (int64_t i = 0; i < r.chosen; i++) weights[i] *= r.scale;
+    for (int64_t i = 0; i < r.chosen; i++) weights[i] *= r.scales ? r.scale * r.scales[ids[i]] : r.scale;
 }
 
 // The experts of a row by its logits, ascending, and their weights; the margin of the choice: of probabilities, which may be small, as a share of the one that was
@@ -104,14 +104,19 @@ static float choose(const dovetail::Router& r, const Choice& c, int32_t* ids, fl
         weights[found] = c.scores[i];
         ids[found++] = (int32_t)i;
     }
-    weigh_experts(r, weights);
+    weigh_experts(r, ids, weights);
     return r.score == dovetail::SOFTMAX && least > 0.0f ? margin / least : margin;
 }
 
 // Of each row of x [rows, hidden] its experts [rows, chosen], their weights, and, where they are asked for, margins [rows].
 static void route(const dovetail::Router& r, const float* x, int64_t rows, int32_t* ids, float* weights, float* margins) {
-    const int64_t n = r.logits.n, width = round_up(n, LANES);
-    float* logits = (float*)dovetail::scratch(ROUTER_SCRATCH, (rows * 4 * width) * (int64_t)sizeof(float));
+    const int64_t n = r.logits.n, hidden = r.logits.k, width = round_up(n, LANES);
+    float* logits = (float*)dovetail::scratch(ROUTER_SCRATCH, (rows * 4 * width + (r.norm.weight ? rows * hidden : 0)) * (int64_t)sizeof(float));
+    if (r.norm.weight) {
+        float* normed = logits + rows * 4 * width;
+        norm(dovetail::RMS, r.norm, x, normed, rows, hidden, r.epsilon);
+        x = normed;
+    }
     linear(r.logits, x, r.logits.k, logits, n, rows);
     each(rows, rows * n * r.chosen, [&](int64_t row) {
         float* own = logits + rows * width + row * 3 * width;
@@ -135,7 +140,7 @@ static void list_rows(const int32_t* ids, int64_t count, int64_t experts, int32_
 
 // What the rows of one expert take.
 struct Bench {
-    float *x, *wide, *narrow, *y;
+    float *x, *wide, *narrow, *y, *read, *sum;
     float* weights;  // [rows, chosen]
     int32_t *ids, *places, *first;
 };
@@ -144,9 +149,9 @@ static Bench bench(const dovetail::Layer& l, int64_t rows) {
     const dovetail::Experts& e = *l.experts;
     const int64_t hidden = round_up(rows * l.hidden, LANES), wide = round_up(rows * e.gate_up->n, LANES), narrow = round_up(rows * e.down->k, LANES);
     const int64_t chosen = round_up(rows * e.router.chosen, LANES), first = round_up(e.router.logits.n + 1, LANES);
-    float* memory = (float*)dovetail::scratch(EXPERTS_SCRATCH, (2 * hidden + wide + narrow + 3 * chosen + first) * (int64_t)sizeof(float));
+    float* memory = (float*)dovetail::scratch(EXPERTS_SCRATCH, (4 * hidden + wide + narrow + 3 * chosen + first) * (int64_t)sizeof(float));
     Bench b;
-    b.x = memory, b.y = b.x + hidden, b.wide = b.y + hidden, b.narrow = b.wide + wide, b.weights = b.narrow + narrow;
+    b.x = memory, b.y = b.x + hidden, b.read = b.y + hidden, b.sum = b.read + hidden, b.wide = b.sum + hidden, b.narrow = b.wide + wide, b.weights = b.narrow + narrow;
     b.ids = (int32_t*)(b.weights + chosen), b.places = b.ids + chosen, b.first = b.places + chosen;
     return b;
 }
@@ -160,11 +165,15 @@ static inline void add_weighted(float* y, float weight, const float* x, int64_t 
 static void run_expert(const dovetail::Layer& l, int64_t expert, const Bench& b, const int32_t* places, int64_t count, const float* x, float* y) {
     const dovetail::Matrix &gate_up = l.experts->gate_up[expert], &down = l.experts->down[expert];
     const int64_t chosen = l.experts->router.chosen, bytes = l.hidden * (int64_t)sizeof(float);
-    each(count, count * l.hidden, [&](int64_t i) { memcpy(b.x + i * l.hidden, x + places[i] / chosen * l.hidden, (size_t)bytes); });
+    const bool weighs = l.experts->weighs_inputs;
+    each(count, count * l.hidden, [&](int64_t i) {
+        memcpy(b.x + i * l.hidden, x + places[i] / chosen * l.hidden, (size_t)bytes);
+        if (weighs) multiply(b.x + i * l.hidden, b.weights[places[i]], l.hidden);
+    });
     linear(gate_up, b.x, l.hidden, b.wide, gate_up.n, count);
     gate(l.activation, b.wide, b.narrow, count, down.k);
     linear(down, b.narrow, down.k, b.y, l.hidden, count);
-    each(count, count * l.hidden, [&](int64_t i) { add_weighted(y + places[i] / chosen * l.hidden, b.weights[places[i]], b.y + i * l.hidden, l.hidden); });
+    each(count, count * l.hidden, [&](int64_t i) { add_weighted(y + places[i] / chosen * l.hidden, weighs ? 1.0f : b.weights[places[i]], b.y + i * l.hidden, l.hidden); });
 }
 
 // y [rows, hidden] is what all rows share, times its gate, or nothing where they share nothing.
@@ -178,15 +187,25 @@ static void begin_sum(const dovetail::Layer& l, const float* x, float* y, int64_
     }
 }
 
-// y [rows, hidden], which is what all rows share, becomes that and the outputs of each row's experts of x.
-static void mix(const dovetail::Layer& l, const float* x, float* y, int64_t rows) {
+// y [rows, hidden], which is what all rows share, becomes that and the outputs of each row's experts of x; `states` are those before the half's norm.
+static void mix(const dovetail::Layer& l, const float* x, const float* states, float* y, int64_t rows) {
     const dovetail::Experts& e = *l.experts;
     const Bench b = bench(l, rows);
     begin_sum(l, x, y, rows, b.y);
-    route(e.router, x, rows, b.ids, b.weights, nullptr);
+    if (e.shared_norm.weight) norm(l.norm_kind, e.shared_norm, y, y, rows, l.hidden, l.epsilon);
+    route(e.router, e.input_norm.weight ? states : x, rows, b.ids, b.weights, nullptr);
+    if (e.input_norm.weight) {
+        norm(l.norm_kind, e.input_norm, states, b.read, rows, l.hidden, l.epsilon);
+        x = b.read;
+    }
+    float* sum = e.output_norm.weight ? b.sum : y;
+    if (sum != y) memset(sum, 0, (size_t)(rows * l.hidden) * sizeof(float));
     list_rows(b.ids, rows * e.router.chosen, e.router.logits.n, b.first, b.places);
     for (int64_t expert = 0; expert < e.router.logits.n; expert++)
-        if (const int64_t count = b.first[expert + 1] - b.first[expert]) run_expert(l, expert, b, b.places + b.first[expert], count, x, y);
+        if (const int64_t count = b.first[expert + 1] - b.first[expert]) run_expert(l, expert, b, b.places + b.first[expert], count, x, sum);
+    if (sum == y) return;
+    norm(l.norm_kind, e.output_norm, sum, sum, rows, l.hidden, l.epsilon);
+    each(rows, rows * l.hidden, [&](int64_t row) { accumulate(y + row * l.hidden, sum + row * l.hidden, l.hidden); });
 }
 
 }  // namespace DT_NS

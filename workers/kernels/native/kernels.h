@@ -36,6 +36,7 @@ struct Layer;
 struct Pass;
 struct Norm;
 struct Router;
+struct Activator;
 
 struct Kernels {
     Isa isa;
@@ -46,7 +47,7 @@ struct Kernels {
     void (*place)(const Layer& layer, const Pass& pass, float* qkv);
     void (*attention)(const Layer& layer, const Pass& pass, const float* qkv, float* out);
     void (*norm)(int kind, const Norm& norm, const float* x, float* y, int64_t rows, int64_t width, float epsilon);
-    void (*gate)(int activation, const float* x, float* y, int64_t rows, int64_t width);
+    void (*gate)(const Activator& activation, const float* x, float* y, int64_t rows, int64_t width);
     void (*route)(const Router& router, const float* x, int64_t rows, int32_t* ids, float* weights, float* margins);
     void (*likeliest)(const Ranking& ranking);
 };

@@ -1,9 +1,9 @@
 // What a decoder layer is and what a pass is: the structures that `layer.py` mirrors field by field.
 //
 // The cache of a session holds, for each layer and key head, the keys in blocks of sixteen positions side by side,
-//   keys   [layers][kv_heads][capacity / 16][head_dim][16]
-//   values [layers][kv_heads][capacity][head_dim]
-// so that lanes run along positions where scores are computed and along head_dim where values are summed. Capacity is a multiple of 16.
+//   keys   [kv_heads][capacity / 16][head_dim][16]
+//   values [kv_heads][capacity][head_dim]
+// one layer behind the other, so that lanes run along positions where scores are computed and along head_dim where values are summed. Capacity is a multiple of 16.
 #pragma once
 
 #include "kernels.h"
@@ -14,9 +14,16 @@ namespace dovetail {
 
 enum NormKind : int { RMS = 0, LAYER_NORM = 1 };
 enum HeadNorm : int { HEAD_BEFORE_ROPE = 0, HEAD_AFTER_ROPE = 1, WIDE_BEFORE_ROPE = 2 };
-enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2, RELU2 = 3 };
+enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2, RELU2 = 3, GELU = 4, XIELU = 5, SWIGLU_CLAMPED = 6 };
 
-constexpr bool gated(int activation) { return activation == SILU_GATED || activation == GELU_TANH_GATED; }
+constexpr bool gated(int activation) { return activation == SILU_GATED || activation == GELU_TANH_GATED || activation == SWIGLU_CLAMPED; }
+
+// An activation with its two numbers: of XIELU the factors of what is positive and of what is negative, of SWIGLU_CLAMPED the factor within the sigmoid and the limit.
+struct Activator {
+    int32_t kind;
+    float first, second;
+    int32_t reserved;
+};
 
 struct Norm {
     const float* weight;  // null: there is no such norm
@@ -33,7 +40,9 @@ struct Router {
     int32_t score, chosen, groups, chosen_groups;
     int32_t normalised;  // weights are divided by their sum, or by least_sum where that is more
     float least_sum, scale;
-    int32_t reserved;
+    float epsilon;        // of the norm
+    Norm norm;            // RMS, of what the router reads; may be missing
+    const float* scales;  // [experts], by which the weights are multiplied; or null
 };
 
 // An MLP of which each row is computed by a few experts; their outputs are added by ascending index to that of the MLP which all rows share.
@@ -42,16 +51,20 @@ struct Experts {
     const Matrix* gate_up;  // [experts] of matrices as the layer's
     const Matrix* down;
     Matrix shared_gate;  // [1, hidden]: what all rows share is multiplied by the sigmoid of it; packed null: it is not
+    Norm input_norm, output_norm, shared_norm;  // each may be missing; with an input norm router and experts read the states before the half's norm
+    int32_t weighs_inputs;  // an expert's input is multiplied by its weight, and not its output
+    int32_t reserved;
 };
 
 struct Layer {
-    int32_t index;  // of this layer in the caches
+    int64_t before;  // the numbers of a row's keys of the layers that stand before this one in a cache
     int32_t hidden, heads, kv_heads, head_dim, intermediate;
     int32_t rotary_dim;  // how many of head_dim are rotated; 0: none
     int32_t window;      // a position sees itself and window - 1 before it; 0: all
-    int32_t norm_kind, activation;
+    int32_t chunk;       // a position sees those of its own chunk of so many; 0: all
+    Activator activation;
     float epsilon, scale, softcap;  // scores are multiplied by scale; softcap 0: none
-    int32_t reserved;
+    int32_t norm_kind;
     const float* cosines;  // [context, rotary_dim / 2]
     const float* sines;
     Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // each may be missing; the post norms are on what a half adds
@@ -64,7 +77,11 @@ struct Layer {
     int32_t head_norm;  // where the norms of queries and keys stand
     int32_t parallel;   // the MLP reads what attention read, and not its sum
     const Experts* experts;  // null: there are none
-    const float* query_factors;  // [context], of rotated queries; or null
+    const float* query_factors;  // [context], of queries; or null
+    const float* sinks;          // [heads], scores that no value belongs to; or null
+    Norm value_norm;             // [head_dim] on each head; RMS; may be missing
+    float scalar;                // the layer's result is multiplied by it; 0: it is not
+    int32_t reserved;
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.

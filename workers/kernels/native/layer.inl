@@ -61,7 +61,9 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
         }
         float* key = heads + (l.heads + kv_head) * l.head_dim;
         place_head(l, l.key_norm, key, position);
-        write({to.keys + i, to.values + i * l.head_dim}, key, key + l.kv_heads * l.head_dim, l.head_dim);
+        float* value = key + l.kv_heads * l.head_dim;
+        if (l.value_norm.weight) rms_norm(value, l.value_norm.weight, value, l.head_dim, l.epsilon);
+        write({to.keys + i, to.values + i * l.head_dim}, key, value, l.head_dim);
     }
 }
 
@@ -166,16 +168,19 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     laps.attention();
     linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);
     laps.matrix();
-    const bool norms = l.mlp_norm.weight && !l.parallel;
-    add_half(l, pass.hidden, b.update, l.post_attention_norm, norms ? &l.mlp_norm : nullptr, b.normed, rows);
-    if (!l.parallel) input = norms ? b.normed : pass.hidden;
+    const bool norms = l.mlp_norm.weight;
+    if (norms && l.parallel) norm(l.norm_kind, l.mlp_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
+    add_half(l, pass.hidden, b.update, l.post_attention_norm, norms && !l.parallel ? &l.mlp_norm : nullptr, b.normed, rows);
+    if (norms) input = b.normed;
+    else if (!l.parallel) input = pass.hidden;
     if (l.gate_up.packed) dense(l, input, b, rows, laps);
     if (l.experts) {
         laps.other();
-        mix(l, input, b.update, rows);
+        mix(l, input, pass.hidden, b.update, rows);
         laps.matrix();
     }
     add_half(l, pass.hidden, b.update, l.post_mlp_norm, nullptr, nullptr, rows);
+    if (l.scalar != 0.0f) each(rows, rows * l.hidden, [&](int64_t row) { multiply(pass.hidden + row * l.hidden, l.scalar, l.hidden); });
 }
 
 }  // namespace DT_NS

@@ -32,7 +32,7 @@ from dovetail.workers.kernels.layer_plan import (
     NormKind,
     Rotary,
 )
-from dovetail.workers.models.attention import Block, attend_blocks, attend_capped
+from dovetail.workers.models.attention import Block, attend_blocks, attend_by_scores
 from dovetail.workers.models.backends.blob import Matrix
 
 TILE_WEIGHTS = 1 << 24
@@ -106,7 +106,7 @@ class FixedRows:
         )
         packed = query.reshape(1, plan.kv_heads, -1, size)
         if plan.softcap:
-            output = attend_capped(packed, keys, values, mask, scale_of(plan), plan.softcap)
+            output = attend_by_scores(packed, keys, values, mask, scale_of(plan), plan.softcap)
         else:
             output = scaled_dot_product_attention(
                 packed, keys, values, attn_mask=mask, scale=scale_of(plan)
@@ -289,10 +289,11 @@ class DeviceLayer:
         """states [T, hidden] through the layer, in place; keys and values of the rows go into the
         caches. Each matrix is asked for once."""
         plan, normed = self._plan, _through(self._attention_norm, states)
+        read = normed if self._mlp_norm is None else _through(self._mlp_norm, states)
         mixed = self._attend(rows, multiply("qkv", normed))
         self._add(states, _through(self._post_attention_norm, multiply("output", mixed)))
-        read = normed if plan.parallel else _through(self._mlp_norm, states)
-        inner = _activate(plan.activation, multiply("gate_up", read))
+        read = read if plan.parallel else _through(self._mlp_norm, states)
+        inner = _activate(plan, multiply("gate_up", read))
         self._add(states, _through(self._post_mlp_norm, multiply("down", inner)))
 
     def _add(self, states: Tensor, update: Tensor) -> None:
@@ -337,13 +338,17 @@ def _through(norm: DeviceNorm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _activate(activation: Activation, x: Tensor) -> Tensor:
+def _activate(plan: LayerPlan, x: Tensor) -> Tensor:
     """[T, units] of [T, 2 units], the gate first, or of [T, units]."""
-    if activation is Activation.RELU2:
+    if plan.activation is Activation.RELU2:
         return relu(x).square()
-    if activation is Activation.GELU_TANH:
-        return gelu(x, approximate="tanh")
+    if plan.activation in (Activation.GELU, Activation.GELU_TANH):
+        return gelu(x, approximate="none" if plan.activation is Activation.GELU else "tanh")
+    if plan.activation is Activation.XIELU:
+        positive, negative = plan.activation_numbers
+        beyond = torch.expm1(x.clamp(max=-1e-6)) - x
+        return torch.where(x > 0, x * x * positive, beyond * negative) + 0.5 * x
     gate, up = x.chunk(2, dim=1)
     return (
-        silu(gate) if activation is Activation.SILU_GATED else gelu(gate, approximate="tanh")
+        silu(gate) if plan.activation is Activation.SILU_GATED else gelu(gate, approximate="tanh")
     ) * up

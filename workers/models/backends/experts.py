@@ -44,6 +44,31 @@ class ExpertParts:
         for name in STACKS:
             if not isinstance(stack := getattr(self.module, name, None), Tensor) or stack.ndim != 3:
                 raise UnsupportedError(f"{said.part} of {type(layer).__name__} has no {name}")
+        if not hasattr(self.module, "_apply_gate"):
+            raise UnsupportedError(f"{said.part} of {type(layer).__name__} does not say its layout")
+        self.transposed = bool(self.module.is_transposed)
+        """True if matrices stand there as [experts, in, out]."""
+        self.mixed = not self.module.is_concatenated
+        """True if gates and what they are for stand there one by one."""
+
+    def matrix(self, name: str, index: int) -> Tensor:
+        """Return the matrix [out, in] of an expert, gates first."""
+        stack: Tensor = getattr(self.module, name).detach()
+        weight = stack[index].t() if self.transposed else stack[index]
+        return self._gates_first(name, weight)
+
+    def biases(self, name: str) -> Tensor | None:
+        """Return the biases [experts, out] of all experts in fp32, those of gates first; None:
+        there are none."""
+        if not self.module.has_bias:
+            return None
+        found = tensor_of(self.layer, f"{self.said.part}.{name}_bias").float()
+        return self._gates_first(name, found.t()).t().contiguous()
+
+    def _gates_first(self, name: str, rows: Tensor) -> Tensor:
+        if not self.mixed or name != "gate_up_proj":
+            return rows
+        return torch.cat([rows[::2], rows[1::2]])
 
     def pack(self, kind: Kind) -> ExpertsPlan:
         """Return the experts with matrices of a kind; `module` loses its weights."""
@@ -53,11 +78,15 @@ class ExpertParts:
         return ExpertsPlan(self._router(self.said.router), gate_up, down, shared)
 
     def _pack_stack(self, kind: Kind, name: str) -> list[PackedMatrix]:
-        stack: Tensor = getattr(self.module, name).detach()
-        matrices = stacked_matrices(kind, *stack.shape)
-        for matrix, weight in zip(matrices, stack, strict=True):
+        experts = len(getattr(self.module, name))
+        (outputs, inputs), biases = self.matrix(name, 0).shape, self.biases(name)
+        matrices = stacked_matrices(kind, experts, outputs, inputs, biases)
+        for index, matrix in enumerate(matrices):
+            weight = self.matrix(name, index)
             pack_rows(kind, matrix, weight, 0)
-            check_packed(f"experts' {name}", matrix, weight)
+            check_packed(
+                f"experts' {name}", matrix, weight, None if biases is None else biases[index]
+            )
         setattr(self.module, name, nn.Parameter(torch.empty(0), requires_grad=False))
         return matrices
 
@@ -66,7 +95,7 @@ class ExpertParts:
         if said.correction is not None:
             correction = tensor_of(self.layer, said.correction).float().flatten().contiguous()
         return RouterPlan(
-            _exactly(tensor_of(self.layer, said.weight)),
+            self._logits(said),
             self.said.chosen,
             said.score,
             correction,
@@ -76,6 +105,10 @@ class ExpertParts:
             said.least_sum,
             said.scale,
         )
+
+    def _logits(self, said: Router) -> PackedMatrix:
+        bias = None if said.bias is None else tensor_of(self.layer, said.bias)
+        return _exactly(tensor_of(self.layer, said.weight), bias)
 
 
 def tensor_of(layer: nn.Module, name: str) -> Tensor:
@@ -96,10 +129,12 @@ def part_of(layer: nn.Module, name: str) -> nn.Module:
         raise UnsupportedError(f"{type(layer).__name__} has no {name}") from None
 
 
-def _exactly(weight: Tensor) -> PackedMatrix:
+def _exactly(weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
     """A matrix of fp32, whatever type the others have."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.float(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.float(), requires_grad=False)
     return pack(Kind.FP32, [linear])
 
 
@@ -120,10 +155,11 @@ class ExpertProof(nn.Module):
         """`what`: the layer, in errors."""
         super().__init__()
         self._what = what
-        self._activate: Any = getattr(parts.module, "act_fn", None)
+        self._activate: Any = parts.module._apply_gate
+        self._mixed = parts.mixed
         self._plan: ExpertsPlan | None = None
         self.given, self._ids, self._weights = (torch.empty(0) for _ in range(3))
-        self._check_formula(parts.module)
+        self._check_formula(parts)
 
     def use(self, plan: ExpertsPlan) -> None:
         """Compute with these matrices from now on."""
@@ -163,22 +199,28 @@ class ExpertProof(nn.Module):
         return settled
 
     def _gate(self, x: Tensor) -> Tensor:
-        """[rows, units] of [rows, 2 units], the gate first."""
-        gate, up = x.chunk(2, dim=-1)
-        y: Tensor = self._activate(gate) * up
+        """[rows, units] of [rows, 2 units], the gates first."""
+        if self._mixed:
+            x = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+        y: Tensor = self._activate(x)
         return y
 
-    def _check_formula(self, module: nn.Module) -> None:
+    def _check_formula(self, parts: ExpertParts) -> None:
         """`UnsupportedError` where transformers computes more of an expert than the formula."""
-        gate_up, down = (getattr(module, name).detach()[-1:].float() for name in STACKS)
+        (gate_up, first), (down, second) = (
+            (parts.matrix(name, -1).float(), 0.0 if biases is None else biases[-1])
+            for name, biases in zip(STACKS, map(parts.biases, STACKS), strict=True)
+        )
         generator = torch.Generator().manual_seed(3)
-        x = torch.randn(ROWS, down.shape[1], generator=generator)
+        x = torch.randn(ROWS, len(down), generator=generator)
         ids, weights = torch.zeros(ROWS, 1).long(), torch.rand(ROWS, 1, generator=generator)
+
+        def expert(_: int, rows: Tensor) -> Tensor:
+            return self._gate(rows @ gate_up.t() + first) @ down.t() + second
+
         try:
-            expected = _alone(module, gate_up, down)(x, ids, weights)
-            found = mixture(
-                x, ids, weights, lambda _, rows: self._gate(rows @ gate_up[0].t()) @ down[0].t()
-            )
+            expected = _alone(parts.module)(x, ids, weights)
+            found = mixture(x, ids, weights, expert)
         except Exception as error:  # experts that nobody here has seen may stumble in any way
             raise UnsupportedError(
                 f"experts of {self._what} cannot be run alone ({line_of(error)})"
@@ -187,14 +229,14 @@ class ExpertProof(nn.Module):
             raise UnsupportedError(f"experts of {self._what} are not gated MLPs in transformers")
 
 
-def _alone(module: Any, gate_up: Tensor, down: Tensor) -> nn.Module:
-    """transformers' experts with one of them, in fp32, computed one after the other."""
+def _alone(module: Any) -> nn.Module:
+    """transformers' experts with the last of them alone, in fp32, computed as the plainest."""
     config = copy.copy(module.config)
     config._experts_implementation = EAGER
     memo: dict[int, Any] = {id(part): part for part in module.parameters()}
     own: Any = copy.deepcopy(module, {**memo, id(module.config): config})
     own.num_experts = 1
-    for name, stack in zip(STACKS, (gate_up, down), strict=True):
-        own.register_parameter(name, nn.Parameter(stack, requires_grad=False))
+    for name, stack in module.named_parameters(recurse=False):
+        own.register_parameter(name, nn.Parameter(stack[-1:].float(), requires_grad=False))
     alone: nn.Module = own
     return alone

@@ -25,12 +25,12 @@ from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, No
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
-from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
     LayerParts,
     described_norm,
     exact_kind,
     read_norm,
+    refuse_apart,
 )
 from dovetail.workers.models.backends.library import transformers_pass
 from dovetail.workers.models.backends.packing import DTYPES, pack, pack_and_drop
@@ -134,7 +134,7 @@ class Kernels:
     _reorders = True
     """True if the rows of queries and keys may be packed in another order than the checkpoint's."""
     _mixes = True
-    """True if layers may have experts."""
+    """True if layers may have parts that are computed on one CPU alone."""
     _computes_here = True
     """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
@@ -157,6 +157,8 @@ class Kernels:
         and is not needed afterwards."""
         spec = None if self._family is None else self._family.layer(self._model.config, index)
         parts = LayerParts(layer, spec)
+        if not self._mixes:
+            refuse_apart(parts)
         self._arrange(parts)
         proof = LayerProof(self._oracle, layer, index, parts)
         proving = (
@@ -167,7 +169,7 @@ class Kernels:
         matrices = {
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
-        experts = None if parts.experts is None else self._pack_experts(parts.experts)
+        experts = None if parts.experts is None else parts.experts.pack(self._kind)
         noted = proof.note(proving or matrices)
         if spec is not None:
             check_attention(spec.attention, noted, index)
@@ -176,11 +178,6 @@ class Kernels:
         self._take(plan)
         self._taken += 1
         return nn.Identity()
-
-    def _pack_experts(self, experts: ExpertParts) -> ExpertsPlan:
-        if not self._mixes:
-            raise UnsupportedError("layers of experts are computed on one CPU by their own weights")
-        return experts.pack(self._kind)
 
     def _arrange(self, parts: LayerParts) -> None:
         """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
@@ -361,6 +358,8 @@ class Kernels:
             **self._described(parts.spec),
             norm_kind=kinds.pop(),
             activation=parts.activation,
+            activation_numbers=parts.numbers,
+            sinks=parts.sinks,
             epsilon=epsilons.pop(),
             scale=noted.scaling,
             softcap=noted.softcap or 0.0,

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, silu, softplus
 
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer import normalise
 from dovetail.workers.kernels.layer_plan import Activation, Norm, NormKind
-from dovetail.workers.models.backends.experts import ExpertParts, part_of
+from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
 from dovetail.workers.models.families.description import Experts, LayerSpec, Mlp, Norms
 from dovetail.workers.models.parity.following import UnsupportedError
 
@@ -29,6 +29,10 @@ class LayerParts:
         """int64 [head_dim]: where each number of a head of queries and keys stands in the
         checkpoint; None: in place."""
         self.experts: ExpertParts | None = None
+        self.sinks: Tensor | None = None
+        """float32 [heads]: scores without a value."""
+        self.numbers = (0.0, 0.0)
+        """The numbers of the activation."""
         if spec is None:
             self._find(layer)
         else:
@@ -53,6 +57,8 @@ class LayerParts:
         self.norms = {
             part: part_of(layer, name) for part, name in named.items() if name is not None
         }
+        if attention.sinks is not None:
+            self.sinks = tensor_of(layer, attention.sinks).float().contiguous()
 
     def _take_mlp(self, layer: nn.Module, said: Mlp | Experts) -> None:
         mlp = said.shared if isinstance(said, Experts) else said
@@ -60,7 +66,9 @@ class LayerParts:
             self.linears["gate_up"] = [_linear(layer, name) for name in mlp.gate_up]
             self.linears["down"] = [_linear(layer, mlp.down)]
         if isinstance(said, Experts):
-            self.experts = ExpertParts(layer, said)
+            self.experts, self.numbers = ExpertParts(layer, said), said.numbers
+        elif said.function is not None:
+            self.numbers = _xielu_numbers(_part(layer, said.function))
         self.activation = said.activation
 
     def interleave(self, rotated: int, head_dim: int) -> None:
@@ -117,6 +125,18 @@ class LayerParts:
         return names
 
 
+def _xielu_numbers(function: Any) -> tuple[float, float]:
+    """Return the factors of the squares of what is positive, and of what is negative."""
+    learned = (getattr(function, name, None) for name in ("alpha_p", "alpha_n"))
+    positive, negative = (
+        softplus(part.detach().float()).item() if isinstance(part, Tensor) else None
+        for part in learned
+    )
+    if positive is None or negative is None or float(function.beta) != 0.5:
+        raise UnsupportedError(f"the activation {type(function).__name__}")
+    return positive, 0.5 + negative
+
+
 def _linear(layer: nn.Module, name: str) -> nn.Linear:
     found = part_of(layer, name)
     if type(found) is not nn.Linear:
@@ -168,6 +188,14 @@ def linears_of(module: nn.Module, *choices: Sequence[str]) -> list[nn.Linear]:
         f"{type(module).__name__} has no linears "
         f"{' or '.join('+'.join(names) for names in choices)}"
     )
+
+
+def refuse_apart(parts: "LayerParts") -> None:
+    """`UnsupportedError` for a layer with parts that are computed on one CPU, by their own
+    weights, and nowhere else."""
+    for what, part in (("of experts", parts.experts), ("with sinks", parts.sinks)):
+        if part is not None:
+            raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
 
 
 def exact_kind(parts: "LayerParts") -> Kind:

@@ -70,12 +70,16 @@ def sampled_rows(outputs: int) -> Tensor:
     return torch.linspace(0, outputs - 1, min(SAMPLED, outputs)).long()
 
 
-def check_packed(name: str, matrix: PackedMatrix, weight: Tensor) -> None:
+def check_packed(
+    name: str, matrix: PackedMatrix, weight: Tensor, bias: Tensor | None = None
+) -> None:
     """`UnsupportedError` where random rows by a packed matrix give something else than by the
-    weight [out, in] that it was packed from."""
+    weight [out, in] and the bias [out] that it was packed from."""
     x = torch.randn(TRIED, matrix.k, generator=torch.Generator().manual_seed(matrix.k))
     picked = sampled_rows(matrix.n)
-    compare_product(name, matrix, matrix.linear(x)[:, picked], x @ weight[picked].float().t())
+    expected = x @ weight[picked].float().t()
+    expected = expected if bias is None else expected + bias[picked]
+    compare_product(name, matrix, matrix.linear(x)[:, picked], expected)
 
 
 def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Tensor) -> None:

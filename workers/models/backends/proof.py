@@ -125,6 +125,7 @@ def check_attention(said: Attention, noted: Noted, index: int) -> None:
         "window": (said.window, noted.window or 0),
         "scale": (said.scale, noted.scaling),
         "softcap": (said.softcap, noted.softcap or 0.0),
+        "sinks": (said.sinks is not None, noted.sinks),
     }
     for what, (ours, theirs) in pairs.items():
         if not math.isclose(ours, theirs, rel_tol=1e-6):

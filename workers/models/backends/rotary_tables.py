@@ -67,6 +67,8 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
         # some embeddings of neighbours give halves, and their layers repeat each angle themselves
         if of.interleaved and torch.equal(other[0, :, 0], other[0, :, other.shape[-1] // 2]):
             expected = found.repeat(1, 2)
+        if not of.interleaved and other.shape[-1] == found.shape[-1]:  # each angle once
+            expected = found
         if other.shape[1:] != expected.shape:
             raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
         far = (other[0] - expected).abs().amax(-1) > TABLE_TOLERANCE

@@ -80,6 +80,8 @@ def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
             f"{file} names weights of its own ({key}), which are not read; remove the key"
         )
     if quantisation := content.get("quantization_config") or content.get("compression_config"):
+        if is_unpacked(content):
+            return
         method = (
             quantisation.get("quant_method", "unknown")
             if isinstance(quantisation, dict)
@@ -88,6 +90,17 @@ def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
         raise CheckpointError(
             f"{file.parent} is quantised ({method}); take the original weights of that model"
         )
+
+
+def is_unpacked(content: Mapping[str, Any]) -> bool:
+    """Return whether the weights of a config.json are quantised in a way that is unpacked as they
+    are read: experts of gpt-oss in MXFP4."""
+    quantisation = content.get("quantization_config")
+    return (
+        content.get("model_type") == "gpt_oss"
+        and isinstance(quantisation, dict)
+        and quantisation.get("quant_method") == "mxfp4"
+    )
 
 
 def refuse_content(content: Mapping[str, Any], file: Path) -> None:

@@ -47,6 +47,8 @@ FLOAT_TYPES = {
 }
 COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 """Types of tables of token ids, which some draft heads have."""
+CODE_TYPES = {"U8": torch.uint8}
+"""Types of what stands for other numbers."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Stored:
                 refuse_changed(self.file, self.identity, file)
         except OSError as error:
             raise unreadable(self.file, error) from None
-        kind = {**FLOAT_TYPES, **COUNT_TYPES}.get(self.kind)
+        kind = {**FLOAT_TYPES, **COUNT_TYPES, **CODE_TYPES}.get(self.kind)
         if count != self.size_bytes or kind is None:
             raise CheckpointError(
                 f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; "

@@ -45,11 +45,16 @@ class Tensor:
 
     @property
     def numbers(self) -> int:
-        return prod(self.shape)
+        """Return how many numbers it stands for: blocks of MXFP4 for two in each byte, and their
+        exponents for none."""
+        if self.kind != "U8":
+            return prod(self.shape)
+        return 2 * prod(self.shape) if self.name.endswith("_blocks") else 0
 
     @property
     def stored_bytes(self) -> int:
-        return self.numbers * STORED_BYTES.get(self.kind, 1)
+        """Return the memory that it takes as it is read, when MXFP4 has become bf16."""
+        return self.numbers * STORED_BYTES.get(self.kind, 2 if self.kind == "U8" else 1)
 
     @property
     def is_table(self) -> bool:

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Stored
+from dovetail.workers.models.checkpoints.checkpoint import CODE_TYPES, FLOAT_TYPES, Stored
+from dovetail.workers.models.checkpoints.mxfp4 import packed_shapes, unpack
 from dovetail.workers.models.checkpoints.namings import Naming
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+"""Ends of the names of a stack in MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Pieces:
         found = STACK.match(stored)
         if stored in self.tensors or found is None:
             return [stored]
+        if f"{stored}{BLOCKS}" in self.tensors:
+            return [f"{stored}{BLOCKS}", f"{stored}{EXPONENTS}"]
         parts = self.naming.gate_up if found[2] == "gate_up" else self.naming.down
         experts = range(self.shapes[name][0])
         return [f"{found[1]}.{expert}.{part}.weight" for expert in experts for part in parts]
@@ -50,6 +55,8 @@ class Pieces:
         pieces, shape = self.of(name), self.shapes[name]
         if len(pieces) == 1:
             return self.tensors[pieces[0]].read(pieces[0])
+        if pieces[0].endswith(BLOCKS):
+            return self._unpack(pieces)
         kinds = {self.tensors[piece].kind for piece in pieces}
         whole = torch.empty(shape, dtype=FLOAT_TYPES[kinds.pop()] if len(kinds) == 1 else None)
         rows, first = whole.view(-1, shape[-1]), 0
@@ -58,6 +65,16 @@ class Pieces:
             rows[first : first + len(part)] = part
             first += len(part)
         return whole
+
+    def _unpack(self, pieces: Sequence[str]) -> Tensor:
+        """Return [experts, in, out], as transformers holds it, of blocks along `in`."""
+        try:
+            return unpack(*(self.tensors[name].read(name) for name in pieces)).transpose(1, 2)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.tensors[pieces[1]].file}: {error} in tensor {pieces[1]}; fetch the model "
+                "again"
+            ) from None
 
     def refuse_misshapen(self, folder: Path) -> None:
         """`CheckpointError` naming a piece that is missing, that has another shape than the model
@@ -83,6 +100,9 @@ class Pieces:
     def _shaped(self, name: str) -> Iterator[tuple[str, Sequence[int]]]:
         """The pieces of a tensor, and the shape that each has to have."""
         pieces, shape = self.of(name), tuple(self.shapes[name])
+        if pieces[0].endswith(BLOCKS):
+            experts, inputs, outputs = shape
+            return zip(pieces, packed_shapes((experts, outputs, inputs)), strict=True)
         if len(pieces) > 1:
             shape = (shape[0] * shape[1] // len(pieces), shape[2])
         return ((piece, shape) for piece in pieces)
@@ -94,8 +114,9 @@ class Pieces:
                 f"{folder}: tensor {piece} has the shape {list(stored.shape)}, where config.json "
                 f"calls for {list(shape)}; fetch the model again"
             )
-        if stored.kind not in FLOAT_TYPES:
+        coded = piece.endswith((BLOCKS, EXPONENTS))
+        if stored.kind not in (CODE_TYPES if coded else FLOAT_TYPES):
             raise CheckpointError(
                 f"{stored.file}: tensor {piece} has numbers of type {stored.kind}; take weights "
-                f"of type {', '.join(FLOAT_TYPES)}"
+                f"of type {', '.join(CODE_TYPES if coded else FLOAT_TYPES)}"
             )

@@ -21,6 +21,8 @@ GATED = {
 """Activations of gated MLPs, by their names in configurations."""
 UNGATED = {
     "relu2": Activation.RELU2,
+    "gelu": Activation.GELU,
+    "xielu": Activation.XIELU,
     **dict.fromkeys(
         ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), Activation.GELU_TANH
     ),
@@ -67,6 +69,8 @@ class Attention:
     norms: tuple[str, str] | None = None
     """Names of the RMS norms of queries and of keys; None: there are none."""
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
+    sinks: str | None = None
+    """The name of scores without a value, one for each head, that take their share of weights."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Mlp:
     activation: Activation
     gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    function: str | None = None
+    """The name of transformers' part for the activation, where that has numbers of its own."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ class Router:
     """True if the weights are divided by their sum, or by `least_sum` where that is more."""
     least_sum: float = 0.0
     scale: float = 1.0
+    bias: str | None = None
+    """The name of what is added to the logits, a number for each expert."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,10 @@ class Experts:
     router: Router = field(default_factory=Router)
     part: str = "mlp.experts"
     """transformers' part that holds the experts' `gate_up_proj` [experts, 2 units, hidden] and
-    `down_proj` [experts, hidden, units]."""
+    `down_proj` [experts, hidden, units], or each of them transposed, gates and what they are for
+    one by one, and with biases, as the part itself says."""
+    numbers: tuple[float, float] = (0.0, 0.0)
+    """The numbers of the activation."""
     shared: Mlp | None = None
     """The MLP of all rows."""
     shared_gate: str | None = None

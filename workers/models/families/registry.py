@@ -9,6 +9,7 @@ from dovetail.workers.models.families import (
     llama,
     mixtures,
     post_normed,
+    sunken,
 )
 from dovetail.workers.models.families.description import Family
 
@@ -19,4 +20,5 @@ FAMILIES: Mapping[str, Family] = (
     | cohere.FAMILIES
     | layer_normed.FAMILIES
     | mixtures.FAMILIES
+    | sunken.FAMILIES
 )

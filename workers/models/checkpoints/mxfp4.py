@@ -1,0 +1,35 @@
+"""Weights in MXFP4: numbers of four bits, of which each block of 32 shares a power of two (OCP
+Microscaling Formats, 1.0). Every one of them is a number of bf16 too."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+"""Numbers that share a power of two."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers that the lower three bits of a code stand for; the highest is the sign."""
+BIAS, NO_NUMBER = 127, 255
+"""The exponent of 1 among the powers of two, and the one that stands for no number."""
+
+
+def packed_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the blocks and of their exponents, of a matrix [..., out, in] whose
+    blocks lie along `in`."""
+    blocks = (*shape[:-1], shape[-1] // BLOCK)
+    return (*blocks, BLOCK // 2), blocks
+
+
+def unpack(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """Return bf16 [..., out, in] of uint8 blocks [..., out, in / 32, 16], the lower half of a byte
+    first, and exponents [..., out, in / 32]. ValueError for an exponent that is no number."""
+    if bool((exponents == NO_NUMBER).any()):
+        raise ValueError("a block's power of two is no number")
+    codes = torch.tensor([*MAGNITUDES, *(-number for number in MAGNITUDES)], dtype=torch.bfloat16)
+    pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], dim=-1)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS).to(torch.bfloat16)
+    whole = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
+    for numbers, codes_of, scale in zip(whole, blocks, scales, strict=True):
+        torch.mul(pairs[codes_of.int()], scale[..., None, None], out=numbers)
+    return whole.flatten(-3)
