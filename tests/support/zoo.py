@@ -82,26 +82,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"attention_chunk_size": 8, "num_local_experts": 2},
         "layers of type chunked_attention",
     ),
-    "llama longrope": (
-        "Llama",
-        longrope(4.0),
-        "rotary embeddings of type longrope .llama. .*longest sequence of a pass",
-    ),
-    "llama longrope that changes among the first tokens": (
-        "Llama",
-        longrope(4.0, original=8),
-        "rotary embeddings of type longrope .llama. .*longest sequence of a pass",
-    ),
-    "llama longrope that changes behind the second token": (
-        "Llama",
-        longrope(4.0, original=2),
-        "rotary embeddings of type longrope .llama. .*longest sequence of a pass",
-    ),
-    "phi3 longrope": (
-        "Phi3",
-        {"original_max_position_embeddings": ORIGINAL, **longrope(4.0)},
-        "rotary embeddings of type longrope",
-    ),
     "stablelm with head norms": (
         "StableLm",
         {"qk_layernorm": True},

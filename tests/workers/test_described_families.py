@@ -29,9 +29,9 @@ PROMPT, PATH = 40, 12
 TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.25}
 NEW = (
-    *("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "arcee"),
+    *("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "apertus"),
     *("qwen3_moe", "glm4_moe", "gpt_oss"),
-    *("ministral3", "stablelm", "nemotron", "olmo", "gpt2"),
+    *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
 )
 """Families that between them take every branch of a description."""
 FIELDS: dict[str, dict[str, Any]] = {
@@ -215,11 +215,14 @@ def test_a_wrong_description_of_one_layer_is_found(
         load(kind, tmp_path / "model", "fp32")
 
 
-@pytest.mark.parametrize("kind", ["stablelm", "gpt2"])
+@pytest.mark.parametrize(
+    "kind", ["stablelm", "gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow)]
+)
 def test_what_a_configuration_switches_is_described(kind: str, tmp_path: Path) -> None:
     fields = {
         "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
         "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+        "gpt_neox": {"use_parallel_residual": False},
     }[kind]
     write_tiny(kind, tmp_path / "model", **fields)
     model = load_language_model(

@@ -1,7 +1,6 @@
 """A model of any family computes what transformers does at every position, or is refused in one
 true sentence."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -184,15 +183,16 @@ def test_a_layer_that_counts_the_rows_of_a_cache_is_refused(tmp_path: Path) -> N
         oracle.check_window(0, None)
 
 
-def test_a_configuration_that_names_a_stretch_of_the_context_is_proved_there(
-    tmp_path: Path,
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+def test_a_model_with_two_rotary_tables_has_the_context_of_the_first(
+    family: str, tmp_path: Path
 ) -> None:
-    """A configuration written by hand: a table that is long from a position on."""
-    folder = write(tmp_path, "Llama", {})
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **longrope(4.0)}))
-    with pytest.raises(CheckpointError, match="longrope"):
-        load_language_model(str(folder), weights="fp32", device="cpu")
+    fields = {"original_max_position_embeddings": ORIGINAL} if family == "Phi3" else {}
+    folder = write(tmp_path, family, {**fields, **longrope(4.0)})
+    model = load_language_model(str(folder), weights="fp32", device="cpu")
+    assert model.context == ORIGINAL
+    expected = reference_logits(folder, TOKENS[:ORIGINAL])
+    torch.testing.assert_close(logits_of(model, TOKENS[:ORIGINAL]), expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels

@@ -169,8 +169,14 @@ class LanguageModel:
 
 
 def context_of(config: Any) -> int:
-    """The longest sequence that the model has positions for."""
-    return min(int(config.max_position_embeddings), MAX_TOKENS)
+    """The longest sequence that the model has positions for; of one with two rotary tables, the
+    longest that is read by the first: behind it all rows would have to be read anew."""
+    positions, rope = int(config.max_position_embeddings), getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+        short, long = (rope.get(f"{name}_factor") for name in ("short", "long"))
+        if short != long:
+            positions = min(positions, int(rope["original_max_position_embeddings"]))
+    return min(positions, MAX_TOKENS)
 
 
 def check_attention(model: LanguageModel) -> None:

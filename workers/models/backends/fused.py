@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
-from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, NormKind
+from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
@@ -185,12 +185,14 @@ class Kernels:
         if parts.spec is None:
             return
         attention = parts.spec.attention
-        if attention.rope is not None and attention.rope.interleaved:
-            if not self._reorders:
-                raise UnsupportedError(
-                    "queries and keys that are rotated in pairs of neighbours are not reordered in "
-                    "the codes of a substitute"
-                )
+        turned = attention.rope is not None and attention.rope.interleaved
+        if (turned or attention.by_head) and not self._reorders:
+            raise UnsupportedError(
+                "queries and keys that are fused by heads or rotated in pairs of neighbours are "
+                "not reordered in the codes of a substitute"
+            )
+        if turned:
+            assert attention.rope is not None
             pairs = self._tables.of(attention.rope).cosines.shape[1]
             parts.interleave(2 * pairs, attention.head_dim)
 
@@ -368,7 +370,7 @@ class Kernels:
 
 
 def _final_norm(base: Any) -> tuple[str, nn.Module]:
-    for name in ("norm", "ln_f", "final_layernorm"):
+    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm"):
         if hasattr(base, name):
             return name, getattr(base, name)
     raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")

@@ -28,6 +28,9 @@ class LayerParts:
         self.order: Tensor | None = None
         """int64 [head_dim]: where each number of a head of queries and keys stands in the
         checkpoint; None: in place."""
+        self.rows: Sequence[Tensor | None] = (None,)
+        """For each linear of queries, keys and values int64 [out]: where the outputs of the kernels
+        stand in the checkpoint; None: in place."""
         self.experts: ExpertParts | None = None
         self.sinks: Tensor | None = None
         """float32 [heads]: scores without a value."""
@@ -44,6 +47,11 @@ class LayerParts:
             "qkv": [_linear(layer, name) for name in attention.qkv],
             "output": [_linear(layer, attention.output)],
         }
+        self.rows = [None] * len(attention.qkv)
+        if attention.by_head:
+            parts = torch.arange(3 * attention.heads * attention.head_dim)
+            parts = parts.view(attention.heads, 3, attention.head_dim).transpose(0, 1)
+            self._reorder([parts.flatten()])
         self._take_mlp(layer, spec.mlp)
         query, key = attention.norms or (None, None)
         named = {
@@ -68,7 +76,7 @@ class LayerParts:
         if isinstance(said, Experts):
             self.experts, self.numbers = ExpertParts(layer, said), said.numbers
         elif said.function is not None:
-            self.numbers = _xielu_numbers(_part(layer, said.function))
+            self.numbers = _xielu_numbers(part_of(layer, said.function))
         self.activation = said.activation
 
     def interleave(self, rotated: int, head_dim: int) -> None:
@@ -85,11 +93,22 @@ class LayerParts:
                 torch.arange(rotated, head_dim),
             ]
         )
-        for part in self.linears["qkv"][:2]:
-            rows = by_heads(self.order, part.out_features)
-            part.weight = nn.Parameter(part.weight.detach()[rows], requires_grad=False)
+        queries, keys, _ = (part.out_features for part in self.linears["qkv"])
+        self._reorder([by_heads(self.order, queries), by_heads(self.order, keys), None])
+
+    def _reorder(self, rows: Sequence[Tensor | None]) -> None:
+        """Have the outputs of the linears of queries, keys and values in other orders."""
+        self.rows = rows
+        for part, order in zip(self.linears["qkv"], rows, strict=True):
+            if order is None:
+                continue
+            if len(order) != part.out_features:
+                raise UnsupportedError(
+                    f"a linear of {part.out_features} outputs, where {len(order)} are due"
+                )
+            part.weight = nn.Parameter(part.weight.detach()[order], requires_grad=False)
             if part.bias is not None:
-                part.bias = nn.Parameter(part.bias.detach()[rows], requires_grad=False)
+                part.bias = nn.Parameter(part.bias.detach()[order], requires_grad=False)
 
     def norm(self, module: nn.Module) -> tuple[NormKind, Norm, float]:
         """Return kind, weights and epsilon of one of the norms around the halves."""

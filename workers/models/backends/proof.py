@@ -21,7 +21,7 @@ from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.experts import ExpertProof
-from dovetail.workers.models.backends.layer_parts import LayerParts, by_heads
+from dovetail.workers.models.backends.layer_parts import LayerParts
 from dovetail.workers.models.backends.packing import compare_product, sampled_rows
 from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.parity.following import (
@@ -46,11 +46,14 @@ class Product:
     gave."""
 
     def __init__(
-        self, name: str, linears: Sequence[nn.Linear], order: Tensor | None = None
+        self,
+        name: str,
+        linears: Sequence[nn.Linear],
+        orders: Sequence[Tensor | None] | None = None,
     ) -> None:
         """`linears`: those that the matrix is packed of, below each other; a few of their rows are
-        kept. `order`: that of the numbers of each head of the first two, which transformers' layer
-        is given in the checkpoint's."""
+        kept. `orders`: of each, int64 [out], the places in the checkpoint of its outputs, which
+        transformers' layer is given as they were; None: they are in place."""
         self.name = name
         self.given, self.result = torch.empty(0), torch.empty(0)
         self._matrix: PackedMatrix | None = None
@@ -64,15 +67,10 @@ class Product:
             self._samples.append((picked, part.weight.detach()[picked].float(), bias))
             first += part.out_features
         self.stand_ins = [
-            _Rows(
-                self,
-                start,
-                part.out_features,
-                by_heads(order, part.out_features).argsort() if index < 2 else None,
+            _Rows(self, start, part.out_features, None if order is None else order.argsort())
+            for start, part, order in zip(
+                self._first, linears, orders or [None] * len(linears), strict=True
             )
-            if order is not None
-            else _Rows(self, start, part.out_features)
-            for index, (start, part) in enumerate(zip(self._first, linears, strict=True))
         ]
 
     def use(self, matrix: PackedMatrix) -> None:
@@ -156,7 +154,7 @@ class LayerProof:
             f"layer {index} ({type(layer).__name__})",
         )
         self._products = {
-            name: Product(name, linears[name], parts.order if name == "qkv" else None)
+            name: Product(name, linears[name], parts.rows if name == "qkv" else None)
             for name in linears
         }
         others: dict[nn.Module, nn.Module] = {

@@ -65,6 +65,8 @@ class Attention:
     """A position sees itself and window - 1 before it; 0: all."""
     softcap: float = 0.0
     qkv: Sequence[str] = SEPARATE
+    by_head: bool = False
+    """True if of each head query, key and value stand together in one linear."""
     output: str = "self_attn.o_proj"
     norms: tuple[str, str] | None = None
     """Names of the RMS norms of queries and of keys; None: there are none."""
@@ -196,9 +198,14 @@ def gated(name: str, **fields: Any) -> Mlp:
     return Mlp(activation(GATED, name), **fields)
 
 
-def ungated(name: str, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Mlp:
+def ungated(
+    name: str,
+    up: str = "mlp.up_proj",
+    down: str = "mlp.down_proj",
+    function: str | None = None,
+) -> Mlp:
     """Return an MLP without a gate, with the activation of this name."""
-    return Mlp(activation(UNGATED, name), gate_up=(up,), down=down)
+    return Mlp(activation(UNGATED, name), gate_up=(up,), down=down, function=function)
 
 
 def activation(known: Mapping[str, Activation], name: str) -> Activation:

@@ -1,4 +1,5 @@
-"""Families with layer norms: StarCoder 2, Jais 2, Nemotron, StableLM, OLMo, Phi and GPT-2."""
+"""Families with layer norms: StarCoder 2, Jais 2, Nemotron, StableLM, OLMo, Phi, GPT-NeoX and
+GPT-2."""
 
 from typing import Any
 
@@ -79,6 +80,17 @@ def _phi(config: Any, index: int) -> LayerSpec:
     )
 
 
+def _gpt_neox(config: Any, index: int) -> LayerSpec:
+    """The halves are parallel behind a norm for each, if that is said."""
+    fields: dict[str, Any] = {"qkv": ("attention.query_key_value",), "output": "attention.dense"}
+    return LayerSpec(
+        attention(config, index, window=0, by_head=True, **fields),
+        ungated(config.hidden_act, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        _layer_norms(config.layer_norm_eps),
+        parallel=config.use_parallel_residual,
+    )
+
+
 def _gpt2(config: Any, index: int) -> LayerSpec:
     """Positions are embedded, and nothing is rotated."""
     fields: dict[str, Any] = {"qkv": ("attn.c_attn",), "output": "attn.c_proj", "rope": None}
@@ -104,5 +116,6 @@ FAMILIES = {
     "stablelm": Family(_stablelm),
     "olmo": Family(_olmo),
     "phi": Family(_phi),
+    "gpt_neox": Family(_gpt_neox),
     "gpt2": Family(_gpt2),
 }

@@ -95,6 +95,17 @@ def _arcee(config: Any, index: int) -> LayerSpec:
     )
 
 
+def _apertus(config: Any, index: int) -> LayerSpec:
+    """No gate, and an activation with two learned numbers in each layer."""
+    return LayerSpec(
+        attention(config, index, window=0, norms=HEAD_NORMS),
+        ungated(config.hidden_act, function="mlp.act_fn"),
+        Norms(
+            config.rms_norm_eps, pre_mixer="attention_layernorm", pre_mlp="feedforward_layernorm"
+        ),
+    )
+
+
 def _phi3(config: Any, index: int) -> LayerSpec:
     return LayerSpec(
         attention(config, index, qkv=("self_attn.qkv_proj",)),
@@ -121,4 +132,5 @@ FAMILIES = {
     "granite": Family(_granite),
     "hyperclovax": Family(_hyperclovax),
     "arcee": Family(_arcee),
+    "apertus": Family(_apertus),
 }
