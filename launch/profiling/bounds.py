@@ -98,9 +98,11 @@ def linears_of(folder: Path, weights: str) -> Model | None:
     stacked = set()
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
-            if name != "__metadata__" and len(entry["shape"]) in (2, 3):
-                sizes[name] = prod(entry["shape"])
-                stacked |= {name} if len(entry["shape"]) == 3 else set()
+            shape = () if name == "__metadata__" else tuple(entry["shape"])
+            if len(shape) in (2, 3, 4) and not name.endswith(("_bias", "_scales")):
+                # Blocks of MXFP4 have two weights a byte.
+                sizes[name] = prod(shape) * (2 if name.endswith("_blocks") else 1)
+                stacked |= {name} if len(shape) > 2 else set()
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if is_composite(content):

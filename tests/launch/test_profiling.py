@@ -306,17 +306,21 @@ def test_the_weights_of_a_model_are_counted_from_its_headers(tmp_path: Path) -> 
     assert read_model(None, "fp32", "") is None
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_experts_are_counted_in_either_form_and_apart(tmp_path: Path, *, stacked: bool) -> None:
+@pytest.mark.parametrize("form", ["each", "stacked", "mxfp4"])
+def test_experts_are_counted_in_every_form_and_apart(form: str, tmp_path: Path) -> None:
     """Eight experts of 6 by 4, of which a row goes through two, beside a linear of 8 by 4."""
-    experts = (
-        {"model.layers.0.mlp.experts.down_proj": np.zeros((8, 6, 4), np.float16)}
-        if stacked
-        else {
-            f"model.layers.0.mlp.experts.{expert}.down_proj.weight": np.zeros((6, 4), np.float16)
-            for expert in range(8)
-        }
-    )
+    name = "model.layers.0.mlp.experts"
+    experts: dict[str, Any] = {
+        "each": {
+            f"{name}.{expert}.down_proj.weight": np.zeros((6, 4), np.float16) for expert in range(8)
+        },
+        "stacked": {f"{name}.down_proj": np.zeros((8, 6, 4), np.float16)},
+        "mxfp4": {
+            f"{name}.down_proj_blocks": np.zeros((8, 6, 1, 2), np.uint8),
+            f"{name}.down_proj_scales": np.zeros((8, 6, 1), np.uint8),
+            f"{name}.down_proj_bias": np.zeros((8, 6), np.float16),
+        },
+    }[form]
     shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": np.zeros((8, 4), np.float16)}
     save_file({**experts, **shared}, str(tmp_path / "model.safetensors"))
     (tmp_path / "config.json").write_text('{"num_local_experts": 8, "num_experts_per_tok": 2}')
