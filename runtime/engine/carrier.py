@@ -85,7 +85,7 @@ class Carrier:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Follow():
-                self._sessions.perform(effect.live, effect.actions)
+                self._sessions.perform(effect.running, effect.actions)
             case Free():
                 self._dispatch.next(effect.worker)
             case Say():
@@ -95,18 +95,18 @@ class Carrier:
             case Tell():
                 self._post.to_client(effect.client, effect.message)
             case Start():
-                self._sessions.start(effect.live)
+                self._sessions.start(effect.running)
             case Cancel():
-                self._sessions.cancel(effect.live)
+                self._sessions.cancel(effect.running)
             case Fail():
-                self._sessions.fail(effect.live, effect.error)
+                self._sessions.fail(effect.running, effect.error)
             case Break():
-                self._sessions.broken(effect.live, effect.error)
+                self._sessions.broken(effect.running, effect.error)
             case Abandon():
-                self._sessions.drop(effect.live)
+                self._sessions.drop(effect.running)
             case Forget():
                 self._sessions.attempt(
-                    effect.live, partial(self._sessions.close_on, effect.worker, effect.live)
+                    effect.running, partial(self._sessions.close_on, effect.worker, effect.running)
                 )
             case Lose():
                 self._peers.lose(effect.worker, effect.why)

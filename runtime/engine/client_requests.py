@@ -54,7 +54,7 @@ class ClientRequests:
         report: Callable[[], Reported],
     ) -> None:
         """`report`: the answer to Status."""
-        self._hub, self._service, self._live = shared.hub, shared.service, shared.live
+        self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._moving, self._changes, self._tally = shared.moving, shared.changes, shared.tally
         self._observing, self._report = shared.observing, report
@@ -72,7 +72,7 @@ class ClientRequests:
                 yield from self._submit(client, request, now_ns)
             case Cancel():
                 if (number := client.sessions.get(request.request)) is not None:
-                    yield effects.Cancel(self._live[number])
+                    yield effects.Cancel(self._running[number])
                 elif request.request in client.reading:
                     client.reading[request.request] = False
             case Status():
@@ -103,7 +103,7 @@ class ClientRequests:
             request,
             self._service.epoch,
             self._registry.workers.values(),
-            lambda worker: waits(worker, self._live.values()),
+            lambda worker: waits(worker, self._running.values()),
             own=own,
         )
         yield from observe(self._observing, self._registry, self._service.epoch)
@@ -221,13 +221,13 @@ class ClientRequests:
             assert isinstance(settled, RequestError)
             yield self._turn_down(client, submit, settled)
             return
-        live = self._placement.house(client, submit, settled, request, self._tally, now_ns)
-        client.sessions[submit.request] = live.session.number
-        yield Start(live)
+        running = self._placement.house(client, submit, settled, request, self._tally, now_ns)
+        client.sessions[submit.request] = running.session.number
+        yield Start(running)
         if settled.peer not in self._registry.workers:
-            yield from self._moving.disconnect(live)
+            yield from self._moving.disconnect(running)
         if not wanted:
-            yield effects.Cancel(live)
+            yield effects.Cancel(running)
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> Tell:
         """Count a request that is refused, and return what its client is told."""

@@ -92,8 +92,8 @@ class Coordinator:
         self.service = Service(self.epoch, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
         self._ticked_ns = clock_ns()
-        self._live: dict[int, RunningRequest] = {}
-        self._census = Census(self._live)
+        self._running: dict[int, RunningRequest] = {}
+        self._census = Census(self._running)
         self._tally, self._dropped = Tally(), Dropped()
         self._failing, self._observing = FailingDrafts(), EventLog(clock_ns)
         self._placement = Placement(
@@ -101,7 +101,7 @@ class Coordinator:
         )
         self._moving = Moving(
             self.service,
-            self._live,
+            self._running,
             self.registry,
             self._placement,
             self._failing,
@@ -109,7 +109,7 @@ class Coordinator:
             clock_ns,
         )
         self._changes = Changes(
-            self.epoch, self._live, self.registry, self._placement, self._moving, clock_ns
+            self.epoch, self._running, self.registry, self._placement, self._moving, clock_ns
         )
         self._open_rooms(later)
 
@@ -119,7 +119,7 @@ class Coordinator:
             self._hub,
             self._settings,
             self.service,
-            self._live,
+            self._running,
             self._census,
             self.registry,
             self._placement,
@@ -143,7 +143,7 @@ class Coordinator:
         )
         self._admission = Admission(shared, post)
         self._dispatch = CommandSender(
-            shared, post, lambda live, error: self._sessions.broken(live, error)
+            shared, post, lambda running, error: self._sessions.broken(running, error)
         )
         self._sessions = Sessions(
             shared,
@@ -275,11 +275,11 @@ class Coordinator:
         self._step_change(self.now_ns())
         self._peers.handle(self._moving.tick)
         self._conclude()
-        for live in [*self._live.values()]:
-            self._sessions.attempt(live, live.check_asked)
+        for running in [*self._running.values()]:
+            self._sessions.attempt(running, running.check_asked)
         for client in [client for client in self.registry.clients.values() if client.outbox]:
             aside(self._post.flush, client)
-        self._record(lambda recorder: recorder.tick(self._live))
+        self._record(lambda recorder: recorder.tick(self._running))
 
     def decide(self, words: str) -> None:
         """Log a decision, and keep it for `status`."""
@@ -304,9 +304,9 @@ class Coordinator:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def _begun(self, live: RunningRequest) -> None:
-        if not live.trial:
-            self._record(lambda recorder: recorder.begin(live))
+    def _begun(self, running: RunningRequest) -> None:
+        if not running.trial:
+            self._record(lambda recorder: recorder.begin(running))
 
     def _sent(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
         if self._recorder is not None:
@@ -327,13 +327,13 @@ class Coordinator:
         return self._status.report()
 
     @property
-    def lives(self) -> Collection[RunningRequest]:
+    def requests(self) -> Collection[RunningRequest]:
         """All sessions, trials too."""
-        return self._live.values()
+        return self._running.values()
 
     @property
     def idle(self) -> bool:
-        return not self._live
+        return not self._running
 
     def supervised(self, told: Supervised) -> None:
         """Heed what whoever started us says of the other parts."""
@@ -346,8 +346,8 @@ class Coordinator:
     def end(self) -> None:
         """Cancel what still runs and send the workers home."""
         self.service.ending = True
-        for live in list(self._live.values()):
-            self._sessions.cancel(live)
+        for running in list(self._running.values()):
+            self._sessions.cancel(running)
         for worker in list(self.registry.workers.values()):
             aside(self._post.to_worker, worker, Drain(epoch=self.epoch))
         self._conclude()

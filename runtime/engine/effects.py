@@ -21,7 +21,7 @@ from dovetail.runtime.session.request import Request
 class Follow:
     """Carry out the actions of a session."""
 
-    live: RunningRequest
+    running: RunningRequest
     actions: Sequence[Action]
 
 
@@ -29,7 +29,7 @@ class Follow:
 class Forget:
     """Have a worker forget a session, if the worker is still there."""
 
-    live: RunningRequest
+    running: RunningRequest
     worker: Worker
 
 
@@ -37,7 +37,7 @@ class Forget:
 class Fail:
     """End a request with an error."""
 
-    live: RunningRequest
+    running: RunningRequest
     error: RequestError
 
 
@@ -45,7 +45,7 @@ class Fail:
 class Break:
     """End a request for a fault of the coordinator's."""
 
-    live: RunningRequest
+    running: RunningRequest
     error: BaseException
 
 
@@ -91,21 +91,21 @@ class Tell:
 class Start:
     """Begin a session."""
 
-    live: RunningRequest
+    running: RunningRequest
 
 
 @dataclass(frozen=True)
 class Cancel:
     """End a session as far as it has come."""
 
-    live: RunningRequest
+    running: RunningRequest
 
 
 @dataclass(frozen=True)
 class Abandon:
     """Forget a session that nobody waits for any more."""
 
-    live: RunningRequest
+    running: RunningRequest
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class Peers:
 
     def admitted(self, worker: Worker) -> None:
         """Probe a worker that was let in, and have it serve sessions unless it is on standby."""
-        for live in [*self._sessions.all]:
-            self._sessions.attempt(live, partial(live.heard_of, worker))
+        for running in [*self._sessions.all]:
+            self._sessions.attempt(running, partial(running.heard_of, worker))
         worker.turns.cut = partial(self._dispatch.cut, worker)
         worker.turns.hold = partial(self._dispatch.holds, worker)
         self.probe(worker)
@@ -78,9 +78,9 @@ class Peers:
         log.log(level, "%s worker %s %s", "/".join(worker.hello.roles), worker.whereabouts, why)
         if worker.plays("draft") and worker.serves:
             self._status.draft_lost(worker, why)
-            for live in self._sessions.all:
-                if live.draft is worker:
-                    note_failure(live, worker, f"it {why}", self._now_ns())
+            for running in self._sessions.all:
+                if running.draft is worker:
+                    note_failure(running, worker, f"it {why}", self._now_ns())
         self._failing.forget(worker)
         self._placement.forget(worker)
         self._gone.append((worker, why))
@@ -105,9 +105,9 @@ class Peers:
         self._registry.clients.pop(client.peer, None)
         self.handle(self._changes.client_lost, client)
         for number in list(client.sessions.values()):
-            if (live := self._sessions.get(number)) is not None:
+            if (running := self._sessions.get(number)) is not None:
                 self._tally.ended["cancelled"] += 1
-                self._sessions.drop(live)
+                self._sessions.drop(running)
 
     def client_deaf(self, client: ClientPeer) -> None:
         """Free the sessions of a client that reads nothing, and tell it as soon as it reads."""
@@ -191,9 +191,11 @@ class Peers:
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Tell a client that a request of its failed for our own fault; None: it was a question."""
-        live = self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
-        if live is not None:
-            self._sessions.broken(live, error)
+        running = (
+            self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
+        )
+        if running is not None:
+            self._sessions.broken(running, error)
             return
         if request is not None:
             client.reading.pop(request, None)

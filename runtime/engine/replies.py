@@ -20,38 +20,38 @@ class Replies:
         self._changes, self._observing = shared.changes, shared.observing
         self._tally, self._now_ns = shared.tally, shared.now_ns
 
-    def tell(self, live: RunningRequest, action: Action, at_ns: int) -> None:
+    def tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
         """Tell a session's client of an action of the time `at_ns` that it is to hear of."""
         if isinstance(action, Emit):
-            self._emit(live, action, at_ns)
+            self._emit(running, action, at_ns)
         elif isinstance(action, Score):
             self._post.to_client(
-                live.client,
+                running.client,
                 PromptScored(
                     epoch=self._epoch,
-                    request=live.request,
+                    request=running.request,
                     start=action.start,
                     logprobs=action.logprobs,
                 ),
             )
         elif isinstance(action, Note):
             self._post.to_client(
-                live.client,
-                Recorded(epoch=self._epoch, request=live.request, record=action.record),
+                running.client,
+                Recorded(epoch=self._epoch, request=running.request, record=action.record),
             )
         elif isinstance(action, Finish):
-            self._finish(live, action)
+            self._finish(running, action)
 
-    def _emit(self, live: RunningRequest, emit: Emit, at_ns: int) -> None:
-        if live.told_ns is not None and not live.trial:
-            self._changes.paused(at_ns - live.told_ns)
-        live.told_ns = at_ns
+    def _emit(self, running: RunningRequest, emit: Emit, at_ns: int) -> None:
+        if running.told_ns is not None and not running.trial:
+            self._changes.paused(at_ns - running.told_ns)
+        running.told_ns = at_ns
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
         self._post.to_client(
-            live.client,
+            running.client,
             Emitted(
                 epoch=self._epoch,
-                request=live.request,
+                request=running.request,
                 tokens=emit.tokens,
                 drafted=drafted,
                 text=emit.text,
@@ -59,31 +59,31 @@ class Replies:
             ),
         )
 
-    def _finish(self, live: RunningRequest, finish: Finish) -> None:
+    def _finish(self, running: RunningRequest, finish: Finish) -> None:
         now_ns = self._now_ns()
-        live.over(now_ns)
-        result = live.session.result(now_ns, finish.reason)
+        running.over(now_ns)
+        result = running.session.result(now_ns, finish.reason)
         controls = min(
-            live.controller.controls, result.plain_rounds
+            running.controller.controls, result.plain_rounds
         )  # the last one may have been cut short
         result = result.model_copy(
             update={
-                "predicted_tokens_per_s": live.controller.predicted_tokens_per_s,
+                "predicted_tokens_per_s": running.controller.predicted_tokens_per_s,
                 "control_rounds": controls,
-                "draft_failure": live.draft_failure,
+                "draft_failure": running.draft_failure,
             }
         )
-        if not live.trial:
-            self._failing.drafted(live, result.rounds - result.plain_rounds)
+        if not running.trial:
+            self._failing.drafted(running, result.rounds - result.plain_rounds)
             self._tally.end(finish.reason, result)
-        spans = self._observing.traced(live.session.number)
+        spans = self._observing.traced(running.session.number)
         self._post.to_client(
-            live.client,
+            running.client,
             Finished(
                 epoch=self._epoch,
-                request=live.request,
+                request=running.request,
                 result=result,
-                margins=tuple(live.session.margins),
+                margins=tuple(running.session.margins),
                 spans=spans,
             ),
         )

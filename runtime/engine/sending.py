@@ -50,103 +50,103 @@ class CommandSender:
         broken: Callable[[RunningRequest, BaseException], None],
     ) -> None:
         """`broken` ends a session for a fault of ours."""
-        self._live, self._census, self._registry = shared.live, shared.census, shared.registry
+        self._running, self._census, self._registry = shared.running, shared.census, shared.registry
         self._reuse = shared.settings.reuse
         """True if workers keep what they have of ended sessions."""
         self._post, self._broken = post, broken
 
-    def ask(self, live: RunningRequest, asks: Sequence[Ask]) -> None:
+    def ask(self, running: RunningRequest, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn. If the session ends at one of the commands, the
         others are not asked; only Close is for sessions that have ended."""
         for ask in asks:
-            running = self._live.get(live.session.number) is live
-            if running or isinstance(ask.command, Close):
-                self._ask(live, ask)
+            runs = self._running.get(running.session.number) is running
+            if runs or isinstance(ask.command, Close):
+                self._ask(running, ask)
 
-    def end(self, live: RunningRequest, role: str) -> None:
+    def end(self, running: RunningRequest, role: str) -> None:
         """A worker forgets a session that nobody waits for, whatever state that is in."""
-        worker = live.target if role == "target" else live.draft
+        worker = running.target if role == "target" else running.draft
         if worker is None or worker.peer not in self._registry.workers:
             return
-        if (base := live.session.base(role)) is not None:
+        if (base := running.session.base(role)) is not None:
             worker.shelf.give_back(base.session)  # if it was not taken
-        self.forget(worker, Close(epoch=live.session.epoch, session=live.session.number))
+        self.forget(worker, Close(epoch=running.session.epoch, session=running.session.number))
 
-    def _ask(self, live: RunningRequest, ask: Ask) -> None:
-        worker = live.target if ask.role == "target" else live.draft
+    def _ask(self, running: RunningRequest, ask: Ask) -> None:
+        worker = running.target if ask.role == "target" else running.draft
         if worker is None or worker.peer not in self._registry.workers:
             return
         if isinstance(ask.command, Close):
-            self._close(live, worker, ask.role, ask.command)
-        elif isinstance(ask.command, Open | Feed) and self._can_wait(live, worker, ask.command):
-            self._postpone(live, worker, ask.command)
+            self._close(running, worker, ask.role, ask.command)
+        elif isinstance(ask.command, Open | Feed) and self._can_wait(running, worker, ask.command):
+            self._postpone(running, worker, ask.command)
         else:
-            number, turns = live.session.number, worker.turns
+            number, turns = running.session.number, worker.turns
             if number in turns.postponed and isinstance(ask.command, Draft | Feed):
                 turns.resume(number)  # the prompt is read before
             turns.ask(number, ask.command)
             self.next(worker)
 
-    def _can_wait(self, live: RunningRequest, worker: Worker, command: Open | Feed) -> bool:
+    def _can_wait(self, running: RunningRequest, worker: Worker, command: Open | Feed) -> bool:
         """Return whether a draft need not read a prompt yet. The first prompts of a burst wait
         until it is known how many there are, the others as long as nothing is drafted at this load.
         Features of a prompt wait with it while there is room."""
-        if worker is live.target:
+        if worker is running.target:
             return False
         if isinstance(command, Feed):
-            held = worker.turns.postponed.get(live.session.number, ())
+            held = worker.turns.postponed.get(running.session.number, ())
             size = sum(len(feed.features.data) for feed in held if isinstance(feed, Feed))
-            return bool(held) and size + live.session.held_bytes <= MAX_HELD_BYTES
-        return live.session.state is State.OPENING or not live.controller.drafts_at(
-            self._coming(live)
+            return bool(held) and size + running.session.held_bytes <= MAX_HELD_BYTES
+        return running.session.state is State.OPENING or not running.controller.drafts_at(
+            self._coming(running)
         )
 
-    def _postpone(self, live: RunningRequest, worker: Worker, command: Open | Feed) -> None:
-        worker.turns.postpone(live.session.number, command)
+    def _postpone(self, running: RunningRequest, worker: Worker, command: Open | Feed) -> None:
+        worker.turns.postpone(running.session.number, command)
         if isinstance(command, Open):
-            live.joining = False  # nobody waits for it, not even a change of drafts
-            if live.session.state is State.OPENING:
-                self._post.later(BURST_S, lambda: self._read_after_all(live))
+            running.joining = False  # nobody waits for it, not even a change of drafts
+            if running.session.state is State.OPENING:
+                self._post.later(BURST_S, lambda: self._read_after_all(running))
 
-    def _drafts_soon(self, live: RunningRequest) -> bool:
+    def _drafts_soon(self, running: RunningRequest) -> bool:
         """Return whether a session is drafted for once all sessions that are opening run, and it
         pays to have its draft read the prompt for that."""
-        load = self._coming(live)
-        return live.controller.drafts_soon(load) and live.controller.worth_reading(
-            live.session.to_brief, live.session.room, load
+        load = self._coming(running)
+        return running.controller.drafts_soon(load) and running.controller.worth_reading(
+            running.session.to_brief, running.session.room, load
         )
 
-    def _coming(self, live: RunningRequest) -> Load:
+    def _coming(self, running: RunningRequest) -> Load:
         """Return the load of a session's workers once all sessions that are opening run."""
-        return self._census.load(live, opening=True)
+        return self._census.load(running, opening=True)
 
-    def _read_after_all(self, live: RunningRequest) -> None:
+    def _read_after_all(self, running: RunningRequest) -> None:
         """Have the draft read the prompt of a session that it will be asked about."""
         self._census.forget()
         try:
-            if live.session.number in self._live and self._drafts_soon(live):
-                self.resume(live)
+            if running.session.number in self._running and self._drafts_soon(running):
+                self.resume(running)
         except BaseException as error:
-            self._broken(live, error)
+            self._broken(running, error)
 
-    def can_draft(self, live: RunningRequest) -> bool:
+    def can_draft(self, running: RunningRequest) -> bool:
         """Return whether a session is drafted for where drafting is on. If the draft has not read
         its prompt, it is not where so many others are about to run that drafting will stop, nor
         where the rest of the reply would not pay for that."""
-        if live.draft is None or live.session.number not in live.draft.turns.postponed:
+        if running.draft is None or running.session.number not in running.draft.turns.postponed:
             return True
-        begins = live.session.round <= 1
-        return self._drafts_soon(live) and (begins or live.session.room >= JOIN_WORTH)
+        begins = running.session.round <= 1
+        return self._drafts_soon(running) and (begins or running.session.room >= JOIN_WORTH)
 
-    def resume(self, live: RunningRequest) -> None:
+    def resume(self, running: RunningRequest) -> None:
         """Have a session's draft read the prompt, if that was put off; a session that has begun
         without it joins in when it has."""
-        if live.draft is not None and live.draft.turns.resume(live.session.number):
-            if live.session.round > 1:
-                live.joining, live.opened_ns = True, None
-            self.next(live.draft)
+        if running.draft is not None and running.draft.turns.resume(running.session.number):
+            if running.session.round > 1:
+                running.joining, running.opened_ns = True, None
+            self.next(running.draft)
 
-    def _close(self, live: RunningRequest, worker: Worker, role: str, command: Close) -> None:
+    def _close(self, running: RunningRequest, worker: Worker, role: str, command: Close) -> None:
         """End a session on a worker, which keeps what it has of it if it can; then others may have
         to go."""
         gone = None
@@ -154,26 +154,26 @@ class CommandSender:
             command.keep
             and self._reuse
             and worker.limits.kept
-            and live.draft is not live.target
-            and not live.trial
+            and running.draft is not running.target
+            and not running.trial
         ):
-            gone = self._shelve(live, worker, role)
+            gone = self._shelve(running, worker, role)
         for session in gone or ():
             self._post.to_worker(
                 worker, command.model_copy(update={"session": session, "keep": False})
             )
         self.forget(worker, command.model_copy(update={"keep": gone is not None}))
 
-    def _shelve(self, live: RunningRequest, worker: Worker, role: str) -> Sequence[int] | None:
+    def _shelve(self, running: RunningRequest, worker: Worker, role: str) -> Sequence[int] | None:
         """Have a worker keep an ended session: those that go for it, None if it is not kept. The
         client has its reply: a fault here ends nothing."""
         try:
             return worker.shelf.add(
-                live.session.kept(role, idle=not worker.turns.busy_with(live.session.number))
+                running.session.kept(role, idle=not worker.turns.busy_with(running.session.number))
             )
         except BaseException as error:
             reraise_exits(error)
-            log.exception("session %d is not kept", live.session.number)
+            log.exception("session %d is not kept", running.session.number)
             return None
 
     def forget(self, worker: Worker, command: Close) -> None:
@@ -222,8 +222,8 @@ class CommandSender:
 
     def _unaskable(self, worker: Worker, number: int, error: BaseException) -> None:
         """The command at the head of a worker's queue cannot be sent: its session ends."""
-        if (live := self._live.get(number)) is not None:
-            self._broken(live, error)
+        if (running := self._running.get(number)) is not None:
+            self._broken(running, error)
         worker.turns.withdraw(number)
 
     def _left(
@@ -242,17 +242,17 @@ class CommandSender:
             context = sum(item.prefix for item in message.items) / len(message.items)
             worker.passing = rows, context
         for place, number in enumerate(sessions):
-            if (live := self._live.get(number)) is None:
+            if (running := self._running.get(number)) is None:
                 continue
             try:
                 if isinstance(message, Verify):
-                    _passing(live, message.items[place], rows, context)
+                    _passing(running, message.items[place], rows, context)
                 if isinstance(message, Feed):
-                    live.passed_on(size)
-                elif live.awaits(worker, message):
-                    live.left(left_ns, size // len(sessions))
+                    running.passed_on(size)
+                elif running.awaits(worker, message):
+                    running.left(left_ns, size // len(sessions))
             except BaseException as error:
-                self._broken(live, error)
+                self._broken(running, error)
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
         """Return whether a target waits with a pass of these sessions for proposals that are nearly
@@ -287,9 +287,11 @@ class CommandSender:
     def _drafts_of(self, target: Worker) -> Sequence[Worker]:
         """Return where trees for a target's sessions grow at present."""
         drafts = {
-            live.draft.peer: live.draft
-            for live in self._live.values()
-            if live.target is target and live.session.state is State.DRAFTING and live.draft
+            running.draft.peer: running.draft
+            for running in self._running.values()
+            if running.target is target
+            and running.session.state is State.DRAFTING
+            and running.draft
         }
         return [draft for draft in drafts.values() if draft is not target]
 
@@ -298,34 +300,34 @@ class CommandSender:
         as far as nothing else has to be read before."""
         at_s = 0.0
         for number, order in draft.turns.orders():
-            live = self._live.get(number)
-            if not order or live is None:
+            running = self._running.get(number)
+            if not order or running is None:
                 return
-            elapsed_s = (now_ns - live.mark_ns) / 1e9 if live.sent else 0.0
-            at_s += max(live.controller.order_s - elapsed_s, LATE * elapsed_s)
-            if live.target is target:
+            elapsed_s = (now_ns - running.mark_ns) / 1e9 if running.sent else 0.0
+            at_s += max(running.controller.order_s - elapsed_s, LATE * elapsed_s)
+            if running.target is target:
                 yield at_s
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
         """Return how many nodes of each item of a pass are verified: whatever was offered, but
         where a session's policy leaves that to be decided."""
         counts = [len(item.tokens) for item in items]
-        lives = [self._live[item.session] for item in items if item.session in self._live]
-        if len(lives) < len(items):
+        sharing = [self._running[item.session] for item in items if item.session in self._running]
+        if len(sharing) < len(items):
             return counts
         choosing = [
-            place for place, live in enumerate(lives) if live.controller.cuts and counts[place]
+            place for place, one in enumerate(sharing) if one.controller.cuts and counts[place]
         ]
         if not choosing or not worker.verifying.known:
             return counts
         context = sum(item.prefix for item in items) / len(items)
-        running = sum(live.running and live.target is worker for live in self._live.values())
-        rate = sum(live.controller.rate(live.session.length) for live in lives) * max(
-            1.0, running / len(items)
+        decoding = sum(one.decoding and one.target is worker for one in self._running.values())
+        rate = sum(one.controller.rate(one.session.length) for one in sharing) * max(
+            1.0, decoding / len(items)
         )
         if rate <= 0.0:
             return counts
-        offers = [lives[place].session.scores for place in choosing]
+        offers = [sharing[place].session.scores for place in choosing]
         seconds = worker.verifying.table(len(items) + sum(counts), context).__getitem__
         fixed, most = (
             sum(1 + count for place, count in enumerate(counts) if place not in choosing),
@@ -338,9 +340,9 @@ class CommandSender:
         return counts
 
 
-def _passing(live: RunningRequest, item: VerifyItem, rows: int, context: float) -> None:
+def _passing(running: RunningRequest, item: VerifyItem, rows: int, context: float) -> None:
     """A pass of so many rows, behind contexts of so many tokens on average, begins: a session knows
     what of its own is in it, and what it is expected to take."""
-    live.give(live.session.sent, len(item.tokens))
-    live.other_rows = rows - len(item.tokens)
-    live.controller.sends(context, live.session.scores, rows)
+    running.give(running.session.sent, len(item.tokens))
+    running.other_rows = rows - len(item.tokens)
+    running.controller.sends(context, running.session.scores, rows)

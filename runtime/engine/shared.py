@@ -23,7 +23,7 @@ class Shared:
     hub: Hub
     settings: CoordinatorSettings
     service: Service
-    live: dict[int, RunningRequest]
+    running: dict[int, RunningRequest]
     """The sessions by their numbers, trials too."""
     census: Census
     registry: Registry

@@ -37,7 +37,7 @@ class Status:
         attempt: Callable[[RunningRequest, Callable[[], object]], None],
     ) -> None:
         """`attempt` does something about one session, and whatever goes wrong ends it alone."""
-        self._hub, self._service, self._live = shared.hub, shared.service, shared.live
+        self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._failing, self._moving, self._changes = shared.failing, shared.moving, shared.changes
         self._tally, self._dropped, self._now_ns = shared.tally, shared.dropped, shared.now_ns
@@ -119,8 +119,8 @@ class Status:
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
         offs: list[str] = []
-        for live in [*self._live.values()]:
-            self._attempt(live, lambda live=live: offs.append(live.controller.off))  # type: ignore[misc]
+        for running in [*self._running.values()]:
+            self._attempt(running, lambda running=running: offs.append(running.controller.off))  # type: ignore[misc]
         reasons += [off[:MAX_WORDS] for off in offs if off]
         return Reported(
             epoch=self._service.epoch,
@@ -128,7 +128,7 @@ class Status:
             pid=os.getpid(),
             uptime_s=(now_ns - self._began_ns) / 1e9,
             workers=tuple(w.state(now_ns) for w in self._registry.workers.values()),
-            sessions=len(self._live),
+            sessions=len(self._running),
             finished=self._tally.ended["stop"] + self._tally.ended["length"],
             failed=self._tally.ended["error"],
             cancelled=self._tally.ended["cancelled"],
@@ -156,10 +156,10 @@ class Status:
         return self._tally.totals(
             draft_failures=self._failing.count,
             opening=sum(
-                live.session.state is State.OPENING and not live.session.tokens
-                for live in self._live.values()
+                running.session.state is State.OPENING and not running.session.tokens
+                for running in self._running.values()
             ),
-            waiting=sum(live.loss is not None for live in self._live.values()),
+            waiting=sum(running.loss is not None for running in self._running.values()),
             kept=sum(len(target.shelf) for target in targets),
             occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),
         )

@@ -51,7 +51,7 @@ class WorkerEvents:
         self,
         shared: Shared,
     ) -> None:
-        self._live, self._census, self._moving = shared.live, shared.census, shared.moving
+        self._running, self._census, self._moving = shared.running, shared.census, shared.moving
         self._observing, self._dropped = shared.observing, shared.dropped
         self._failures = WorkerFailures(shared, self._go_on_alone)
 
@@ -86,9 +86,9 @@ class WorkerEvents:
         others."""
         if answer is not None:
             worker.turns.settle(session, answer)
-        if (live := self._live.get(session)) is None:
+        if (running := self._running.get(session)) is None:
             raise error
-        yield Break(live, error)
+        yield Break(running, error)
 
     def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None] | None:
         match event:
@@ -117,13 +117,13 @@ class WorkerEvents:
         return None
 
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
-        live = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
-        if worker is not live.target:
-            live.draft_read(now_ns, event.spans)
+        running = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
+        if worker is not running.target:
+            running.draft_read(now_ns, event.spans)
             return
         if event.bonus is not None and event.bonus >= worker.facts.size:
             yield Fail(
-                live,
+                running,
                 RequestError(
                     "internal",
                     f"the target worker {worker.name} chose token {event.bonus}, beyond its "
@@ -131,35 +131,35 @@ class WorkerEvents:
                 ),
             )
             return
-        live.answered(worker, now_ns, size, event.spans)
-        live.losses.clear()
-        if not live.session.round:
-            live.target_read(now_ns)
-        if live.draft is not None and not live.session.complete:
-            yield from self._go_on_alone(live, worker, "fewer features than were asked for")
-        times = live.round_ended() if live.session.round else None
+        running.answered(worker, now_ns, size, event.spans)
+        running.losses.clear()
+        if not running.session.round:
+            running.target_read(now_ns)
+        if running.draft is not None and not running.session.complete:
+            yield from self._go_on_alone(running, worker, "fewer features than were asked for")
+        times = running.round_ended() if running.session.round else None
         yield from self._believe(
-            live, lambda: live.give(live.session.opened, event, now_ns, times), asked=True
+            running, lambda: running.give(running.session.opened, event, now_ns, times), asked=True
         )
 
     def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> Effects[None]:
         """Features of a part of a prompt; the answer to Open is still owed."""
-        live = self._live.get(event.session)
-        if live is None or live.target is not worker:
+        running = self._running.get(event.session)
+        if running is None or running.target is not worker:
             raise StaleError(f"session {event.session} reads nothing of {worker.name}")
-        yield from self._sensible(live, worker, live.session.prefilled, event)
-        live.passed_on(size)
+        yield from self._sensible(running, worker, running.session.prefilled, event)
+        running.passed_on(size)
 
     def _scored(self, worker: Worker, event: Scored, size: int) -> Effects[None]:
         """Take the target's scores of a part of a prompt; the answer to Open is still owed."""
-        live = self._live.get(event.session)
-        if live is None or live.target is not worker:
+        running = self._running.get(event.session)
+        if running is None or running.target is not worker:
             raise StaleError(f"session {event.session} asks {worker.name} nothing")
-        live.passed_on(size)
-        yield from self._believe(live, lambda: live.give(live.session.scored, event))
+        running.passed_on(size)
+        yield from self._believe(running, lambda: running.give(running.session.scored, event))
 
     def _believe(
-        self, live: RunningRequest, handle: Callable[[], list[Action]], *, asked: bool = False
+        self, running: RunningRequest, handle: Callable[[], list[Action]], *, asked: bool = False
     ) -> Effects[None]:
         """Do what follows from the word of a session's target; one that makes no sense ends the
         request. `asked`: no other will come in its place."""
@@ -170,59 +170,60 @@ class WorkerEvents:
                 raise
             self._dropped.refused += 1
             yield Fail(
-                live,
+                running,
                 RequestError(
-                    "internal", f"the target worker {live.target.name} sent what cannot be: {error}"
+                    "internal",
+                    f"the target worker {running.target.name} sent what cannot be: {error}",
                 ),
             )
             return
-        yield Follow(live, actions)
+        yield Follow(running, actions)
 
     def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
-        live = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
-        live.passed_on(size)
-        live.draft_read(now_ns, event.spans)
+        running = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
+        running.passed_on(size)
+        running.draft_read(now_ns, event.spans)
 
     def _refed(self, worker: Worker, event: Refed, size: int) -> Effects[None]:
-        live = self._answer(worker, event.session, Owed(Refed, event.round), "target")
-        live.passed_on(size)
-        yield from self._sensible(live, worker, live.session.refed, event)
+        running = self._answer(worker, event.session, Owed(Refed, event.round), "target")
+        running.passed_on(size)
+        yield from self._sensible(running, worker, running.session.refed, event)
 
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> Effects[None]:
-        live = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
-        if not live.session.wants_proposal(event.round):
+        running = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
+        if not running.session.wants_proposal(event.round):
             raise StaleError(
                 f"session {event.session} has done without the proposal of round {event.round}"
             )
-        if worker.turns.waiting and worker is not live.target:
+        if worker.turns.waiting and worker is not running.target:
             yield Free(worker)  # it drafts for another session while this one's tree is handled
         worker.traffic.answered(size, 1)
-        live.answered(worker, now_ns, size, event.spans)
-        yield from self._sensible(live, worker, live.session.drafted, event)
+        running.answered(worker, now_ns, size, event.spans)
+        yield from self._sensible(running, worker, running.session.drafted, event)
 
     def _sensible(
-        self, live: RunningRequest, worker: Worker, handle: Callable[[E], list[Action]], event: E
+        self, running: RunningRequest, worker: Worker, handle: Callable[[E], list[Action]], event: E
     ) -> Effects[None]:
         """Do what follows from a message that drafting needs; after one that makes no sense the
         session goes on without its draft."""
         try:
-            actions = live.give(handle, event)
+            actions = running.give(handle, event)
         except StaleError:
             raise
         except ProtocolError as error:
-            yield from self._go_on_alone(live, worker, error)
+            yield from self._go_on_alone(running, worker, error)
         else:
-            yield Follow(live, actions)
+            yield Follow(running, actions)
 
-    def _go_on_alone(self, live: RunningRequest, worker: Worker, why: object) -> Effects[None]:
+    def _go_on_alone(self, running: RunningRequest, worker: Worker, why: object) -> Effects[None]:
         log.warning(
             "%s sent what cannot be (%s): session %d goes on without its draft",
             worker.name,
             why,
-            live.session.number,
+            running.session.number,
         )
         self._dropped.refused += 1
-        yield from self._moving.draft_failed(live, f"{worker.name} sent what cannot be: {why}")
+        yield from self._moving.draft_failed(running, f"{worker.name} sent what cannot be: {why}")
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> Effects[None]:
         """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
@@ -232,18 +233,18 @@ class WorkerEvents:
         for item, features in zip(event.items, _shares(event), strict=True):
             answer = Owed(Verified, item.round)
             try:
-                live = self._answer(worker, item.session, answer, "target")
+                running = self._answer(worker, item.session, answer, "target")
             except StaleError:
                 self._dropped.stale += 1
                 continue
             try:
                 yield from self._verdict(
-                    worker, live, item, features, now_ns, size // len(event.items), event.spans
+                    worker, running, item, features, now_ns, size // len(event.items), event.spans
                 )
             except ProtocolError as error:
                 self._dropped.refused += 1
                 yield Fail(
-                    live,
+                    running,
                     RequestError(
                         "internal", f"the target worker {worker.name} sent no verdict: {error}"
                     ),
@@ -255,25 +256,25 @@ class WorkerEvents:
     def _verdict(
         self,
         worker: Worker,
-        live: RunningRequest,
+        running: RunningRequest,
         item: VerifiedItem,
         features: Array | None,
         now_ns: int,
         size: int,
         spans: Sequence[Span],
     ) -> Effects[None]:
-        live.answered(worker, now_ns, size, spans)
-        times = live.end_round(item, self._census.load(live))
-        if not live.session.readable(item, features):
+        running.answered(worker, now_ns, size, spans)
+        times = running.end_round(item, self._census.load(running))
+        if not running.session.readable(item, features):
             yield from self._go_on_alone(
-                live,
+                running,
                 worker,
                 f"features {features and features.shape} with {item.held} held rows and a path of "
                 f"{len(item.accepted)}",
             )
-        yield Follow(live, live.give(live.session.verified, item, features, times))
-        if live.session.held_bytes > MAX_HELD_BYTES:
-            yield from self._relieve(live)
+        yield Follow(running, running.give(running.session.verified, item, features, times))
+        if running.session.held_bytes > MAX_HELD_BYTES:
+            yield from self._relieve(running)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
         """Remember what the pass took that these are the first verdicts of; what goes wrong there
@@ -288,31 +289,35 @@ class WorkerEvents:
         except Exception:
             log.exception("what a pass of %s took could not be noted", worker.name)
 
-    def _relieve(self, live: RunningRequest) -> Effects[None]:
+    def _relieve(self, running: RunningRequest) -> Effects[None]:
         """A draft that has not been asked for long would have too much to catch up with."""
-        if live.session.state is not State.DONE:
+        if running.session.state is not State.DONE:
             yield Say(
-                f"session {live.session.number} gives its draft up: "
-                f"{live.session.held_bytes >> 20} MiB of features wait for it"
+                f"session {running.session.number} gives its draft up: "
+                f"{running.session.held_bytes >> 20} MiB of features wait for it"
             )
-            yield from self._moving.drop_draft(live, shun=True)
+            yield from self._moving.drop_draft(running, shun=True)
 
     def _answer(
         self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
     ) -> RunningRequest:
         """The session that waits for this answer of this worker in one of these roles; `StaleError`
         if none does, and then it waits on."""
-        live = self._live.get(session)
-        meant = [live.target if role == "target" else live.draft for role in roles] if live else []
-        if live and worker in (live.target, live.draft) and worker not in meant:
+        running = self._running.get(session)
+        meant = (
+            [running.target if role == "target" else running.draft for role in roles]
+            if running
+            else []
+        )
+        if running and worker in (running.target, running.draft) and worker not in meant:
             raise StaleError(f"{worker.name} spoke out of its role")
         worker.stuck &= worker.turns.owed.get(session) != answer
         wanted = worker.turns.answered(session, answer)
-        if not wanted or live is None or worker not in meant:
+        if not wanted or running is None or worker not in meant:
             raise StaleError(
                 f"nobody waits for round {answer.round} of session {session} from {worker.name}"
             )
-        return live
+        return running
 
     def _probed(self, worker: Worker, event: Probed, now_ns: int) -> Effects[None]:
         worker.awaiting_probe = False

@@ -98,7 +98,7 @@ class _Scene:
             prompt = tuple(self._rng.randint(1, 90) for _ in range(self._rng.randint(1, 8)))
             self._prompts[house.submit(prompt, max_tokens=TOKENS)] = prompt
         self._hear()
-        newest = max(house.coordinator._live, default=self._found.asked)
+        newest = max(house.coordinator._running, default=self._found.asked)
         self._known.sessions = tuple(range(max(0, newest - 6), newest + 2))
         if self._draft.failures or self._draft not in house.workers:
             house.lose(self._draft)

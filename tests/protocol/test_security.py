@@ -210,7 +210,8 @@ def test_a_worker_whose_key_is_revoked_in_the_middle_costs_its_session_no_token(
         tokens=(5, 6, 7), max_tokens=60, seed=1, tree=TreeSettings(policy="dynamic", insist=True)
     )
     until(
-        lambda: any(live.session.round > 1 for live in house.coordinator._live.values()), house.step
+        lambda: any(live.session.round > 1 for live in house.coordinator._running.values()),
+        house.step,
     )
     house.workers.remove(workers[role])
     until(lambda: bool(house.coordinator.registry.workers[house.peer(role)].turns.owed), house.step)

@@ -671,7 +671,7 @@ def test_an_answer_that_crosses_a_probe_is_an_answer() -> None:
         house.coordinator.pump()
         while (reply := house.client._link.inbox) and not ends:  # type: ignore[attr-defined]
             reply.popleft()
-            ends = [True] * (not house.coordinator._live)
+            ends = [True] * (not house.coordinator._running)
     assert not house.coordinator.report().degraded
     assert house.coordinator.idle, request
     assert len(house.coordinator.registry.workers) == 2

@@ -21,14 +21,14 @@ def drafting() -> House:
         for worker in house.workers:
             worker.step()
     house.coordinator.pump()
-    (live,) = house.coordinator._live.values()
+    (live,) = house.coordinator._running.values()
     assert live.session.state is State.DRAFTING
     return house
 
 
 def test_a_session_whose_target_goes_is_forgotten_there_and_goes_on_where_it_can() -> None:
     house = drafting()
-    (live,), moving = house.coordinator._live.values(), house.coordinator._moving
+    (live,), moving = house.coordinator._running.values(), house.coordinator._moving
     target = live.target
     assert [*moving.part_with(target, "has gone")] == [Forget(live, target), Follow(live, [])]
     assert live.session.state is State.WAITING
@@ -43,7 +43,7 @@ def test_a_session_whose_target_goes_is_forgotten_there_and_goes_on_where_it_can
 
 def test_a_draft_that_is_not_available_any_more_is_left_for_one_that_is() -> None:
     house = drafting()
-    (live,), moving = house.coordinator._live.values(), house.coordinator._moving
+    (live,), moving = house.coordinator._running.values(), house.coordinator._moving
     assert not moving.seeks(live), "it has a draft"
     left, drafts = live.draft, house.coordinator.registry.workers.values()
     (other,) = (one for one in drafts if one.plays("draft") and one is not left)
@@ -65,7 +65,7 @@ def test_a_fault_of_ours_at_one_session_keeps_no_other_from_being_seen_to(
     house = drafting()
     house.submit((9, 8))
     house.coordinator.pump()
-    first, second = house.coordinator._live.values()
+    first, second = house.coordinator._running.values()
     moving, error = house.coordinator._moving, KeyError("x")
 
     def fail() -> None:

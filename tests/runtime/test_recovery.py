@@ -752,7 +752,7 @@ def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its
     assert house.target is not None
     request = house.submit(prompt=ENDLESS, max_tokens=LONG)
     small_steps(house, 21)
-    (live,) = house.coordinator._live.values()
+    (live,) = house.coordinator._running.values()
     target = live.target
     owed = dict(target.turns.owed)
     assert list(owed) == [1], "nothing is under way"

@@ -157,7 +157,7 @@ def test_a_draft_that_is_not_asked_at_this_load_is_in_place_before_the_sessions_
     put_in_place(scene, newcomer)
     small_steps(scene.house, 20 * len(scene.house.workers))
     assert scene.names == ["target", "draft-2"]
-    assert all(len(live.session.tokens) < LONG // 2 for live in scene.house.coordinator.lives)
+    assert all(len(live.session.tokens) < LONG // 2 for live in scene.house.coordinator.requests)
     assert old is not None
     assert old.drained
     scene.check_replies()
@@ -258,7 +258,7 @@ def test_a_target_takes_the_place_of_one_that_decides_as_it_does_and_the_session
 
 
 def lives(scene: Scene) -> Sequence[Any]:
-    return [*scene.house.coordinator.lives]
+    return [*scene.house.coordinator.requests]
 
 
 def watch(worker: ScriptedWorker, look: Callable[[], object]) -> None:

@@ -446,7 +446,7 @@ class World:
     def _sabotage(self, fault: Fault) -> None:
         """Have the coordinator fail at one of the sessions that run, the next time that it does
         something with it."""
-        lives = [live for live in self.coordinator._live.values() if not live.trial]
+        lives = [live for live in self.coordinator._running.values() if not live.trial]
         if not lives:
             return
         live = lives[fault.who % len(lives)]
