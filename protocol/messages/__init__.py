@@ -1,0 +1,67 @@
+"""Every message between two processes, typed, versioned and bounded.
+
+Three dialects share one envelope. A *command* goes from the coordinator to a worker (imperatives),
+an *event* from a worker to the coordinator (participles); a *request* goes from a client to the
+coordinator, a *reply* back. Every message carries `epoch`, the incarnation of its sender, drawn at
+random when the process starts. Commands about a session carry `session, round, prefix` - prefix is
+the number of committed tokens they assume - and events `session, round`, so that what is late,
+duplicate or stale is recognised, counted and changes nothing. Token ids are int32, times
+nanoseconds.
+
+Knows the shape of what is said, not who says it over which wire (`links.py`) nor how it becomes
+bytes (`codec.py`). Everything is imported from here; a file of this folder is one conversation.
+"""
+
+from dovetail.protocol.messages.client import *
+from dovetail.protocol.messages.parts import *
+from dovetail.protocol.messages.registration import *
+from dovetail.protocol.messages.rounds import *
+from dovetail.protocol.messages.status import *
+from dovetail.protocol.messages.worker import *
+
+Command = (
+    Welcome
+    | Open
+    | Feed
+    | Refeed
+    | Draft
+    | Verify
+    | Close
+    | Probe
+    | Observe
+    | Engage
+    | Drain
+    | Failed
+)
+
+Event = (
+    Hello
+    | Loading
+    | Prefilled
+    | Refed
+    | Scored
+    | Opened
+    | Fed
+    | Drafted
+    | Verified
+    | Closed
+    | Probed
+    | Failed
+)
+
+Request = Hello | Submit | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
+
+Reply = (
+    Welcome
+    | Emitted
+    | PromptScored
+    | Recorded
+    | Finished
+    | Reported
+    | Described
+    | Seen
+    | Progressed
+    | Swapped
+    | Dismissed
+    | Failed
+)

@@ -1,0 +1,105 @@
+"""The bounds and types that messages share, and what every message has."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from dovetail.protocol.settings import Frozen
+
+VERSION = (1, 12)
+MAX_STRIKES = 8
+"""Messages that break the protocol until their sender is no longer listened to, a worker by its
+coordinator and a coordinator by its worker alike."""
+MAX_NODES = 1024
+MAX_TOKENS = 1 << 20
+MAX_SESSIONS = 64
+MAX_SPANS = 256
+MAX_SEEN_ROUNDS = 256
+"""The most rounds of one reply to Look, so that with trees of MAX_NODES it is a message that may
+travel."""
+MAX_SEEN_SPANS = 1024
+"""The most spans of one reply to Look; few enough that a coordinator answers within some
+milliseconds."""
+MAX_SEEN_WORKERS = 64
+MAX_CORES = 4096
+MAX_MOVES = 64
+"""Fingerprints that one reply may name."""
+MAX_CURVES = 16
+MAX_PASSES = 256
+MAX_PAIRS = 64
+MAX_FAULTS = 64
+MAX_DECISIONS = 64
+MAX_TEXT = 4 << 20
+MAX_TURNS = 1024
+MAX_STOPS = 16
+MAX_ENDS = 64
+MAX_LAYERS = 1 << 12
+MAX_TAPS = 8
+MAX_WIDTH = 1 << 16
+MAX_ROW = 1 << 17
+"""Numbers of a row of features: so that 256 rows of a prompt, or a path of 128 nodes, are an array
+that may travel."""
+MAX_TOP = 20
+"""Alternatives of a token that a client may ask for."""
+MAX_SCORED = 4096
+"""Tokens of a prompt whose log-probabilities travel together."""
+MAX_CANDIDATES = 128
+"""Tokens that the children of a node are drawn from: so that those of MAX_SESSIONS trees of
+MAX_NODES rows and their probabilities travel together."""
+Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Nanoseconds = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+Tokens = Annotated[tuple[Token, ...], Field(max_length=MAX_TOKENS, fail_fast=True)]
+NodeTokens = Annotated[tuple[Token, ...], Field(max_length=MAX_NODES, fail_fast=True)]
+NodeParents = Annotated[
+    tuple[Annotated[int, Field(ge=-1, lt=MAX_NODES)], ...],
+    Field(max_length=MAX_NODES, fail_fast=True),
+]
+Nodes = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...],
+    Field(max_length=MAX_NODES, fail_fast=True),
+]
+Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)]
+Ends = Annotated[tuple[Token, ...], Field(max_length=MAX_ENDS, fail_fast=True)]
+Name = Annotated[str, Field(max_length=512)]
+Label = Annotated[str, Field(max_length=120)]
+"""Short enough that a whole fingerprint is a Name."""
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+SpanField = tuple[Annotated[str, Field(max_length=64)], Nanoseconds, Nanoseconds]
+"""Name, see `spans.NAMES`; start on the clock of the process that measured it; duration."""
+SpanFields = Annotated[tuple[SpanField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
+BesideField = tuple[Count | None, Count | None, SpanField]
+"""Session and round, as far as it is about one, and the span."""
+BesideFields = Annotated[tuple[BesideField, ...], Field(max_length=MAX_SPANS, fail_fast=True)]
+Role = Literal["draft", "target", "client"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Version = tuple[Annotated[int, Field(ge=0, le=65535)], Annotated[int, Field(ge=0, le=65535)]]
+
+
+class TokenLogprobs(Frozen):
+    """The log-probability of a token by the target's own distribution: log softmax of its logits
+    before any processor, natural logarithm."""
+
+    logprob: Annotated[float, Field(le=0.0)]
+    top: Annotated[
+        tuple[tuple[Token, Annotated[float, Field(le=0.0)]], ...],
+        Field(max_length=MAX_TOP, fail_fast=True),
+    ] = ()
+    """The likeliest tokens there, best first, of equals the lowest id first."""
+
+
+Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
+ScoredTokens = Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_SCORED, fail_fast=True)]
+
+
+class Message(Frozen):
+    """A message of any kind, with the incarnation of its sender."""
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ()
+    """The fields that travel as raw frames behind the body, in this order."""
+    epoch: Count
+
+
+class AboutSession(Message):
+    session: Count
+    round: Count

@@ -1,0 +1,246 @@
+"""The messages with which a worker or a client registers, and what a worker says of itself."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dovetail.protocol.arrays import ITEM_BYTES, Array
+from dovetail.protocol.messages.parts import (
+    MAX_CORES,
+    MAX_CURVES,
+    MAX_LAYERS,
+    MAX_NODES,
+    MAX_ROW,
+    MAX_TAPS,
+    MAX_TOKENS,
+    MAX_WIDTH,
+    VERSION,
+    Count,
+    Ends,
+    Label,
+    Message,
+    Name,
+    Role,
+    Token,
+    Version,
+)
+from dovetail.protocol.profile import ContextCurve
+from dovetail.protocol.settings import Frozen
+
+
+class Fingerprint(Frozen):
+    """The bounds of "the same output": two target workers of equal fingerprint compute the same
+    bytes for the same tokens."""
+
+    checkpoint: Label
+    """SHA-256 of the weights and the configuration, with the inflation if there is one."""
+    weights: Label
+    kernels: Label
+    """The family of kernels that computes: library, instruction set, thread count - all that can
+    change a rounding."""
+    split: Label = ""
+    prefill: Label = "local"
+
+    def __str__(self) -> str:
+        return "/".join(
+            (self.checkpoint[:16], self.weights, self.kernels, self.split or "whole", self.prefill)
+        )
+
+
+class Limits(Frozen):
+    """The most that a worker can hold."""
+
+    context: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    """Longest sequence in tokens, drafted nodes not counted."""
+    nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = MAX_NODES
+    sessions: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+    kept: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
+    """Tokens of sessions that have ended whose rows it is willing to hold in all; 0: it keeps
+    none."""
+
+
+class VocabularyFacts(Frozen):
+    """Facts that a worker knows of its vocabulary; the tokenizer file itself travels beside it."""
+
+    digest: Name
+    """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
+    size: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Rows of the embedding: ids at and beyond it do not exist."""
+    end: Ends = ()
+    """Ids that end a reply."""
+    begin: Token | None = None
+    template: Annotated[str, Field(max_length=1 << 18)] = ""
+    """The chat template (Jinja), empty if there is none."""
+
+
+class States(Frozen):
+    """The hidden states that a target has and a draft may read."""
+
+    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    """Decoder layers of the checkpoint; those of an inflation are not among them."""
+    checkpoint: Label = ""
+    """SHA-256 of the checkpoint without inflation, which leaves these states as they are."""
+
+
+class Reads(Frozen):
+    """The features that a draft reads of its target: a row for each token that is committed."""
+
+    taps: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...],
+        Field(max_length=MAX_TAPS, fail_fast=True),
+    ] = ()
+    """None: the last hidden state, after the final norm. Else the residual streams that enter these
+    decoder layers, side by side in this order."""
+    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+    """The width of the target's hidden state."""
+    dtype: Literal["float16", "bfloat16"]
+    vocabulary_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Rows of the target's embedding."""
+    trained_for: Label = ""
+    """The `States.checkpoint` of the target that the draft was trained for, if it is known."""
+
+    @property
+    def row(self) -> int:
+        """Numbers of a row."""
+        return self.width * max(1, len(self.taps))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that travel for each token."""
+        return self.row * ITEM_BYTES[self.dtype]
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Reads":
+        if self.row > MAX_ROW:
+            raise ValueError(f"a row of {self.row} features is beyond the limit of {MAX_ROW}")
+        return self
+
+
+class Hello(Message):
+    """A process introduces itself; the answer is Welcome or Failed."""
+
+    ARRAYS = ("tokenizer",)
+    type: Literal["hello"] = "hello"
+    version: Version = VERSION
+    roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3, fail_fast=True)]
+    name: Name
+    host: Name
+    pid: Count
+    model: Name = ""
+    device: Name = ""
+    threads: Count = 0
+    binding: Name = ""
+    """To which cores and memory nodes the process is bound, and why to no more: begins with full,
+    cores or none."""
+    fingerprint: Fingerprint | None = None
+    limits: Limits | None = None
+    vocabulary: VocabularyFacts | None = None
+    tokenizer: Array | None = None
+    """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model,
+    or with a head of its target's, knows its target's."""
+    states: States | None = None
+    """The hidden states that a draft may read of this target; None for a draft."""
+    reads: Reads | None = None
+    """The features that this draft reads of its target; None if it reads none."""
+    cores: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...],
+        Field(max_length=MAX_CORES, fail_fast=True),
+    ] = ()
+    """Logical CPUs that the process may use. Two workers of one host that compute on the CPU with a
+    core in common share a device."""
+    curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
+    """T_V of a target or t_D of a draft, over rows at some lengths of the cache, as its machine's
+    profile file has them; none if it has not been calibrated."""
+    inflation: Name = ""
+    """The size to which a target's linears were inflated, as the setting says it; empty: they were
+    not."""
+    standby: bool = False
+    """True if the worker gets no sessions until it is put in place, by a Swap."""
+    placement: Name = ""
+    """The devices of the layers of a target that is spread over several, in words."""
+    load_s: Annotated[float, Field(ge=0.0)] = 0.0
+    """Seconds from the start of the worker's process until its model was loaded; 0: not
+    measured."""
+
+
+class LoadingState(Frozen):
+    """The progress of a worker with the weights of its model, before it introduces itself."""
+
+    name: Name
+    roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3, fail_fast=True)]
+    host: Name
+    pid: Count
+    model: Name
+    doing: Literal["checking", "loading"]
+    """checking: files that are not known yet are read to the end, for their digest and for what is
+    no number."""
+    done: Count
+    """Bytes that are done."""
+    total: Count
+    bytes_per_s: Annotated[float, Field(ge=0.0)]
+    """The mean since this was begun."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until this is done, at the rate so far; None: not known yet."""
+        return (self.total - self.done) / self.bytes_per_s if self.bytes_per_s >= 1.0 else None
+
+    @property
+    def words(self) -> str:
+        """Bytes, rate and time left in words."""
+        rate = f", {self.bytes_per_s / 1e6:.0f} MB/s" if self.bytes_per_s else ""
+        left = (
+            ""
+            if self.left_s is None
+            else f", {round(self.left_s) // 60}:{round(self.left_s) % 60:02} left"
+        )
+        role = "+".join(self.roles)
+        called = role if self.name == role else f"{role} {self.name}"
+        unit, size, digits = ("GB", 1e9, 2) if self.total >= 1e9 else ("MB", 1e6, 1)
+        read = f"{self.done / size:.{digits}f} of {self.total / size:.{digits}f} {unit}"
+        return f"the {called} is {self.doing} its weights: {read}{rate}{left}"
+
+
+class Loading(Message):
+    """A worker that is not registered yet tells its coordinator now and then how far it has got;
+    there is no answer."""
+
+    type: Literal["loading"] = "loading"
+    state: LoadingState
+
+
+class Welcome(Message):
+    """The peer is registered under the coordinator's `epoch`, which its commands carry from now
+    on."""
+
+    type: Literal["welcome"] = "welcome"
+    version: Version = VERSION
+
+
+class Failed(Message):
+    """Something asked for was not done. `session` and `round` name it where it was about one; for
+    clients `session` is the request."""
+
+    type: Literal["failed"] = "failed"
+    session: Count | None = None
+    round: Count | None = None
+    code: Literal[
+        "version",
+        "role",
+        "vocabulary",
+        "settings",
+        "prompt_too_long",
+        "prefix",
+        "session",
+        "capacity",
+        "no_target",
+        "worker_lost",
+        "coordinator_lost",
+        "ending",
+        "memory",
+        "internal",
+        "protocol",
+        "swap",
+    ]
+    text: Annotated[str, Field(max_length=4096)]

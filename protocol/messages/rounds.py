@@ -1,0 +1,77 @@
+"""The record of one round, as clients that ask for it get it."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dovetail.protocol.messages.parts import (
+    MAX_NODES,
+    MAX_PASSES,
+    MAX_SESSIONS,
+    MAX_TOKENS,
+    Count,
+    Name,
+    Nanoseconds,
+    NodeParents,
+    Nodes,
+    NodeTokens,
+    SpanField,
+    Token,
+)
+from dovetail.protocol.settings import Frozen
+
+
+class RoundRecord(Frozen):
+    """The record of a round: what was offered, what of it was verified, the verdict, and where the
+    time went."""
+
+    round: Count
+    prefix: Count
+    """Committed tokens before it; the last one is the root."""
+    tokens: NodeTokens
+    parents: NodeParents
+    """The whole of what was offered, best first; the first `verified` nodes went to the target."""
+    scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
+    verified: Count
+    accepted: Nodes
+    bonus: Token
+    committed: Count | None = None
+    """Tokens that it added to the reply, where that ended within its path; None: all of the path,
+    and the bonus."""
+    entropy: float | None = None
+    hit: bool = False
+    grown: Count = 0
+    ahead: Count = 0
+    wasted: Count = 0
+    passes: Annotated[
+        tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...],
+        Field(max_length=MAX_PASSES, fail_fast=True),
+    ] = ()
+    draft_ns: Nanoseconds = 0
+    """Drafting that the round waited for."""
+    verify_ns: Nanoseconds = 0
+    transport_ns: Nanoseconds = 0
+    queue_ns: Nanoseconds = 0
+    coordinator_ns: Nanoseconds = 0
+
+    @property
+    def brought(self) -> int:
+        """Tokens that it added to the reply."""
+        return len(self.accepted) + 1 if self.committed is None else self.committed
+
+
+class SeenSpan(Frozen):
+    """A stretch of time in which a process did one thing."""
+
+    process: Name
+    device: Name = ""
+    session: Count | None = None
+    """None: it was about none, or about several."""
+    round: Count | None = None
+    shared: Annotated[
+        tuple[tuple[Count, Count], ...], Field(max_length=MAX_SESSIONS, fail_fast=True)
+    ] = ()
+    """Session and round of each, where it was about several."""
+    span: SpanField
+    """On the coordinator's clock, which that of another machine is aligned with as well as its
+    `clock_bound_ns` says."""

@@ -1,0 +1,252 @@
+"""The state of the coordinator, as Status and Look tell it."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dovetail.protocol.messages.parts import (
+    MAX_CORES,
+    MAX_DECISIONS,
+    MAX_FAULTS,
+    MAX_NODES,
+    MAX_PAIRS,
+    MAX_SEEN_ROUNDS,
+    MAX_SEEN_SPANS,
+    MAX_SEEN_WORKERS,
+    Count,
+    FinishReason,
+    Message,
+    Name,
+    Nanoseconds,
+    Role,
+)
+from dovetail.protocol.messages.registration import LoadingState
+from dovetail.protocol.messages.rounds import RoundRecord, SeenSpan
+from dovetail.protocol.profile import RowsSeconds
+from dovetail.protocol.settings import Frozen
+
+
+class SeenRound(Frozen):
+    """A round that has ended."""
+
+    number: Count
+    """Among all that has happened, rounds and spans alike."""
+    session: Count
+    draft: Name = ""
+    """The worker that drafts for the session; empty: none does."""
+    target: Name
+    at_ns: Nanoseconds
+    """When its verdict was handled, on the coordinator's clock."""
+    readable: bool = True
+    """True if its tokens are told; else zeros stand in the record for them and for the bonus."""
+    record: RoundRecord
+
+
+class SeenWorker(Frozen):
+    """A worker's present state."""
+
+    name: Name
+    worker_epoch: Count
+    roles: Annotated[tuple[Role, ...], Field(max_length=3, fail_fast=True)]
+    host: Name = ""
+    device: Name
+    cores: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1 << 16)], ...],
+        Field(max_length=MAX_CORES, fail_fast=True),
+    ] = ()
+    node: Name = ""
+    """The memory nodes that it is bound to, such as 0 or 0-1; empty: to none."""
+    busy_ns: Nanoseconds
+    """Nanoseconds that it has worked, as it last said (Probed)."""
+    at_ns: Nanoseconds
+    """When that was, on the coordinator's clock."""
+    clock_bound_ns: Nanoseconds | None = None
+    """The most by which what is said of its clock is wrong; None: it has not been asked yet."""
+    waiting: Literal["", "draft", "target", "coordinator", "no work"] = ""
+    """The part that it waits for; empty: it works."""
+
+
+class Seen(Message):
+    """Events since a number, oldest first, as many as one message may hold."""
+
+    type: Literal["seen"] = "seen"
+    request: Count
+    at_ns: Nanoseconds
+    """Now, on the coordinator's clock."""
+    next: Count
+    """The number to ask with next time."""
+    missed: Count = 0
+    """Rounds and spans that had happened since and are not there any more."""
+    more: bool = False
+    """True if there is more that did not fit."""
+    workers: Annotated[tuple[SeenWorker, ...], Field(max_length=MAX_SEEN_WORKERS, fail_fast=True)]
+    rounds: Annotated[tuple[SeenRound, ...], Field(max_length=MAX_SEEN_ROUNDS, fail_fast=True)] = ()
+    spans: Annotated[tuple[SeenSpan, ...], Field(max_length=MAX_SEEN_SPANS, fail_fast=True)] = ()
+
+
+class WorkerState(Frozen):
+    """One worker in `status`."""
+
+    name: Name
+    roles: Annotated[tuple[Role, ...], Field(max_length=3, fail_fast=True)]
+    model: Name
+    device: Name
+    threads: Count
+    binding: Name = ""
+    placement: Name = ""
+    """The devices of the layers of a target that is spread over several, in words."""
+    fingerprint: Name
+    host: Name
+    pid: Count
+    worker_epoch: Count
+    sessions: Count
+    busy_share: float
+    """Busy time over wall time since it registered."""
+    round_trip_us: float | None
+    clock_offset_us: float | None
+    clock_bound_us: float | None
+    rss_mb: float
+    stale: Count
+    inflation: Name = ""
+    standby: bool = False
+    """It gets no sessions until it is put in place."""
+    swapped_in: bool = False
+    """It came on standby and was put in place."""
+    leaving: bool = False
+    """It gets no more sessions, and is let go when the last one is done with."""
+    stuck: bool = False
+    """The worker has owed an answer, or has not responded, for too long."""
+    sent_bytes: Count = 0
+    """To it, since it registered; `received_bytes`: from it."""
+    received_bytes: Count = 0
+    bytes_per_round: float | None = None
+    """Bytes of a round's order and its answer, both ways, lately; None: it has had none."""
+    feature_bytes: Count = 0
+    """Bytes of its target's hidden states that a draft is sent for each token; 0: none."""
+
+
+class PairState(Frozen):
+    """Measured costs of a draft and a target that work together, and what follows from them."""
+
+    draft: Name
+    target: Name
+    speculating: bool
+    """False: at present it does not pay, or nobody has asked."""
+    rounds: Count
+    hit_rate: float | None
+    gamma: float | None
+    """Nodes verified a round, lately."""
+    tokens_per_s: float | None
+    """The rate of one session, lately."""
+    alone_tokens_per_s: float | None
+    """The rate that the target alone would have."""
+    predicted_tokens_per_s: float | None
+    hops_us: float | None
+    """The time that the messages of a round take beside the work."""
+    t_v: RowsSeconds | None
+    """The target's pass over rows, at the context of late."""
+    t_d: RowsSeconds | None
+    """The draft's pass over rows."""
+
+
+class Totals(Frozen):
+    """Counters since the coordinator began, and a few gauges."""
+
+    prompt_tokens: Count = 0
+    reused_tokens: Count = 0
+    """Tokens of the prompts that were not read again."""
+    completion_tokens: Count = 0
+    drafts: Count = 0
+    """Rounds that were verified with a tree."""
+    drafted_tokens: Count = 0
+    """Nodes verified."""
+    accepted_tokens: Count = 0
+    accepted_per_depth: Annotated[
+        tuple[Count, ...], Field(max_length=MAX_NODES, fail_fast=True)
+    ] = ()
+    """Rounds that accepted a node at depth 1, 2, ..."""
+    reasons: Annotated[
+        tuple[tuple[FinishReason, Count], ...], Field(max_length=4, fail_fast=True)
+    ] = ()
+    """Numbers of requests by how they ended."""
+    refused_requests: Count = 0
+    """Requests that were turned down before anything was decoded: what they asked for is not
+    possible, or there was no room for them."""
+    opening: Count = 0
+    """Sessions whose prompt has not been read yet."""
+    waiting: Count = 0
+    """Sessions whose target was lost, and that wait for another."""
+    moves: Count = 0
+    """Times that a session went on on another target."""
+    let_go: Count = 0
+    """Clients whose requests were ended because they read nothing."""
+    kept: Count = 0
+    """Sessions that have ended and whose caches are held."""
+    occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the sessions that the targets can hold which are open."""
+    draft_failures: Count = 0
+    """Times that a draft could not do what was asked of it, or answered what cannot be, and its
+    session went on without."""
+
+
+class Fault(Frozen):
+    """A part that does not do its work, though requests may be served without it."""
+
+    part: Name
+    """Such as "draft worker", for the worker of the name draft."""
+    why: Name
+    since_s: Annotated[float, Field(ge=0.0)]
+    """For so long."""
+    retry_s: Annotated[float, Field(ge=0.0)] | None = None
+    """It is started again in so long; None: that has been done, or nobody does it."""
+
+    @property
+    def words(self) -> str:
+        """Return the fault in words."""
+        retry = "" if self.retry_s is None else f"; it is restarted in {self.retry_s:.1f} s"
+        return f"the {self.part} has not been working for {self.since_s:.1f} s: {self.why}{retry}"
+
+
+class Supervised(Frozen):
+    """The words of a supervisor to its coordinator, a line of JSON on its standard input, whenever
+    they change."""
+
+    faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
+    """The faults of the parts that it looks after."""
+    ending: Name = ""
+    """Why the service ends: a part that it needs is lost for good. Empty: it does not."""
+    drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
+    """Roles whose worker was drained, so that it is not started again."""
+
+
+class Reported(Message):
+    """The coordinator's state: the fields of `dovetail status --json`."""
+
+    type: Literal["reported"] = "reported"
+    address: Name
+    pid: Count
+    uptime_s: float
+    workers: Annotated[tuple[WorkerState, ...], Field(max_length=256, fail_fast=True)]
+    sessions: Count
+    finished: Count
+    failed: Count
+    cancelled: Count
+    rounds: Count
+    tau: float | None
+    stale: Count
+    """Late, duplicate and stale events that were dropped."""
+    refused: Count
+    """Peers and messages that broke the protocol."""
+    degraded: bool
+    reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
+    """Sentences that say what is degraded, and what else there is to say."""
+    faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
+    """Faults of parts, which are among the reasons."""
+    loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
+    """Workers that are not registered yet."""
+    pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
+    decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
+    """The last changes of how is speculated, oldest first, each with its reason."""
+    totals: Totals = Totals()
+    drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
+    """Roles that nobody plays since an operator drained their last worker."""
