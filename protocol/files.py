@@ -1,5 +1,5 @@
 """Files that are written for a user, and texts that are read for one: what is refused is told with
-the name of the file and a remedy."""
+the name of the file and a remedy. And the folder of a user's caches."""
 
 import codecs
 import errno
@@ -36,6 +36,21 @@ def refusal(error: OSError) -> str:
     """Return what the system says of an error, and what to do about it."""
     said = error.strerror or str(error)
     return f"{said}; {REMEDIES[error.errno]}" if error.errno in REMEDIES else said
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept between starts: dovetail in $XDG_CACHE_HOME, else in
+    ~/.cache. It need not be there.
+
+    For a user without a home it begins with "~", and there is no place for it.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            base = Path("~/.cache")
+    return base / "dovetail"
 
 
 @contextmanager

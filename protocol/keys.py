@@ -11,19 +11,16 @@ there are several machines:
     a worker's or a client's    its own NAME.key and coordinator.pub, nothing else
 
 A peer is revoked by the removal of its `.pub` file from the coordinator's machine, without a
-restart: what it sends from then on is dropped, and its next handshake is refused. Knows how a
-handshake is judged (ZAP, ZeroMQ RFC 27), not what is said after it (`links.py`).
+restart: what it sends from then on is dropped, and its next handshake is refused. Knows files;
+handshakes are judged in `links/handshakes.py`.
 """
 
 import json
-import logging
 import os
 import re
 import stat
 import struct
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,17 +36,8 @@ COORDINATOR = "coordinator"
 OPERATOR = "operator"
 """The mark of a key whose holder is a client that may change workers."""
 ROLES: tuple[str, ...] = (*get_args(Role), OPERATOR)
-DOMAIN = b"dovetail"
-"""The ZAP domain: the hub's socket and its handler must name the same one, else libzmq lets
-everybody in or nobody."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_SAY_EVERY_S = 10.0
-"""So often at most refused handshakes are a line of the log; a worker tries again every second, and
-strangers as often as they like."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,7 @@ def generate_keys(folder: Path) -> None:
 def generate_peer(folder: Path, name: str, roles: Sequence[str]) -> None:
     """Add the peer `name`, who may take `roles`, to the deployment in `folder`; `KeysError` if the
     name is taken or no name, or a role is none."""
-    _check_folder(folder)
+    check_folder(folder)
     if not _NAME.fullmatch(name):
         raise KeysError(
             f"{name!r} cannot name a key: use lower-case letters, digits, '.', '_' and '-', at "
@@ -127,7 +115,7 @@ def rotate(folder: Path, name: str) -> None:
     rotating the coordinator, `coordinator.pub` to every peer, and the coordinator must be
     restarted.
     """
-    roles = _read_public(_existing(folder, name)).roles
+    roles = read_public(_existing(folder, name)).roles
     _write_pair(folder, name, roles)
 
 
@@ -150,7 +138,7 @@ def load_own_key(folder: Path, name: str) -> OwnKey:
     """The key pair `name`; `KeysError` if it is missing, damaged, or readable by anybody but its
     owner."""
     path = folder / f"{name}.key"
-    _check_folder(folder)
+    check_folder(folder)
     content = _read(path, forbidden=0o077)
     key = OwnKey(
         str(content.get("name")),
@@ -173,7 +161,7 @@ def load_own_key(folder: Path, name: str) -> OwnKey:
 def own_key_for(folder: Path, role: str) -> OwnKey:
     """The key pair with which this machine takes `role`: the one named like it, else the only one
     that may; `KeysError` if there is none."""
-    _check_folder(folder)
+    check_folder(folder)
     if (folder / f"{role}.key").exists():
         return load_own_key(folder, role)
     names = [path.stem for path in sorted(folder.glob("*.key")) if path.stem != COORDINATOR]
@@ -206,141 +194,8 @@ def _allows(held: Sequence[str], roles: Iterable[str]) -> bool:
 
 def coordinator_public(folder: Path) -> str:
     """The coordinator's public key, by which a peer knows that it speaks with the right one."""
-    _check_folder(folder)
-    return _read_public(folder / f"{COORDINATOR}.pub").public
-
-
-class AllowedPeers:
-    """The peers whose keys the coordinator accepts, as the `.pub` files of a folder name them now.
-
-    A file that appears, changes or goes while this is in use counts at once: a key that was read is
-    believed only while its file is the very same (device, inode and time of change).
-    """
-
-    def __init__(self, folder: Path) -> None:
-        _check_folder(folder)
-        self._folder = folder
-        self._former: dict[str, str] = {}
-        """Public keys that were allowed since this began, and their names."""
-        self._known: dict[str, tuple[PeerKey, Path, tuple[int, ...] | None]] = {}
-        for path in self._files():
-            self._add(path, self._known)
-
-    def find(self, public: str) -> PeerKey | None:
-        """The peer with this public key (Z85); None if there is none, or none any more."""
-        entry = self._known.get(public)
-        if entry is None or _identity(entry[1]) != entry[2]:
-            self._reload()
-            entry = self._known.get(public)
-        return entry[0] if entry else None
-
-    def _reload(self) -> None:
-        known: dict[str, tuple[PeerKey, Path, tuple[int, ...] | None]] = {}
-        for path in self._files():
-            try:
-                self._add(path, known)
-            except KeysError as error:
-                _log.warning("peer refused: %s", error)
-        self._former.update(
-            {public: peer.name for public, (peer, *_) in self._known.items() if public not in known}
-        )
-        self._known = known
-
-    def told(self, public: str) -> str:
-        """A key that is not allowed, in words."""
-        former = self._former.get(public)
-        return (
-            f"the key {former!r}, which is not allowed any more"
-            if former is not None
-            else f"a key {public!r} that is in no .pub file of {self._folder}"
-        )
-
-    def _add(
-        self, path: Path, known: dict[str, tuple[PeerKey, Path, tuple[int, ...] | None]]
-    ) -> None:
-        identity = _identity(path)
-        peer = _read_public(path)
-        known[peer.public] = (peer, path, identity)
-
-    def _files(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob("*.pub") if path.stem != COORDINATOR)
-
-
-# -- judging handshakes ----------------------------------------------------------------------------
-
-
-def start_judge(context: "zmq.Context[zmq.Socket[bytes]]", peers: AllowedPeers) -> threading.Thread:
-    """A thread that answers libzmq's question about every CURVE handshake of `context`; it ends
-    when the context is terminated.
-
-    A key that is allowed is let in with itself as User-Id, which libzmq attaches to every message
-    of that connection; any other is refused, and the log says whose and from where.
-    """
-    socket = context.socket(zmq.REP)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.bind(_ZAP_ENDPOINT)
-    thread = threading.Thread(
-        target=_judge, args=(socket, peers), name="dovetail-keys", daemon=True
-    )
-    thread.start()
-    return thread
-
-
-def _judge(socket: "zmq.Socket[bytes]", peers: AllowedPeers) -> None:
-    refusals = _Refusals()
-    try:
-        while True:
-            socket.send_multipart(
-                _verdict(
-                    socket.recv_multipart(),
-                    peers.find,
-                    lambda public, address: refusals.tell(peers.told(public), address),
-                )
-            )
-    except zmq.ContextTerminated:
-        socket.close()
-
-
-class _Refusals:
-    """Says which handshakes were refused, and not more often than somebody can read."""
-
-    def __init__(self) -> None:
-        self._said_s = -_SAY_EVERY_S
-        self._unsaid = 0
-
-    def tell(self, key: str, address: str) -> None:
-        """Tell of a handshake with a key, in words, from an address."""
-        now_s = time.monotonic()
-        if now_s - self._said_s < _SAY_EVERY_S:
-            self._unsaid += 1
-            return
-        beside = f"; {self._unsaid} more were refused before" if self._unsaid else ""
-        _log.warning("refused at the door: %s shows %s%s", address, key, beside)
-        self._said_s, self._unsaid = now_s, 0
-
-
-def _verdict(
-    question: Sequence[bytes],
-    find: Callable[[str], PeerKey | None],
-    refused: Callable[[str, str], None],
-) -> list[bytes]:
-    """The answer of RFC 27 to (version, request, domain, address, identity, mechanism, 32-byte
-    public key); `refused` hears of keys that are not allowed."""
-    version, request, domain, address, _identity, mechanism, *credentials = question
-    known = None
-    if (
-        domain == DOMAIN
-        and mechanism == b"CURVE"
-        and len(credentials) == 1
-        and len(credentials[0]) == 32
-    ):
-        public = z85.encode(credentials[0]).decode()
-        known = find(public)
-        if known is None:
-            refused(public, address.decode(errors="replace"))
-    if known is None:
-        return [version, request, b"400", b"this key is not allowed", b"", b""]
-    return [version, request, b"200", b"", known.public.encode(), b""]
+    check_folder(folder)
+    return read_public(folder / f"{COORDINATOR}.pub").public
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -385,7 +240,7 @@ def _reported(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     if folder.is_file():
         raise KeysError(f"{folder} is a file: name the folder that the keys are in")
     if not folder.is_dir():
@@ -395,7 +250,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _existing(folder: Path, name: str) -> Path:
-    _check_folder(folder)
+    check_folder(folder)
     path = folder / f"{name}.pub"
     if not _NAME.fullmatch(name) or not path.exists():
         names = ", ".join(sorted(p.stem for p in folder.glob("*.pub"))) or "none"
@@ -403,7 +258,7 @@ def _existing(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_public(path: Path) -> PeerKey:
+def read_public(path: Path) -> PeerKey:
     content = _read(path, forbidden=0o022)
     return PeerKey(path.stem, _roles(path, content), _key_text(path, content, "public"))
 
@@ -455,11 +310,3 @@ def _key_text(path: Path, content: dict[str, Any], half: str) -> str:
     raise KeysError(
         f"{path} holds no {half} key: copy it again, or make keys with `dovetail keygen`"
     )
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns

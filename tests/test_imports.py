@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "launch": set(FOLDERS),
 }
 DOORS = {
-    "zmq": ("protocol/addresses.py", "protocol/links.py", "protocol/keys.py"),
+    "zmq": ("protocol/links/", "protocol/keys.py"),
     "msgpack": ("protocol/codec.py", "runtime/record/recording.py"),
     "tokenizers": ("runtime/text/tokenizer.py", "workers/training/"),
     "jinja2": ("runtime/text/templates.py",),

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dovetail.protocol.caches import cache_folder
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import cache_folder
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from dovetail.launch.processes.preflight import (
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, UserError
-from dovetail.protocol.links import CONNECT_TIMEOUT_S, open_link
+from dovetail.protocol.links import open_link
+from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
 from dovetail.protocol.settings import TargetSettings
 
 if TYPE_CHECKING:

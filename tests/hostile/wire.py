@@ -17,9 +17,11 @@ from time import perf_counter
 import zmq
 
 from dovetail.launch.processes.supervise import Supervisor
+from dovetail.protocol.codec import MAX_FRAME_BYTES
 from dovetail.protocol.errors import LinkError
 from dovetail.protocol.keys import coordinator_public, generate_keys, load_own_key
-from dovetail.protocol.links import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Link, open_link
+from dovetail.protocol.links import Link, open_link
+from dovetail.protocol.links.sockets import MAX_MESSAGE_BYTES
 from dovetail.protocol.messages import Failed, Finished
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.client import Client

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.protocol import addresses
 from dovetail.protocol.errors import LinkClosed, PeerGone
-from dovetail.protocol.links import Link, open_link
+from dovetail.protocol.links import Link, addresses, open_link
 from support.proxy import Proxy, Weather, proxied
 from support.wires import PATIENCE_S, Wire, open_wire, spawn
 

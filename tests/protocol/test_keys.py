@@ -13,8 +13,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dovetail.protocol import keys
 from dovetail.protocol.errors import KeysError, LinkClosed, PeerGone
-from dovetail.protocol.keys import ROLES, AllowedPeers, PeerKey
+from dovetail.protocol.keys import ROLES, PeerKey
 from dovetail.protocol.links import open_hub, open_link
+from dovetail.protocol.links.handshakes import AllowedPeers
 from support.wires import Wire, readable, until
 
 

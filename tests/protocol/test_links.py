@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dovetail.protocol import addresses, links
-from dovetail.protocol.addresses import MAX_IPC_PATH_BYTES, WORKERS_SUFFIX
+from dovetail.protocol import codec, links
 from dovetail.protocol.errors import KeysError, LinkClosed, PeerBusy, PeerGone, UserError
-from dovetail.protocol.links import QUEUE_MESSAGES, open_hub, open_link
+from dovetail.protocol.links import addresses, open_hub, open_link
+from dovetail.protocol.links.addresses import MAX_IPC_PATH_BYTES, WORKERS_SUFFIX
+from dovetail.protocol.links.sockets import QUEUE_MESSAGES
 from support.memory_links import MemoryHub, memory_links
 from support.wires import PATIENCE_S, Wire, open_wire, readable, spawn, until
 
@@ -242,8 +243,8 @@ def test_a_sender_waits_while_the_coordinator_takes_nothing(wire: Wire) -> None:
     [
         [],
         [b""] * 5,
-        [bytes(links.MAX_FRAME_BYTES + 1)],
-        [bytes(links.MAX_FRAME_BYTES), bytes(links.MAX_BODY_BYTES + 1)],
+        [bytes(codec.MAX_FRAME_BYTES + 1)],
+        [bytes(codec.MAX_FRAME_BYTES), bytes(codec.MAX_BODY_BYTES + 1)],
     ],
 )
 def test_what_no_receiver_would_take_is_not_sent(wire: Wire, frames: list[bytes]) -> None:
@@ -722,7 +723,7 @@ def test_a_frame_beyond_the_limit_costs_the_peer_its_connection_and_others_nothi
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(ipc_wire.hub.address)
-        stranger.send(bytes(links.MAX_FRAME_BYTES + 4096))
+        stranger.send(bytes(codec.MAX_FRAME_BYTES + 4096))
         ipc_wire.departed()
         assert ipc_wire.hub.receive() is None
     ipc_wire.hub.send(peer, [b"x"])

@@ -16,7 +16,9 @@ import zmq
 
 from dovetail.protocol import keys
 from dovetail.protocol.codec import REPLY, encode
-from dovetail.protocol.links import Link, ZmqHub, open_hub, open_link
+from dovetail.protocol.links import Link, open_hub, open_link, sockets
+from dovetail.protocol.links.handshakes import DOMAIN
+from dovetail.protocol.links.sockets import ZmqHub
 from dovetail.protocol.messages import Dismissed, Failed, Finished, Hello
 from dovetail.protocol.settings import CoordinatorSettings, HttpSettings, TreeSettings
 from dovetail.runtime.client import Client
@@ -42,7 +44,7 @@ def test_the_socket_of_a_hub_over_tcp_demands_the_judge_whatever_its_address(
     assert isinstance(tcp_wire.hub, ZmqHub)
     raw = tcp_wire.hub._socket
     assert raw.getsockopt(zmq.ZAP_ENFORCE_DOMAIN) == 1
-    assert raw.getsockopt(zmq.ZAP_DOMAIN).rstrip(b"\0") == keys.DOMAIN
+    assert raw.getsockopt(zmq.ZAP_DOMAIN).rstrip(b"\0") == DOMAIN
     assert raw.getsockopt(zmq.MECHANISM) == zmq.CURVE
     assert raw.getsockopt(zmq.CURVE_SERVER) == 1
 
@@ -51,7 +53,7 @@ def test_without_its_judge_a_hub_over_tcp_lets_nobody_in(
     tcp_wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The socket alone, as if the thread that judges had never been."""
-    monkeypatch.setattr(keys, "start_judge", lambda *_: None)
+    monkeypatch.setattr(sockets, "start_judge", lambda *_: None)
     with (
         contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=tcp_wire.keys)) as hub,
         pytest.raises(Exception, match=r"breaks the connection off|within"),

@@ -5,7 +5,7 @@ import pytest
 
 from dovetail.protocol.arrays import ITEM_BYTES, MAX_ARRAY_BYTES, Array
 from dovetail.protocol.codec import MAX_BODY_BYTES
-from dovetail.protocol.links import MAX_MESSAGE_BYTES
+from dovetail.protocol.links.sockets import MAX_MESSAGE_BYTES
 from dovetail.protocol.messages import (
     MAX_CANDIDATES,
     MAX_NODES,

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from dovetail.protocol.errors import LinkClosed, PeerBusy, PeerGone
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.links import QUEUE_MESSAGES, check_outgoing
+from dovetail.protocol.links.sockets import QUEUE_MESSAGES, check_outgoing
 
 
 def memory_links() -> "MemoryHub":

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from dovetail.protocol.codec import REQUEST, encode
-from dovetail.protocol.links import QUEUE_MESSAGES
+from dovetail.protocol.links.sockets import QUEUE_MESSAGES
 from dovetail.protocol.messages import (
     Cancel,
     Describe,

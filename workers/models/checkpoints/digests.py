@@ -24,8 +24,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from dovetail.protocol.caches import cache_folder
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.files import cache_folder
 from dovetail.workers.progress import loading
 
 BLOCK_BYTES = 4 << 20

@@ -1,56 +1,30 @@
-"""Links: frames from one process to another. A `Hub` is the coordinator's end of all links, a
-`Link` the other end of one.
-
-Two kinds behave alike: ipc (a socket in a folder that only its owner can enter) and tcp (CURVE keys
-required, on loopback too). Frames arrive whole, in the order of each sender, at most once. A
-message to a peer that has gone raises `PeerGone` and one to a peer that takes nothing off its full
-queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer. A link whose
-coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean
-(`codec.py`).
-
-Liveness is libzmq's own. A closed connection is seen at once, and the kernel closes that of a
-process that dies. Heartbeats find a peer that is stopped (SIGSTOP), or that the way to is cut,
-within 1.2 to 1.7 s, on both ends; libzmq's I/O thread answers them, so that a process that computes
-for minutes, with the interpreter's lock or without, is never taken for one that is stopped. Over
-ipc there are none between the coordinator and its clients: a terminal's Ctrl-Z stops one, and its
-user expects it to go on. Deadlines for the work of a peer that is stuck are its user's business.
-"""
+"""Hub and link over ZeroMQ: a ROUTER socket and a DEALER, which keep the promises of this folder.
+Who may connect is judged in `handshakes.py`."""
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 
 from dovetail.protocol import keys as keyring
-from dovetail.protocol.addresses import (
+from dovetail.protocol.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, MAX_FRAMES
+from dovetail.protocol.errors import LinkClosed, LinkRefused, PeerBusy, PeerGone, UserError
+from dovetail.protocol.keys import PeerKey
+from dovetail.protocol.links.addresses import (
     WORKERS_SUFFIX,
     IpcPlace,
     Socket,
     TcpPlace,
-    check_length,
-    check_way,
-    fresh_path,
     host_and_port,
-    keys_for,
-    no_address,
     watch,
 )
-from dovetail.protocol.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, MAX_FRAMES
-from dovetail.protocol.errors import (
-    LinkClosed,
-    LinkRefused,
-    PeerBusy,
-    PeerGone,
-    UserError,
-)
-from dovetail.protocol.keys import PeerKey
+from dovetail.protocol.links.handshakes import DOMAIN, AllowedPeers, start_judge
+from dovetail.protocol.links.monitor import GONE, REFUSED, Context, Monitor
 
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES + MAX_FRAME_BYTES
 QUEUE_MESSAGES = 1000
@@ -68,144 +42,6 @@ _MAX_KNOWN_PEERS = 4096
 
 _READABLE = int(zmq.POLLIN)
 """As a number: a flag of an enumeration costs more to look at than the socket."""
-_GONE = zmq.EVENT_DISCONNECTED
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) reports with it a frame that was changed
-on the way, forgets over it to close the connection, and aborts the process at the next
-heartbeat."""
-
-Context = zmq.Context[Socket]
-
-
-class Hub(Protocol):
-    """The coordinator's end of all links. One thread uses it."""
-
-    @property
-    def address(self) -> str:
-        """The address that links connect to, with the real port or path."""
-
-    def fileno(self) -> int:
-        """A descriptor that becomes readable when something may have arrived.
-
-        It is edge-triggered: once at the start, after it fires, and after every `send` and
-        `disconnects`, call `receive` until it returns None.
-        """
-
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The next message as (peer, frames), or None; never blocks. What breaks the bounds on
-        frames or comes from a revoked key is dropped and counted."""
-
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Queue a message for a peer; never blocks. `PeerGone` if it is not connected, `PeerBusy`
-        if its queue is full."""
-
-    def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Queue a last message for a peer, whose key may have been revoked, if that is possible;
-        never blocks."""
-
-    def user(self, peer: bytes) -> PeerKey | None:
-        """The key of a peer that has been heard over tcp: its name and the roles that it may take,
-        none if it was revoked. None where there are no keys."""
-
-    def monitor_fileno(self) -> int:
-        """A descriptor that becomes readable when peers may have disconnected or were refused; call
-        `disconnects` then."""
-
-    def disconnects(self) -> int:
-        """Return how many peers disconnected since the last call. Which ones, `send` tells: probe
-        them all. Takes some milliseconds if there are any."""
-
-    def refused(self) -> int:
-        """Handshakes and messages refused so far."""
-
-    def close(self) -> None:
-        """Close everything that was opened, and remove what it left in the file system. A second
-        call does nothing."""
-
-
-class Link(Protocol):
-    """A worker's or a client's end of one link. One thread uses it."""
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the
-        coordinator has gone."""
-
-    def offer(self, frames: Sequence[bytes]) -> None:
-        """Queue a message for the coordinator; never blocks. `PeerBusy` if the queue is full,
-        `LinkClosed` if the coordinator has gone."""
-
-    def receive(self, timeout_s: float | None) -> list[bytes] | None:
-        """The next message, or None if none comes within the time (None: wait for ever).
-
-        `LinkClosed` when the coordinator has gone and all that it sent has been received.
-        """
-
-    def fileno(self) -> int:
-        """A descriptor that becomes readable when something may have arrived.
-
-        It is edge-triggered: once at the start, after it fires, and after every `offer`, call
-        `take` until it returns None.
-        """
-
-    def take(self) -> list[bytes] | None:
-        """The next message that has arrived, or None; never waits, and does not look whether the
-        coordinator has gone."""
-
-    def monitor_fileno(self) -> int:
-        """A descriptor that becomes readable when the coordinator may have gone; call `receive(0)`
-        then until it returns None or raises."""
-
-    def check(self) -> None:
-        """`LinkClosed` if the coordinator has gone, though what it sent before may wait; takes
-        nothing and never waits."""
-
-    def close(self) -> None:
-        """Close everything that was opened. A second call does nothing."""
-
-
-def open_hub(address: str, *, keys: Path | None = None, own_folder: bool = False) -> Hub:
-    """Listen at "ipc" (a fresh private folder), ipc://PATH or tcp://HOST:PORT (port * or 0: any
-    free one). `own_folder`: nothing else is in PATH's folder.
-
-    The I/O thread takes over the core binding of the calling thread. `KeysError` for tcp without
-    keys; `UserError` if the address cannot be had.
-    """
-    scheme, _, place = address.partition("://")
-    if address == "ipc" or (scheme == "ipc" and place):
-        return ZmqHub(
-            IpcPlace(Path(place).absolute(), own=own_folder)
-            if place
-            else IpcPlace(fresh_path(), own=True),
-            None,
-        )
-    if scheme == "tcp" and place:
-        return ZmqHub(TcpPlace(address), keys_for(address, keys))
-    raise no_address(address)
-
-
-def open_link(
-    address: str, *, keys: Path | None = None, role: str, timeout_s: float = CONNECT_TIMEOUT_S
-) -> Link:
-    """Connect to the coordinator at ipc://PATH or tcp://HOST:PORT and wait until it has taken the
-    connection.
-
-    `LinkClosed`, naming the address, if none answers within `timeout_s`; `LinkRefused` if it
-    refuses the key; `KeysError` if tcp lacks the key of `role`.
-    """
-    scheme, _, place = address.partition("://")
-    if scheme == "ipc" and place:
-        path = Path(place).absolute()
-        check_length(path)
-        if path.parent.is_dir():
-            check_way(path)
-        return ZmqLink(f"ipc://{path}", None, role, timeout_s)
-    if scheme == "tcp" and place:
-        host_and_port(address)
-        return ZmqLink(address, keys_for(address, keys), role, timeout_s)
-    raise no_address(address)
-
-
-# -- zmq -------------------------------------------------------------------------------------------
 
 
 class ZmqHub:
@@ -213,20 +49,20 @@ class ZmqHub:
 
     def __init__(self, place: "IpcPlace | TcpPlace", keys: Path | None) -> None:
         self._place = place
-        self._peers: keyring.AllowedPeers | None = None
+        self._peers: AllowedPeers | None = None
         self._judge: threading.Thread | None = None
         self._known: dict[bytes, str] = {}
         self._gone = 0
         self._refused = 0
         self._context: Context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._monitor: _Monitor | None = None
+        self._monitor: Monitor | None = None
         try:
             _configure(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if keys is not None:
                 self._demand_keys(keys)
-            self._monitor = _Monitor(self._context, self._socket, _GONE | _REFUSED)
+            self._monitor = Monitor(self._context, self._socket, GONE | REFUSED)
             self._address = place.bind(self._socket)
             self._socket.getsockopt(
                 zmq.EVENTS
@@ -237,9 +73,9 @@ class ZmqHub:
 
     def _demand_keys(self, folder: Path) -> None:
         own = keyring.load_own_key(folder, keyring.COORDINATOR)
-        self._peers = keyring.AllowedPeers(folder)
-        self._judge = keyring.start_judge(self._context, self._peers)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, keyring.DOMAIN)
+        self._peers = AllowedPeers(folder)
+        self._judge = start_judge(self._context, self._peers)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
@@ -337,8 +173,8 @@ class ZmqHub:
     def _read_monitor(self) -> None:
         assert self._monitor is not None
         for event, _value in self._monitor.take():
-            self._gone += event == _GONE
-            self._refused += bool(event & _REFUSED)
+            self._gone += event == GONE
+            self._refused += bool(event & REFUSED)
 
     def close(self) -> None:
         if self._context.closed:
@@ -363,7 +199,7 @@ class ZmqLink:
         self._key_name = ""
         self._context: Context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._monitor: _Monitor | None = None
+        self._monitor: Monitor | None = None
         try:
             _configure(self._socket)
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -371,8 +207,8 @@ class ZmqLink:
                 self._show_key(keys, role)
             if keys is not None or works:
                 watch(self._socket)
-            self._monitor = _Monitor(
-                self._context, self._socket, _GONE | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._monitor = Monitor(
+                self._context, self._socket, GONE | REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
             )
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)
@@ -537,37 +373,6 @@ class ZmqLink:
             self._monitor = None
         self._socket.close(0)
         self._context.term()
-
-
-class _Monitor:
-    """The events that libzmq reports of a socket's connections."""
-
-    def __init__(self, context: Context, watched: Socket, events: int) -> None:
-        endpoint = f"inproc://monitor-{id(self)}"
-        self._watched = watched
-        watched.monitor(endpoint, events)
-        self.socket = context.socket(zmq.PAIR)
-        self.socket.setsockopt(
-            zmq.RCVHWM, 0
-        )  # a full queue would stop the I/O thread, and with it all links
-        self.socket.connect(endpoint)
-        self.take()  # the descriptor fires only after a read that found nothing
-
-    def fileno(self) -> int:
-        return int(self.socket.getsockopt(zmq.FD))
-
-    def take(self) -> list[tuple[int, int]]:
-        """The (event, value) pairs since the last call."""
-        taken: list[tuple[int, int]] = []
-        with suppress(zmq.Again):
-            while True:
-                header, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
-                taken.append(struct.unpack("=Hi", header))
-        return taken
-
-    def close(self) -> None:
-        self._watched.disable_monitor()
-        self.socket.close(0)
 
 
 def _configure(socket: Socket) -> None:
