@@ -216,6 +216,11 @@ def randomise(model: nn.Module) -> None:
             parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
         else:
             parameter.copy_(parameter.nan_to_num() + 0.2 * noise)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.scale"):  # a choice among logits near 0 is one of rounding
+            parameter.mul_(8.0)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)

@@ -5,6 +5,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +26,31 @@ from support.models import write_tokenizer
 from support.sentences import check_sentence
 
 EVERYDAY = ("gemma3", "mistral3", "smolvlm")
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 32,
+}
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma4": {
+        "text_config": {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 16},
+        "vision_config": {"model_type": "gemma4_vision", **VISION},
+    }
+}
+"""Fields of parts that are not the smallest of their kind, or that are not there by themselves."""
 TOKENS = torch.randint(3, VOCABULARY, (24,), generator=torch.Generator().manual_seed(5))
 
 
 def write(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tiny checkpoint of several parts; transformers' logits [T, V] of `TOKENS`."""
-    config = CONFIG_MAPPING[kind](**shrunk(CONFIG_MAPPING[kind]().to_dict()))
+    fields = shrunk(CONFIG_MAPPING[kind]().to_dict())
+    for part, own in PARTS.get(kind, {}).items():
+        fields[part] = {**(fields.get(part) or {}), **own}
+    config = CONFIG_MAPPING[kind](**fields)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()

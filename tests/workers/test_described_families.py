@@ -29,8 +29,8 @@ PROMPT, PATH = 40, 12
 TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.25}
 NEW = (
-    *("smollm3", "gemma3_text", "glm4", "granite", "olmo3", "exaone4", "cohere2", "apertus"),
-    *("qwen3_moe", "glm4_moe", "gpt_oss"),
+    *("smollm3", "glm4", "granite", "olmo3", "exaone4", "cohere2", "apertus"),
+    *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4_text"),
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
 )
 """Families that between them take every branch of a description."""
@@ -45,6 +45,19 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_layer_start_index": 1, "moe_layer_interval": 2},
     "gemma3_text": {"num_hidden_layers": 6},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        "head_dim": 8,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+        "final_logit_softcapping": 30.0,
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "swiglu_limit": 1.5,

@@ -180,7 +180,7 @@ class LayerPass:
 
 
 def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None:
-    layers, kv_heads, capacity, head_dim = segment.values.shape
+    capacity = segment.values.shape[-1 if segment.values.ndim == 2 else 2]
     struct.first_row, struct.count, struct.start, struct.capacity = (
         first,
         segment.count,
@@ -195,14 +195,22 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
         raise ValueError(
             f"slots {segment.start}..{segment.start + segment.count - 1} in a cache of {capacity}"
         )
-    struct.keys = _address(segment.keys, (layers, kv_heads, capacity // LANES, head_dim, LANES))
-    struct.values = _address(segment.values, (layers, kv_heads, capacity, head_dim))
+    keys, values = _cache_shapes(segment.values)
+    struct.keys, struct.values = _address(segment.keys, keys), _address(segment.values, values)
     if segment.paths is not None:
         struct.prefix = segment.paths.prefix
         struct.path_offsets = _address(segment.paths.offsets, (segment.count + 1,), torch.int32)
         struct.path_slots = _address(
             segment.paths.slots, tuple(segment.paths.slots.shape), torch.int32
         )
+
+
+def _cache_shapes(values: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of keys and values that belong together."""
+    if values.ndim == 2:
+        return tuple(values.shape), tuple(values.shape)
+    layers, kv_heads, capacity, head_dim = values.shape
+    return (layers, kv_heads, capacity // LANES, head_dim, LANES), tuple(values.shape)
 
 
 class DecoderLayer:

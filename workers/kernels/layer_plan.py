@@ -225,9 +225,10 @@ class CacheRows:
     its cache."""
 
     keys: Tensor
-    """float32 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache."""
+    """float32 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; of layers whose
+    heads differ [numbers of a row, capacity], each as it would be alone."""
     values: Tensor
-    """float32 [layers, kv_heads, capacity, head_dim]."""
+    """float32 [layers, kv_heads, capacity, head_dim], or as keys."""
     start: int
     count: int
     paths: "Paths | None" = None

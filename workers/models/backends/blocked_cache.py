@@ -1,8 +1,9 @@
 """Keys and values in the layout of the kernels: blocks of rows, side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
@@ -42,10 +43,11 @@ class BlockedCache:
         if in_place < len(slots):
             source = torch.tensor(slots[in_place:])
             target = torch.arange(self.length + in_place, self.length + len(slots))
-            self.values[:, :, target] = self.values[:, :, source]
-            self.keys[:, :, target // LANES, :, target % LANES] = self.keys[
-                :, :, source // LANES, :, source % LANES
-            ]
+            for keys, values in self._views(self.keys, self.values):
+                values[..., target, :] = values[..., source, :]
+                keys[..., target // LANES, :, target % LANES] = keys[
+                    ..., source // LANES, :, source % LANES
+                ]
         self.length += committed
 
     def truncate(self, length: int) -> None:
@@ -56,22 +58,87 @@ class BlockedCache:
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
         too small, or much too large."""
-        layers, kv_heads, slots, head_dim = self.values.shape
+        slots = self.row_slots
         if has_to_move(self, slots, capacity):
             blocks = -(-self.length // LANES)
-            keys, values = new_cache(
-                layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=with_room(capacity)
-            )
-            keys[:, :, :blocks] = self.keys[:, :, :blocks]
-            values[:, :, : self.length] = self.values[:, :, : self.length]
+            keys, values = self._open(with_room(capacity))
+            for new, old in zip(
+                self._views(keys, values), self._views(self.keys, self.values), strict=True
+            ):
+                new[0][..., :blocks, :, :] = old[0][..., :blocks, :, :]
+                new[1][..., : self.length, :] = old[1][..., : self.length, :]
             self.keys, self.values = keys, values
         self.capacity = capacity
 
     @property
+    def row_slots(self) -> int:
+        """Slots that there is memory for."""
+        return self.values.shape[2]
+
+    @property
     def row_bytes(self) -> int:
         """Memory of one row."""
+        return 2 * self._numbers * self.values.element_size()
+
+    @property
+    def _numbers(self) -> int:
+        """Numbers of a row's keys in all layers."""
         layers, kv_heads, _, head_dim = self.values.shape
-        return 2 * layers * kv_heads * head_dim * self.values.element_size()
+        return layers * kv_heads * head_dim
+
+    def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Fresh keys and values for so many rows."""
+        layers, kv_heads, _, head_dim = self.values.shape
+        return new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
+
+    def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys [..., blocks, head_dim, 16] and values [..., slots, head_dim] of layers with the
+        same heads."""
+        yield keys, values
+
+
+class MixedCache(BlockedCache):
+    """The keys and values of layers whose heads differ, those of one layer behind the other: `keys`
+    and `values` are [numbers of a row, slots]."""
+
+    def __init__(self, heads: Sequence[tuple[int, int]], *, capacity: int) -> None:
+        """`heads`: of each layer, how many key heads, and their size."""
+        self._heads = heads
+        self.capacity, self.length = capacity, 0
+        self.keys, self.values = self._open(with_room(capacity))
+
+    @property
+    def row_slots(self) -> int:
+        """Slots that there is memory for."""
+        return self.values.shape[1]
+
+    @property
+    def _numbers(self) -> int:
+        return sum(kv_heads * head_dim for kv_heads, head_dim in self._heads)
+
+    def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
+        numbers = self._numbers
+        parts = new_cache(layers=1, kv_heads=1, head_dim=numbers, capacity=capacity)
+        slots = parts[1].shape[2]
+        return parts[0].view(numbers, slots), parts[1].view(numbers, slots)
+
+    def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        slots, first = values.shape[1], 0
+        for kv_heads, head_dim in self._heads:
+            own = slice(first, first + kv_heads * head_dim)
+            yield (
+                keys[own].view(kv_heads, slots // LANES, head_dim, LANES),
+                values[own].view(kv_heads, slots, head_dim),
+            )
+            first = own.stop
+
+
+def cache_of(heads: Sequence[tuple[int, int]], capacity: int) -> BlockedCache:
+    """An empty cache for layers with so many key heads of such a size each."""
+    if len(set(heads)) > 1:
+        return MixedCache(heads, capacity=capacity)
+    kv_heads, head_dim = heads[0]
+    return BlockedCache(layers=len(heads), kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
 
 
 def cache_rows(segment: Segment) -> CacheRows:

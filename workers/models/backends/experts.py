@@ -7,7 +7,7 @@ its parts alone.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import route, stacked_matrices
-from dovetail.workers.kernels.layer_plan import ExpertsPlan, RouterPlan
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, Norm, RouterPlan
 from dovetail.workers.models.backends.packing import check_packed, pack, pack_rows
 from dovetail.workers.models.families.description import Experts, Router
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
@@ -50,6 +50,8 @@ class ExpertParts:
         """True if matrices stand there as [experts, in, out]."""
         self.mixed = not self.module.is_concatenated
         """True if gates and what they are for stand there one by one."""
+        self.norms: Sequence[Norm | None] = (None, None, None)
+        """The norms of what experts read, of what they give, and of what all rows share."""
 
     def matrix(self, name: str, index: int) -> Tensor:
         """Return the matrix [out, in] of an expert, gates first."""
@@ -74,8 +76,11 @@ class ExpertParts:
         """Return the experts with matrices of a kind; `module` loses its weights."""
         gate_up, down = (self._pack_stack(kind, name) for name in STACKS)
         gate = self.said.shared_gate
+        inner, outer, dense = self.norms
         shared = None if gate is None else _exactly(tensor_of(self.layer, f"{gate}.weight"))
-        return ExpertsPlan(self._router(self.said.router), gate_up, down, shared)
+        return ExpertsPlan(
+            self._router(self.said.router), gate_up, down, shared, inner, outer, dense
+        )
 
     def _pack_stack(self, kind: Kind, name: str) -> list[PackedMatrix]:
         experts = len(getattr(self.module, name))
@@ -104,7 +109,16 @@ class ExpertParts:
             said.normalised,
             said.least_sum,
             said.scale,
+            self._router_norm(said),
+            said.epsilon,
+            None if said.scales is None else tensor_of(self.layer, said.scales).float(),
         )
+
+    def _router_norm(self, said: Router) -> Norm | None:
+        if said.norm_weight is None:
+            return None
+        weight = tensor_of(self.layer, said.norm_weight).float()
+        return Norm(weight * len(weight) ** -0.5)
 
     def _logits(self, said: Router) -> PackedMatrix:
         bias = None if said.bias is None else tensor_of(self.layer, said.bias)
@@ -158,12 +172,22 @@ class ExpertProof(nn.Module):
         self._activate: Any = parts.module._apply_gate
         self._mixed = parts.mixed
         self._plan: ExpertsPlan | None = None
+        self._routed: Tensor | None = None
         self.given, self._ids, self._weights = (torch.empty(0) for _ in range(3))
         self._check_formula(parts)
 
     def use(self, plan: ExpertsPlan) -> None:
         """Compute with these matrices from now on."""
         self._plan = plan
+
+    def listen(self, router: nn.Module) -> None:
+        """Take what a router of transformers is given for what the kernels' is given too, in place
+        of what experts are given."""
+
+        def hear(_router: nn.Module, given: tuple[Tensor, ...]) -> None:
+            self._routed = given[0].clone()
+
+        router.register_forward_pre_hook(hear)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [rows, hidden] through the experts ids [rows, chosen], by their weights."""
@@ -182,7 +206,7 @@ class ExpertProof(nn.Module):
         """bool [rows]: the rows of the last pass whose choice is no matter of rounding;
         `UnsupportedError` where a router of the kernels chooses other experts, or weighs them
         otherwise. `exact`: inputs of matrices are not rounded to integers."""
-        choice = route(router, self.given)
+        choice = route(router, self.given if self._routed is None else self._routed)
         shape = (len(choice.ids), router.logits.n)
         found = torch.zeros(shape).scatter(1, choice.ids.long(), choice.weights)
         expected = torch.zeros(shape).scatter(1, self._ids, self._weights.float())

@@ -23,7 +23,7 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
+from dovetail.workers.models.backends.blocked_cache import cache_of, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
 from dovetail.workers.models.backends.layer_parts import (
     LayerParts,
@@ -255,7 +255,8 @@ class Kernels:
 
     def _take(self, plan: LayerPlan) -> None:
         """Keep a layer; its index is that of its keys and values in a cache."""
-        self._layers.append(DecoderLayer(plan))
+        before = sum(layer.plan.kv_heads * layer.plan.head_dim for layer in self._layers)
+        self._layers.append(DecoderLayer(replace(plan, cached_before=before)))
 
     def _together(self) -> Any:
         """All layers as one module with a `run`, as `FusedLayers` has it."""
@@ -273,13 +274,8 @@ class Kernels:
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""
-        plan = self._layers[0].plan
-        return BlockedCache(
-            layers=len(self._layers),
-            kv_heads=plan.kv_heads,
-            head_dim=plan.head_dim,
-            capacity=capacity,
-        )
+        heads = [(layer.plan.kv_heads, layer.plan.head_dim) for layer in self._layers]
+        return cache_of(heads, capacity)
 
     def compute(
         self,
@@ -362,6 +358,8 @@ class Kernels:
             activation=parts.activation,
             activation_numbers=parts.numbers,
             sinks=parts.sinks,
+            value_norm=parts.value_norm,
+            scalar=parts.scalar,
             epsilon=epsilons.pop(),
             scale=noted.scaling,
             softcap=noted.softcap or 0.0,

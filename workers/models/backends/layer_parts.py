@@ -34,6 +34,9 @@ class LayerParts:
         self.experts: ExpertParts | None = None
         self.sinks: Tensor | None = None
         """float32 [heads]: scores without a value."""
+        self.value_norm: Norm | None = None
+        self.scalar = 1.0
+        """The factor of what the layer gives."""
         self.numbers = (0.0, 0.0)
         """The numbers of the activation."""
         if spec is None:
@@ -67,6 +70,10 @@ class LayerParts:
         }
         if attention.sinks is not None:
             self.sinks = tensor_of(layer, attention.sinks).float().contiguous()
+        if attention.norms_values:
+            self.value_norm = Norm(torch.ones(attention.head_dim))
+        if spec.scalar is not None:
+            self.scalar = float(tensor_of(layer, spec.scalar))
 
     def _take_mlp(self, layer: nn.Module, said: Mlp | Experts) -> None:
         mlp = said.shared if isinstance(said, Experts) else said
@@ -75,6 +82,10 @@ class LayerParts:
             self.linears["down"] = [_linear(layer, mlp.down)]
         if isinstance(said, Experts):
             self.experts, self.numbers = ExpertParts(layer, said), said.numbers
+            named = (said.input_norm, said.output_norm, said.shared_norm)
+            self.experts.norms = [
+                None if name is None else Norm(_weight_of(_part(layer, name))) for name in named
+            ]
         elif said.function is not None:
             self.numbers = _xielu_numbers(part_of(layer, said.function))
         self.activation = said.activation
@@ -126,6 +137,7 @@ class LayerParts:
             "down": linears_of(mlp, ("down_proj",), ("c_proj",)),
         }
         """The linears that each matrix of the kernels is packed of."""
+        self.rows = [None] * len(self.linears["qkv"])
         self.activation = read_activation(
             part_named(mlp, "act_fn", "activation_fn", "act"), gated=not hasattr(mlp, "c_fc")
         )
@@ -212,7 +224,12 @@ def linears_of(module: nn.Module, *choices: Sequence[str]) -> list[nn.Linear]:
 def refuse_apart(parts: "LayerParts") -> None:
     """`UnsupportedError` for a layer with parts that are computed on one CPU, by their own
     weights, and nowhere else."""
-    for what, part in (("of experts", parts.experts), ("with sinks", parts.sinks)):
+    found = {
+        "of experts": parts.experts,
+        "with sinks": parts.sinks,
+        "with normed values": parts.value_norm,
+    }
+    for what, part in found.items():
         if part is not None:
             raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
 

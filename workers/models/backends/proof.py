@@ -166,6 +166,9 @@ class LayerProof:
         if parts.experts is not None:
             self._experts = others[parts.experts.module] = ExpertProof(parts.experts, self._what)
         self._layer = stand_in(layer, others)
+        router = None if parts.experts is None else parts.experts.said.router.part
+        if self._experts is not None and router is not None:
+            self._experts.listen(self._layer.get_submodule(router))
         self._states = oracle.states(index)
         self._rotated: list[Tensor] = []
 

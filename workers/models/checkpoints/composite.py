@@ -18,6 +18,7 @@ T = TypeVar("T")
 KINDS = (
     "deepseek_vl",
     "gemma3",
+    "gemma4",
     "got_ocr2",
     "idefics3",
     "internvl",

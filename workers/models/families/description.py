@@ -71,6 +71,8 @@ class Attention:
     norms: tuple[str, str] | None = None
     """Names of the RMS norms of queries and of keys; None: there are none."""
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
+    norms_values: bool = False
+    """True if each head's values have an RMS norm without weights."""
     sinks: str | None = None
     """The name of scores without a value, one for each head, that take their share of weights."""
 
@@ -104,6 +106,15 @@ class Router:
     scale: float = 1.0
     bias: str | None = None
     """The name of what is added to the logits, a number for each expert."""
+    part: str | None = None
+    """transformers' part of the router, where that reads something else than the experts: the
+    states before the half's norm, through an RMS norm of its own."""
+    norm_weight: str | None = None
+    """The name of that norm's weights, which stand there times the root of the width."""
+    epsilon: float = 0.0
+    """The epsilon of that norm."""
+    scales: str | None = None
+    """The name of what weights are multiplied by, a number for each expert."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,12 @@ class Experts:
     """The MLP of all rows."""
     shared_gate: str | None = None
     """A linear [1, hidden], by whose sigmoid the shared MLP is multiplied."""
+    input_norm: str | None = None
+    """The norm of what the experts read, the states before the half's norm."""
+    output_norm: str | None = None
+    """The norm of what the experts of a row add up to."""
+    shared_norm: str | None = None
+    """The norm of what the shared MLP gives."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,9 @@ class LayerSpec:
     residual_scale: float = 1.0
     """The factor of what each half adds."""
     parallel: bool = False
-    """True if the MLP reads what attention reads."""
+    """True if the MLP reads what attention reads, or parallel to it has a norm of its own."""
+    scalar: str | None = None
+    """The name of the number by which the layer's result is multiplied."""
 
 
 @dataclass(frozen=True)

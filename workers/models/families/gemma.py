@@ -1,18 +1,24 @@
-"""Gemma 1 to 3: weights of norms are stored minus one; from the second on norms stand on both sides
-of each half."""
+"""Gemma 1 to 4: from the second on norms stand on both sides of each half; up to the third their
+weights are stored minus one."""
 
 from dataclasses import replace
 from typing import Any
 
 from dovetail.workers.models.families.description import (
     HEAD_NORMS,
+    SEPARATE,
+    Experts,
     Family,
     LayerSpec,
+    Mlp,
     Norms,
     Rope,
+    Router,
     attention,
     gated,
+    slides,
 )
+from dovetail.workers.models.parity.following import UnsupportedError
 
 
 def _gemma(config: Any, index: int) -> LayerSpec:
@@ -54,9 +60,65 @@ def _vaultgemma(config: Any, index: int) -> LayerSpec:
     return replace(spec, norms=replace(spec.norms, post_mixer=None, post_mlp=None))
 
 
+def _gemma4(config: Any, index: int) -> LayerSpec:
+    """Heads are of other sizes in layers that see all, where values may be the keys before their
+    norm; values are normed too, and what a layer gives is multiplied by a number of its own."""
+    if config.num_kv_shared_layers:
+        raise UnsupportedError(
+            "the kernels have no layers that read another's keys and values (num_kv_shared_layers)"
+        )
+    if config.hidden_size_per_layer_input:
+        raise UnsupportedError(
+            "the kernels have no inputs of each layer's own (hidden_size_per_layer_input)"
+        )
+    own, slid = config.per_layer_config[index], slides(config, index)
+    both = config.attention_k_eq_v and not slid
+    mixed = attention(
+        own,
+        index,
+        window=config.sliding_window if slid else 0,
+        scale=1.0,
+        norms=HEAD_NORMS,
+        norms_values=True,
+        rope=Rope(config.layer_types[index]),
+        qkv=(*SEPARATE[:2], SEPARATE[1] if both else SEPARATE[2]),
+    )
+    norms = Norms(
+        config.rms_norm_eps,
+        post_mixer="post_attention_layernorm",
+        pre_mlp="pre_feedforward_layernorm",
+        post_mlp="post_feedforward_layernorm",
+    )
+    dense = gated(config.hidden_activation)
+    mlp = _beside(config, dense) if config.enable_moe_block else dense
+    return LayerSpec(mixed, mlp, norms, scalar="layer_scalar")
+
+
+def _beside(config: Any, dense: Mlp) -> Experts:
+    """Experts and an MLP that both read what attention left, each between norms of its own."""
+    router = Router(
+        "router.proj.weight",
+        part="router",
+        norm_weight="router.scale",
+        epsilon=config.rms_norm_eps,
+        scales="router.per_expert_scale",
+    )
+    return Experts(
+        config.top_k_experts,
+        dense.activation,
+        router,
+        part="experts",
+        shared=dense,
+        input_norm="pre_feedforward_layernorm_2",
+        output_norm="post_feedforward_layernorm_2",
+        shared_norm="post_feedforward_layernorm_1",
+    )
+
+
 FAMILIES = {
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma2),
     "gemma3_text": Family(_gemma3),
     "vaultgemma": Family(_vaultgemma),
+    "gemma4_text": Family(_gemma4),
 }
