@@ -84,7 +84,7 @@ class LayerParts:
             self.experts, self.numbers = ExpertParts(layer, said), said.numbers
             named = (said.input_norm, said.output_norm, said.shared_norm)
             self.experts.norms = [
-                None if name is None else Norm(_weight_of(_part(layer, name))) for name in named
+                None if name is None else Norm(_weight_of(part_of(layer, name))) for name in named
             ]
         elif said.function is not None:
             self.numbers = _xielu_numbers(part_of(layer, said.function))
