@@ -34,6 +34,8 @@ NEW = (
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
 )
 """Families that between them take every branch of a description."""
+ALIKE = ("internlm3", "iquestcoder", "phi4_multimodal")
+"""Families that are another one by another name."""
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2], "norm_topk_prob": True},
     "glm4_moe": {
@@ -142,7 +144,10 @@ def read_in_a_tree(model: LanguageModel, ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("weights", WAYS)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind for kind in FAMILIES],
+)
 def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
     kind: str, weights: str, tmp_path: Path
 ) -> None:

@@ -6,23 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GraniteConfig, GraniteForCausalLM
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
-from dovetail.workers.kernels import Kind
-from dovetail.workers.models import attention
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
-from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model, random_language_model
-from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Paths, Segment
 from support.models import (
     CONTEXT,
-    SHAPE,
-    VOCABULARY,
     reference_logits,
     tiny_gemma2,
     tiny_llama,
@@ -244,21 +237,13 @@ def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(
 
 
 @needs_kernels
-def test_a_layer_that_differs_from_transformers_is_refused_by_the_kernels(
+def test_a_family_that_is_not_described_is_left_to_the_library(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Granite's layers have Llama's parts and scale what they add, which only their description
-    says."""
     monkeypatch.setattr(fused, "FAMILIES", {})
-    config = GraniteConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=2, residual_multiplier=0.5, **SHAPE
-    )
-    model = GraniteForCausalLM(config).eval()
-    model.requires_grad_(False)
-    attention.register()
-    model.set_attn_implementation(attention.IMPLEMENTATION)
-    with pytest.raises(UnsupportedError, match=r"layer 0 .* differs from transformers'"):
-        Kernels(model, Kind.FP32, context=CONTEXT).take_layer(model.model.layers[0], 0)
+    model = load_language_model(str(llama_folder), weights="fp32", device="cpu")
+    assert model.backend == "library"
+    assert "model type llama: none of the families" in model.choice
 
 
 @pytest.mark.parametrize("weights", ["fp32", "half", "int8"])

@@ -97,8 +97,8 @@ def test_a_layer_that_fails_its_proof_is_named_with_the_position_where_it_differ
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without its description SmolLM3 looks like Llama."""
-    monkeypatch.setattr(fused, "FAMILIES", {})
+    """Both are told to be Llama."""
+    monkeypatch.setattr(fused, "FAMILIES", {family.lower(): FAMILIES["llama"]})
     folder = write(tmp_path, family, {"sliding_window": None, **changes}, torch.bfloat16)
     said = (
         rf"queries of layer {place[0]} \({family}DecoderLayer\) differ from transformers' "

@@ -1,11 +1,10 @@
 """The kernels back end: every decoder layer of a transformers model becomes one call of the C++
 kernels, and so do its final norm and its head.
 
-A layer's structure is recognised by the names of its parts - Llama's, Phi-3's, GPT-2's and what is
-built like them - and what its attention is asked to compute is noted from a run. Every layer is
-then compared with transformers' own, at positions from all over the context, before it is replaced;
-a model with a layer that differs, or that has a part without a kernel, is refused for this back end
-and computed by the library instead.
+A layer is what the description of its family says, and what its attention is asked to compute is
+noted from a run. Every layer is then compared with transformers' own, at positions from all over
+the context, before it is replaced; a model with a layer that differs, or of a family without a
+description, is refused for this back end and computed by the library instead.
 
 With these kernels a token's keys, values, hidden states and logits are the same bytes whatever rows
 are computed beside it. Knows layers and slots.
@@ -29,7 +28,6 @@ from dovetail.workers.models.backends.layer_parts import (
     LayerParts,
     described_norm,
     exact_kind,
-    read_norm,
     refuse_apart,
 )
 from dovetail.workers.models.backends.library import transformers_pass
@@ -42,7 +40,6 @@ from dovetail.workers.models.backends.proof import (
 )
 from dovetail.workers.models.backends.rotary_tables import RotaryTables
 from dovetail.workers.models.checkpoints.configured import decoder_layers
-from dovetail.workers.models.families.description import LayerSpec, Rope
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.oracle import Oracle
@@ -142,7 +139,10 @@ class Kernels:
         """`model`: the skeleton, where all that is not a layer has its numbers."""
         kernels.set_threads(torch.get_num_threads())
         self._model, self._kind = model, kind
-        self._family = FAMILIES.get(model.config.model_type)
+        family = FAMILIES.get(model.config.model_type)
+        if family is None:
+            raise UnsupportedError("none of the families that are described here has that name")
+        self._family = family
         self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
             raise UnsupportedError(
@@ -155,7 +155,7 @@ class Kernels:
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """Return what stands in the layer's place until all are there; the layer has its numbers
         and is not needed afterwards."""
-        spec = None if self._family is None else self._family.layer(self._model.config, index)
+        spec = self._family.layer(self._model.config, index)
         parts = LayerParts(layer, spec)
         if not self._mixes:
             refuse_apart(parts)
@@ -171,8 +171,7 @@ class Kernels:
         }
         experts = None if parts.experts is None else parts.experts.pack(self._kind)
         noted = proof.note(proving or matrices)
-        if spec is not None:
-            check_attention(spec.attention, noted, index)
+        check_attention(spec.attention, noted, index)
         plan = replace(self._plan(parts, index, noted, matrices), experts=experts)
         proof.check(plan if proving is None else self._plan(parts, index, noted, proving))
         self._take(plan)
@@ -182,8 +181,6 @@ class Kernels:
     def _arrange(self, parts: LayerParts) -> None:
         """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
         linears change in place."""
-        if parts.spec is None:
-            return
         attention = parts.spec.attention
         turned = attention.rope is not None and attention.rope.interleaved
         if (turned or attention.by_head) and not self._reorders:
@@ -205,7 +202,8 @@ class Kernels:
             if isinstance(module, nn.ModuleList) and len(module) == self._taken:
                 setattr(base, name, nn.ModuleList([self._fused]))
         name, norm = _final_norm(base)
-        kind, numbers, epsilon = self._read_final(norm)
+        norms = self._family.layer(self._model.config, 0).norms
+        kind, epsilon, numbers = norms.kind, norms.epsilon, described_norm(norm, norms)
         states = self._finally(KernelNorm(kind, numbers, epsilon))
         self._norm = self._final_norm(kind, numbers, epsilon)
         setattr(base, name, self._norm)
@@ -220,12 +218,6 @@ class Kernels:
             base.rotary_emb = NoAngles()
         widen_embeddings(model)
         self._direct = self._nothing_else()
-
-    def _read_final(self, norm: nn.Module) -> tuple[NormKind, Norm, float]:
-        """Return the final norm, which is one like those of the first layer."""
-        if self._family is None:
-            return read_norm(norm)
-        return described_norm(norm, self._family.layer(self._model.config, 0).norms)
 
     def _finally(self, norm: KernelNorm) -> Tensor:
         """The final states [T, hidden] of the oracle, which this norm has to give too."""
@@ -320,29 +312,13 @@ class Kernels:
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
 
-    def _described(self, spec: LayerSpec | None) -> dict[str, Any]:
-        """Return the parts of a plan that a description alone tells."""
-        if spec is None:
-            return {"rotary": self._tables.of(Rope()) if self._tables.given else None}
-        rope = spec.attention.rope
-        return {
-            "rotary": None if rope is None else self._tables.of(rope),
-            "head_norm": spec.attention.norm_place,
-            "residual": spec.residual_scale,
-            "parallel": spec.parallel,
-        }
-
     def _plan(
         self, parts: "LayerParts", index: int, noted: Noted, matrices: Mapping[str, PackedMatrix]
     ) -> LayerPlan:
+        spec = parts.spec
+        rope, said = spec.attention.rope, spec.norms
         norms: dict[str, Any] = {"attention_norm": None, "mlp_norm": None}
-        kinds, epsilons = set(), set()
-        for name, module in parts.norms.items():
-            norm_kind, norms[name], epsilon = parts.norm(module)
-            kinds.add(norm_kind)
-            epsilons.add(epsilon)
-        if len(kinds) > 1 or len(epsilons) > 1:
-            raise UnsupportedError("norms of different kinds in one layer")
+        norms |= {name: described_norm(module, said) for name, module in parts.norms.items()}
         return LayerPlan(
             index=index,
             heads=noted.heads,
@@ -353,14 +329,17 @@ class Kernels:
             gate_up=matrices.get("gate_up"),
             down=matrices.get("down"),
             **norms,
-            **self._described(parts.spec),
-            norm_kind=kinds.pop(),
+            rotary=None if rope is None else self._tables.of(rope),
+            head_norm=spec.attention.norm_place,
+            residual=spec.residual_scale,
+            parallel=spec.parallel,
+            norm_kind=said.kind,
             activation=parts.activation,
             activation_numbers=parts.numbers,
             sinks=parts.sinks,
             value_norm=parts.value_norm,
             scalar=parts.scalar,
-            epsilon=epsilons.pop(),
+            epsilon=said.epsilon,
             scale=noted.scaling,
             softcap=noted.softcap or 0.0,
             window=noted.window or 0,

@@ -1,16 +1,15 @@
-"""The parts of a decoder layer of transformers: its linears, norms and activation, found by their
-names and by trying."""
+"""The parts of a decoder layer of transformers, by the names that the description of its family has
+for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu, softplus
+from torch.nn.functional import softplus
 
 from dovetail.workers.kernels import Kind
-from dovetail.workers.kernels.layer import normalise
-from dovetail.workers.kernels.layer_plan import Activation, Norm, NormKind
+from dovetail.workers.kernels.layer_plan import Norm
 from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
 from dovetail.workers.models.families.description import Experts, LayerSpec, Mlp, Norms
 from dovetail.workers.models.parity.following import UnsupportedError
@@ -20,10 +19,9 @@ EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat1
 
 
 class LayerParts:
-    """The parts of a decoder layer: those that a description names, or without one found by their
-    usual names."""
+    """The parts of a decoder layer that a description names."""
 
-    def __init__(self, layer: nn.Module, spec: LayerSpec | None = None) -> None:
+    def __init__(self, layer: nn.Module, spec: LayerSpec) -> None:
         self.spec = spec
         self.order: Tensor | None = None
         """int64 [head_dim]: where each number of a head of queries and keys stands in the
@@ -39,12 +37,6 @@ class LayerParts:
         """The factor of what the layer gives."""
         self.numbers = (0.0, 0.0)
         """The numbers of the activation."""
-        if spec is None:
-            self._find(layer)
-        else:
-            self._take(layer, spec)
-
-    def _take(self, layer: nn.Module, spec: LayerSpec) -> None:
         attention, norms = spec.attention, spec.norms
         self.linears = {
             "qkv": [_linear(layer, name) for name in attention.qkv],
@@ -121,40 +113,6 @@ class LayerParts:
             if part.bias is not None:
                 part.bias = nn.Parameter(part.bias.detach()[order], requires_grad=False)
 
-    def norm(self, module: nn.Module) -> tuple[NormKind, Norm, float]:
-        """Return kind, weights and epsilon of one of the norms around the halves."""
-        return read_norm(module) if self.spec is None else described_norm(module, self.spec.norms)
-
-    def _find(self, layer: nn.Module) -> None:
-        self.attention: Any = part_named(layer, "self_attn", "attn")
-        mlp = part_named(layer, "mlp")
-        self.linears = {
-            "qkv": linears_of(
-                self.attention, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",)
-            ),
-            "output": linears_of(self.attention, ("o_proj",), ("c_proj",)),
-            "gate_up": linears_of(mlp, ("gate_proj", "up_proj"), ("gate_up_proj",), ("c_fc",)),
-            "down": linears_of(mlp, ("down_proj",), ("c_proj",)),
-        }
-        """The linears that each matrix of the kernels is packed of."""
-        self.rows = [None] * len(self.linears["qkv"])
-        self.activation = read_activation(
-            part_named(mlp, "act_fn", "activation_fn", "act"), gated=not hasattr(mlp, "c_fc")
-        )
-        self.norms = self._norms(layer)
-
-    def _norms(self, layer: nn.Module) -> dict[str, nn.Module]:
-        names = {"attention_norm": part_named(layer, "input_layernorm", "ln_1")}
-        if hasattr(layer, "pre_feedforward_layernorm"):
-            names["post_attention_norm"] = part_named(layer, "post_attention_layernorm")
-            names["mlp_norm"] = part_named(layer, "pre_feedforward_layernorm")
-            names["post_mlp_norm"] = part_named(layer, "post_feedforward_layernorm")
-        else:
-            names["mlp_norm"] = part_named(layer, "post_attention_layernorm", "ln_2")
-        if hasattr(self.attention, "q_norm"):
-            names |= {"query_norm": self.attention.q_norm, "key_norm": self.attention.k_norm}
-        return names
-
 
 def _xielu_numbers(function: Any) -> tuple[float, float]:
     """Return the factors of the squares of what is positive, and of what is negative."""
@@ -190,35 +148,11 @@ def _weight_of(module: nn.Module) -> Tensor:
     return weight.detach().float().contiguous()
 
 
-def described_norm(module: nn.Module, norms: Norms) -> tuple[NormKind, Norm, float]:
-    """Return kind, weights and epsilon of a norm that a description knows."""
+def described_norm(module: nn.Module, norms: Norms) -> Norm:
+    """Return the weights of a norm that a description knows."""
     weight, bias = _weight_of(module), getattr(module, "bias", None)
     weight = 1.0 + weight if norms.plus_one else weight
-    return (
-        norms.kind,
-        Norm(weight, None if bias is None else bias.detach().float().contiguous()),
-        norms.epsilon,
-    )
-
-
-def part_named(module: nn.Module, *names: str) -> Any:
-    """The first of these parts that a module has."""
-    for name in names:
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise UnsupportedError(f"{type(module).__name__} has no {' or '.join(names)}")
-
-
-def linears_of(module: nn.Module, *choices: Sequence[str]) -> list[nn.Linear]:
-    """The linears of the first choice that a module has all of."""
-    for names in choices:
-        found = [getattr(module, name, None) for name in names]
-        if all(type(part) is nn.Linear for part in found):
-            return found  # type: ignore[return-value]
-    raise UnsupportedError(
-        f"{type(module).__name__} has no linears "
-        f"{' or '.join('+'.join(names) for names in choices)}"
-    )
+    return Norm(weight, None if bias is None else bias.detach().float().contiguous())
 
 
 def refuse_apart(parts: "LayerParts") -> None:
@@ -238,34 +172,3 @@ def exact_kind(parts: "LayerParts") -> Kind:
     """The kind that holds all weights of a layer as they are."""
     types = {part.weight.dtype for linears in parts.linears.values() for part in linears}
     return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
-
-
-def read_norm(module: nn.Module) -> tuple[NormKind, Norm, float]:
-    """Kind, weights and epsilon of a norm; RMS norms are told by trying: some multiply by their
-    weight, Gemma's by one more."""
-    weight: Any = getattr(module, "weight", None)
-    if isinstance(module, nn.LayerNorm) and weight is not None:
-        bias = None if module.bias is None else module.bias.detach().float().contiguous()
-        return NormKind.LAYER_NORM, Norm(weight.detach().float().contiguous(), bias), module.eps
-    epsilon: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or not isinstance(epsilon, float):
-        raise UnsupportedError(f"a norm of type {type(module).__name__}")
-    x = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(1))
-    expected = module(x).float()
-    for weights in (weight.detach().float().contiguous(), 1.0 + weight.detach().float()):
-        if torch.allclose(
-            normalise(NormKind.RMS, Norm(weights), x, epsilon), expected, rtol=1e-4, atol=1e-5
-        ):
-            return NormKind.RMS, Norm(weights), epsilon
-    raise UnsupportedError(f"a norm of type {type(module).__name__}")
-
-
-def read_activation(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
-    """Which of the kernels' activations a function is, told by trying."""
-    x = torch.linspace(-6, 6, 97)
-    y = function(x)
-    if torch.allclose(y, gelu(x, approximate="tanh"), atol=1e-5):
-        return Activation.GELU_TANH_GATED if gated else Activation.GELU_TANH
-    if gated and torch.allclose(y, silu(x), atol=1e-5):
-        return Activation.SILU_GATED
-    raise UnsupportedError(f"the activation {type(function).__name__}")
