@@ -30,6 +30,12 @@ HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 DRAFT_KINDS = ("auto", "small", *HEAD_KINDS, "ngram", "substitute", "none")
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BACKENDS = ("auto", "kernels", "library")
+Proving = Literal["auto", "anew", "off"]
+"""The ways to prove a model against transformers as it is loaded."""
+PROVING = (
+    "auto (a proof of the same files, code and libraries that is remembered is enough), anew (it "
+    "is made again) or off (it is made again, and none is remembered)"
+)
 DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 """Types of the weights of a target's substitute; auto is int4."""
@@ -131,6 +137,7 @@ class TargetSettings(Frozen):
         "tests), or auto (the device that the profile file says is faster for prompts of that "
         "length)",
     )
+    proof: Proving = Field("auto", description=f"proof against transformers: {PROVING}")
     split: SplitSettings = Field(
         SplitSettings(), description="whether another device computes the last layers"
     )
@@ -210,6 +217,7 @@ class DraftSettings(Frozen):
         description="read the weights of a head from a *.bin where it has no *.safetensors; "
         "only numbers are loaded, never code",
     )
+    proof: Proving = Field("auto", description=f"proof of a smaller model: {PROVING}")
 
     @field_validator("kind")
     @classmethod

@@ -276,6 +276,7 @@ def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -
         "ahead": "auto",
         "share": "auto",
         "pickled": False,
+        "proof": "auto",
     }
     assert shown["origin"]["draft.model"] == "--draft.model"
 

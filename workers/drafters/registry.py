@@ -172,6 +172,7 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import Drafter
     from dovetail.workers.models.loading import load_language_model
+    from dovetail.workers.models.remembered.proofs import tell_proof
 
     settings = wanted.settings
     if settings.weights == "int4":
@@ -181,7 +182,10 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
         )
     device = open_device(settings.device, wanted.threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
-    model = load_language_model(settings.model, weights=weights, device=device.name)
+    model = load_language_model(
+        settings.model, weights=weights, device=device.name, proof=settings.proof
+    )
+    tell_proof(model.proved, wanted.name)
     checkpoint, spans = model.checkpoint, Spans()
     identity = wanted.identity(
         model,

@@ -94,6 +94,8 @@ class LanguageModel:
         self.prompt_rows, self.reads_apart = back_end.prompt_rows, back_end.reads_apart
         self.choice = choice
         """Why this back end."""
+        self.proved = ""
+        """The day of the remembered proof by which it was loaded; empty: it was proved anew."""
         embedding = model.get_input_embeddings().weight
         self.device: torch.device = embedding.device
         self.vocabulary_size: int = embedding.shape[0]

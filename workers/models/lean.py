@@ -6,7 +6,7 @@ distributed tensors. The compiler itself it imports for marks on functions, whic
 code that is not compiled: a stand-in has them. Together that is two fifths of what it would take a
 worker to start. Whoever needs one of them imports it as ever. Where transformers has been imported
 already it has seen what there is, and is left as it is. Its models are imported later, one by one:
-within `lean`, too.
+within `lean`, too. Nothing of it is imported before one of its members is asked for here.
 """
 
 import sys
@@ -119,32 +119,29 @@ def lean() -> Iterator[None]:
             torch.distributed.is_available = is_available
 
 
-with lean() if "transformers" not in sys.modules else nullcontext():
-    import transformers
-    from transformers import (
-        CONFIG_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        AttentionInterface,
-        AutoConfig,
-        AutoModelForCausalLM,
-        DynamicCache,
-        LlamaConfig,
-    )
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.pytorch_utils import Conv1D
+MEMBERS = {
+    "transformers": "",
+    "CONFIG_MAPPING": "transformers",
+    "MODEL_FOR_CAUSAL_LM_MAPPING": "transformers",
+    "AttentionInterface": "transformers",
+    "AutoConfig": "transformers",
+    "AutoModelForCausalLM": "transformers",
+    "DynamicCache": "transformers",
+    "LlamaConfig": "transformers",
+    "get_checkpoint_conversion_mapping": "transformers.conversion_mapping",
+    "ROPE_INIT_FUNCTIONS": "transformers.modeling_rope_utils",
+    "Conv1D": "transformers.pytorch_utils",
+}
+"""Members of this module that are transformers', and their modules; the first one is itself."""
 
-__all__ = [
-    "CONFIG_MAPPING",
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "ROPE_INIT_FUNCTIONS",
-    "AttentionInterface",
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "Conv1D",
-    "DynamicCache",
-    "LlamaConfig",
-    "get_checkpoint_conversion_mapping",
-    "lean",
-    "transformers",
-]
+
+def __getattr__(name: str) -> Any:
+    """Return a member of transformers, which is imported when one is asked for first: a model whose
+    proof is remembered needs none."""
+    if name not in MEMBERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _ONE_AT_A_TIME, lean() if "transformers" not in sys.modules else nullcontext():
+        for member, module in MEMBERS.items():
+            found = import_module(module or member)
+            globals()[member] = getattr(found, member) if module else found
+    return globals()[name]

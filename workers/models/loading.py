@@ -2,7 +2,6 @@
 one, and each is proved."""
 
 import contextlib
-import gc
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library, prove_whole
@@ -21,6 +21,7 @@ from dovetail.workers.models.backends.selection import select
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
+from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     Plan,
@@ -32,7 +33,6 @@ from dovetail.workers.models.checkpoints.inflate import (
 )
 from dovetail.workers.models.checkpoints.loader import (
     Skeleton,
-    Types,
     load_transformers,
     open_skeleton,
     random_skeleton,
@@ -45,9 +45,10 @@ from dovetail.workers.models.language_model import (
     check_attention,
     context_of,
 )
-from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.proving import StumbledError, Trial, TriedError, oracle_of, provable
+from dovetail.workers.models.remembered.proofs import Proofs
+from dovetail.workers.models.remembered.recall import Memory, recall
 from dovetail.workers.models.wanted import Stager, Wanted
 from dovetail.workers.models.weight_types import (
     GPU_TYPES,
@@ -57,7 +58,6 @@ from dovetail.workers.models.weight_types import (
     check_names,
     type_of,
 )
-from dovetail.workers.progress import loading
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +71,24 @@ def load_language_model(
     inflate_bytes: int = 0,
     profile: Path | None = None,
     stage: Stager | None = None,
+    proof: str = "off",
 ) -> LanguageModel:
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
     inflated to a size in bytes if that is not 0.
 
     `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file
     that remembers what was measured of the library. `stage`: how it is spread over devices, in
-    place of `device`; only a model that the kernels can compute is.
+    place of `device`; only a model that the kernels can compute is. `proof`: auto, a proof that is
+    remembered is enough; anew, it is made anew and remembered; off, it is made and not remembered.
     """
     check_names(weights, backend)
-    read_config(
-        find_folder(source) / "config.json"
-    )  # what cannot be decoded is refused before all weights are read
+    file = find_folder(source) / "config.json"
+    if proof != "auto" or not Proofs(read_bytes(file)).known:
+        read_config(file)  # what cannot be decoded is refused before all weights are read
     checkpoint = open_checkpoint(source)
-    wanted = Wanted(weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage)
+    wanted = Wanted(
+        weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage, proof
+    )
     digest = (
         inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
     )
@@ -123,10 +127,14 @@ def _on_cpu(
     """Kernels where that is wanted and can be; else the library."""
     why_not = _against_kernels(wanted)
     if not why_not:
+        memory = Memory(checkpoint, digest, wanted)
+        if (model := recall(memory, checkpoint, digest, wanted)) is not None:
+            return model
         skeleton = skeleton_of()
         kind = skeleton.model.config.model_type
+        outline = memory.outline(skeleton)
         try:
-            return _assemble(
+            model = _assemble(
                 skeleton,
                 checkpoint,
                 digest,
@@ -134,6 +142,8 @@ def _on_cpu(
                 kernels=True,
                 choice="the C++ kernels compute it",
             )
+            memory.keep(outline, model)
+            return model
         except UnsupportedError as error:
             why_not = f"the C++ kernels cannot compute model type {kind}: {error}"
         except StumbledError:
@@ -212,71 +222,6 @@ def _assemble(
         inflate_bytes=wanted.inflate_bytes,
         open_back_end=open_back_end,
     )
-
-
-def assemble(
-    skeleton: Skeleton,
-    checkpoint: Checkpoint,
-    digest: str,
-    *,
-    weights: str,
-    choice: str,
-    inflate_bytes: int,
-    open_back_end: Callable[[Any, Plan | None], BackEnd],
-) -> LanguageModel:
-    """Read the layers one by one, each taken over by its back end before the next is read, then the
-    rest."""
-    model = skeleton.model
-    plan = plan_inflation(model, inflate_bytes) if inflate_bytes else None
-    if plan is not None:
-        grow_skeleton(model, plan)
-    types = Types(
-        None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None
-    )  # dead units get numbers of the type that is wanted
-    name, layers = decoder_layers(model)
-    prefixes = [
-        f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))
-    ]
-    with loading("loading", _stored_bytes(checkpoint, prefixes)), provable(checkpoint, model):
-        skeleton.fill(
-            model, "", types, but=layers
-        )  # transformers' own forward runs around the layers, and proves them
-        back_end = open_back_end(model, plan)
-        for index, layer in enumerate(layers):
-            skeleton.fill(layer, prefixes[index], types)
-            if plan is not None:
-                grow_layer(layer, index, plan)
-            layers[index] = back_end.take_layer(layer, index)
-            release_memory()
-        del layer
-        back_end.finish(model)
-    gc.collect()  # what transformers' modules hold of each other
-    release_memory()
-    real = range(len(layers)) if plan is None else plan.real
-    language_model = LanguageModel(
-        model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real
-    )
-    with provable(checkpoint, model):
-        check_attention(language_model)
-        if isinstance(back_end, Library):
-            prove_whole(
-                model,
-                back_end,
-                language_model.context,
-                WHOLE_TOLERANCE.get(weights, ROUNDED_TOLERANCE),
-            )
-    return language_model
-
-
-def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
-    """Return how much is read of a checkpoint for layers of these prefixes, as often as they occur,
-    and for the rest of the model."""
-    sizes = {name: stored.size_bytes for name, stored in checkpoint.tensors.items()}
-    of_layer = {
-        prefix: sum(size for name, size in sizes.items() if name.startswith(f"{prefix}."))
-        for prefix in {*layers}
-    }
-    return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
 
 
 def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bool) -> BackEnd:

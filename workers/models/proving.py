@@ -4,7 +4,7 @@ one whose own code stumbles."""
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.workers.models.backends.library import Library
@@ -14,7 +14,9 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers, said_
 from dovetail.workers.models.language_model import context_of
 from dovetail.workers.models.memory import is_out_of_memory
 from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
-from dovetail.workers.models.parity.oracle import Oracle
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.parity.oracle import Oracle
 
 LAYERS_TRIED = 8
 """Layers of a model on which the remedy of a refusal is tried: kinds of layers alternate in cycles
@@ -63,5 +65,8 @@ def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
         ) from error
 
 
-def oracle_of(model: Any) -> Oracle:
+def oracle_of(model: Any) -> "Oracle":
+    """Return transformers' own forward of a model."""
+    from dovetail.workers.models.parity.oracle import Oracle  # transformers comes in here
+
     return Oracle(model, decoder_layers(model)[1], context_of(model.config))

@@ -24,3 +24,5 @@ class Wanted:
     inflate_bytes: int = 0
     profile: Path | None = None
     stage: Stager | None = None
+    proof: str = "off"
+    """One of `protocol.settings.PROOFS`: whether a remembered proof is enough."""

@@ -17,6 +17,7 @@ from dovetail.workers.devices import Device, open_device
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.remembered.proofs import tell_proof
 from dovetail.workers.serving.spread import Spread, known_readings, spread_of
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
 from dovetail.workers.target import Identity, TargetWorker
@@ -59,7 +60,9 @@ def open_target_worker(
         inflate_bytes=inflation_bytes(settings.inflate),
         profile=profile,
         stage=None if spread is None else spread.stage,
+        proof=settings.proof,
     )
+    tell_proof(model.proved, name)
     placed = ""
     if device.is_cpu and (settings.backend, model.backend) == ("auto", "library"):
         print(

@@ -28,6 +28,7 @@ from dovetail.workers.models.backends.layer_parts import (
     LayerParts,
     described_norm,
     exact_kind,
+    final_norm,
     refuse_apart,
 )
 from dovetail.workers.models.backends.library import transformers_pass
@@ -38,11 +39,10 @@ from dovetail.workers.models.backends.proof import (
     Product,
     check_attention,
 )
-from dovetail.workers.models.backends.rotary_tables import RotaryTables
+from dovetail.workers.models.backends.rotary_tables import NoAngles, RotaryTables
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import (
     PROMPT_ROWS,
     Cache,
@@ -83,13 +83,6 @@ class KernelNorm(nn.Module):
         return normalise(
             self._kind, self._norm, x.reshape(-1, x.shape[-1]).contiguous(), self._epsilon
         ).view(x.shape)
-
-
-class NoAngles(nn.Module):
-    """In the place of transformers' rotary embedding: the kernels have a table of all angles."""
-
-    def forward(self, *unused: Any, **also_unused: Any) -> None:
-        """Nothing is computed."""
 
 
 class FusedLayers(nn.Module):
@@ -137,8 +130,9 @@ class Kernels:
 
     def __init__(self, model: Any, kind: Kind, *, context: int) -> None:
         """`model`: the skeleton, where all that is not a layer has its numbers."""
+        from dovetail.workers.models.parity.oracle import Oracle  # transformers comes in here
+
         kernels.set_threads(torch.get_num_threads())
-        self._model, self._kind = model, kind
         family = FAMILIES.get(model.config.model_type)
         if family is None:
             raise UnsupportedError("none of the families that are described here has that name")
@@ -148,9 +142,20 @@ class Kernels:
             raise UnsupportedError(
                 "transformers computes something between its layers, or not each of them in turn"
             )
-        self._tables = RotaryTables(model, context)
+        self._begin(model, kind, RotaryTables(model, context))
+
+    def _begin(self, model: Any, kind: Kind, tables: RotaryTables) -> None:
+        """Have nothing taken over yet."""
+        self._model, self._kind, self._tables = model, kind, tables
         self._layers: list[DecoderLayer] = []
         self._taken = 0
+        self.noted: list[Noted] = []
+        """The attention that each layer asks for."""
+
+    @property
+    def angles(self) -> Mapping[str, tuple[Sequence[float], float]]:
+        """Return the frequencies of each rotary table, and the factor of cosines and sines."""
+        return self._tables.angles
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """Return what stands in the layer's place until all are there; the layer has its numbers
@@ -175,6 +180,7 @@ class Kernels:
         plan = replace(self._plan(parts, index, noted, matrices), experts=experts)
         proof.check(plan if proving is None else self._plan(parts, index, noted, proving))
         self._take(plan)
+        self.noted.append(noted)
         self._taken += 1
         return nn.Identity()
 
@@ -201,23 +207,27 @@ class Kernels:
         for name, module in list(base.named_children()):
             if isinstance(module, nn.ModuleList) and len(module) == self._taken:
                 setattr(base, name, nn.ModuleList([self._fused]))
-        name, norm = _final_norm(base)
+        name, norm = final_norm(base)
         norms = self._family.layer(self._model.config, 0).norms
         kind, epsilon, numbers = norms.kind, norms.epsilon, described_norm(norm, norms)
-        states = self._finally(KernelNorm(kind, numbers, epsilon))
         self._norm = self._final_norm(kind, numbers, epsilon)
         setattr(base, name, self._norm)
         head = model.get_output_embeddings()
-        product = Product("head", [head])
         matrix = pack(self._kind, [head])
-        product.use(matrix)
-        product(states)
+        self._prove_end(KernelNorm(kind, numbers, epsilon), head, matrix)
         self._head = self._final_linear(matrix)
         model.set_output_embeddings(self._head)
         if self._tables.given:
             base.rotary_emb = NoAngles()
         widen_embeddings(model)
-        self._direct = self._nothing_else()
+        self.direct = self._nothing_else()
+        """True if logits are embedding, layers, norm and head, and nothing else."""
+
+    def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
+        """`UnsupportedError` where the final norm or the packed head is not transformers'."""
+        states, product = self._finally(norm), Product("head", [head])
+        product.use(matrix)
+        product(states)
 
     def _finally(self, norm: KernelNorm) -> Tensor:
         """The final states [T, hidden] of the oracle, which this norm has to give too."""
@@ -283,7 +293,7 @@ class Kernels:
     def _pass(
         self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept
     ) -> Tensor:
-        if self._direct:
+        if self.direct:
             return self._compute_directly(tokens, seen, rows, kept)
         with keeping(self._model, (), kept):
             return transformers_pass(self._model, tokens, positions, rows, seen=seen, kept=kept)
@@ -344,13 +354,6 @@ class Kernels:
             softcap=noted.softcap or 0.0,
             window=noted.window or 0,
         )
-
-
-def _final_norm(base: Any) -> tuple[str, nn.Module]:
-    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm"):
-        if hasattr(base, name):
-            return name, getattr(base, name)
-    raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")
 
 
 def reason_against(kind: Kind) -> str:

@@ -172,3 +172,11 @@ def exact_kind(parts: "LayerParts") -> Kind:
     """The kind that holds all weights of a layer as they are."""
     types = {part.weight.dtype for linears in parts.linears.values() for part in linears}
     return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
+
+
+def final_norm(base: Any) -> tuple[str, nn.Module]:
+    """Return name and module of a model's final norm."""
+    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm"):
+        if hasattr(base, name):
+            return name, getattr(base, name)
+    raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")

@@ -6,7 +6,7 @@ rounding only, but they do depend on them.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,12 @@ from dovetail.workers.models.parity.following import (
     stand_in,
 )
 from dovetail.workers.models.parity.landmarks import short_text
-from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import Kept, keeping
 from dovetail.workers.models.timing import Part, timing_modules
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.parity.oracle import Oracle
 
 LAYER_TOLERANCE = 2e-4
 """The tolerance of what a layer adds, in fp32; rounding gives 1e-6."""
@@ -64,7 +66,7 @@ class Library:
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        oracle: Oracle | None = None,
+        oracle: "Oracle | None" = None,
     ) -> None:
         """`oracle`: proves each layer as it is taken; None: who asks for these layers needs no
         proof of them."""
@@ -177,7 +179,7 @@ def _configured_heads(config: Any) -> tuple[int, int, int]:
 
 
 @torch.inference_mode()
-def prove_layer(oracle: Oracle, layer: nn.Module, index: int) -> Noted:
+def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
     """Return what a layer asks of its attention; `UnprovableError` where the layer with ours
     differs from the same with transformers' own.
 

@@ -11,6 +11,7 @@ packs nothing.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ from dovetail.workers.models.parity.following import (
     line_of,
     stand_in,
 )
-from dovetail.workers.models.parity.oracle import Oracle
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.parity.oracle import Oracle
 
 ATTENTION_TOLERANCE = 1e-4
 LAYER_TOLERANCE = 2e-4
@@ -141,7 +144,7 @@ class LayerProof:
 
     def __init__(
         self,
-        oracle: Oracle,
+        oracle: "Oracle",
         layer: nn.Module,
         index: int,
         parts: LayerParts,

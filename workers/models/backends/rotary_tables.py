@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,9 @@ class RotaryTables:
         self.given = embedding is not None
         self._embedding, self._context = copy.deepcopy(embedding), context
         self._tables: dict[Rope, Rotary] = {}
+        self.angles: dict[str, tuple[Sequence[float], float]] = {}
+        """The frequencies of each table that was asked for, and the factor of its cosines and
+        sines."""
 
     def of(self, rope: Rope) -> Rotary:
         """Return the table of a layer."""
@@ -36,21 +40,45 @@ class RotaryTables:
         return self._tables[rope]
 
     def _make(self, rope: Rope) -> Rotary:
+        if rope.table not in self.angles:
+            self.angles[rope.table] = self._read(rope)
+        frequencies, scaling = self.angles[rope.table]
+        table = rotary_table(torch.tensor(frequencies), self._context, scaling=scaling)
+        self._check(table, rope)
+        return table if rope.growth is None else replace(table, factors=self._grow(rope.growth))
+
+    def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
+        """Return frequencies and factor of a table of the model's own embedding."""
         embedding, prefix = self._embedding, f"{rope.table}_" if rope.table else ""
         frequencies = getattr(embedding, f"{prefix}inv_freq", None)
         if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
             raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
         scaling = float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
-        table = rotary_table(frequencies.float(), self._context, scaling=scaling)
-        assert isinstance(embedding, nn.Module)
-        _check_table(table, embedding, self._context, rope)
-        return table if rope.growth is None else replace(table, factors=self._grow(rope.growth))
+        return frequencies.float().tolist(), scaling
+
+    def _check(self, table: Rotary, rope: Rope) -> None:
+        assert isinstance(self._embedding, nn.Module)
+        _check_table(table, self._embedding, self._context, rope)
 
     def _grow(self, growth: Growth) -> Tensor:
         """Return the factors of queries, float32 [context]: the same bytes on every machine."""
         steps = torch.arange(self._context) // growth.period
         last = int(steps[-1])
         return torch.tensor([1 + growth.beta * math.log1p(k) for k in range(last + 1)])[steps]
+
+
+class KnownTables(RotaryTables):
+    """The angles of a model that was proved before."""
+
+    def __init__(self, angles: Mapping[str, tuple[Sequence[float], float]], context: int) -> None:
+        self.given, self._context, self._tables = bool(angles), context, {}
+        self.angles = dict(angles)
+
+    def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
+        raise UnsupportedError(f"the proof has no rotary table {rope.table!r}")
+
+    def _check(self, table: Rotary, rope: Rope) -> None:
+        """Nothing is to be checked."""
 
 
 def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) -> None:
@@ -77,3 +105,10 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
             raise UnsupportedError(
                 f"the angles of position {position} differ from those of {type(embedding).__name__}"
             )
+
+
+class NoAngles(nn.Module):
+    """In the place of transformers' rotary embedding: the kernels have a table of all angles."""
+
+    def forward(self, *unused: Any, **also_unused: Any) -> None:
+        """Nothing is computed."""

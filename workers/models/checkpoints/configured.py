@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models import attention
+from dovetail.workers.models import attention, lean
 from dovetail.workers.models.checkpoints.architecture import (
     REMEDY,
     bidirectional,
@@ -25,14 +25,6 @@ from dovetail.workers.models.checkpoints.architecture import (
 from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Checkpoint
 from dovetail.workers.models.checkpoints.composite import is_composite, text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.lean import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    lean,
-    transformers,
-)
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
 
@@ -66,26 +58,28 @@ def read_config(file: Path) -> Any:
     refuse_unknown(
         content,
         file,
-        known=content["model_type"] in CONFIG_MAPPING,
-        version=transformers.__version__,
+        known=content["model_type"] in lean.CONFIG_MAPPING,
+        version=lean.transformers.__version__,
     )
     try:
         with quiet():
             config = (
-                AutoConfig.from_pretrained(
+                lean.AutoConfig.from_pretrained(
                     str(file), trust_remote_code=False, local_files_only=True
                 )
                 if content is whole
-                else CONFIG_MAPPING[content["model_type"]].from_dict(content)
+                else lean.CONFIG_MAPPING[content["model_type"]].from_dict(content)
             )
     except Exception as error:  # whatever transformers' lines happen to stumble over
-        why = said_by(error) or _culprit(content, CONFIG_MAPPING[content["model_type"]].from_dict)
+        why = said_by(error) or _culprit(
+            content, lean.CONFIG_MAPPING[content["model_type"]].from_dict
+        )
         raise CheckpointError(
             f"{file} is not what transformers reads for model type {content['model_type']}: "
             f"{why}; {CORRECT}"
         ) from error
-    with lean():
-        causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    with lean.lean():
+        causal = lean.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     refuse_config(config, causal, file)
     return config
 
@@ -121,8 +115,8 @@ def with_buffers(model: Any) -> Any:
 
 def empty(config: Any, implementation: str) -> Any:
     """The model on no device."""
-    with lean(), quiet(), torch.inference_mode(False), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+    with lean.lean(), quiet(), torch.inference_mode(False), torch.device("meta"):
+        return lean.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=implementation, trust_remote_code=False
         )
 
@@ -192,17 +186,17 @@ def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], obj
 def quiet() -> Iterator[None]:
     """Without transformers' progress bar and report; what they say is checked by the caller."""
     bar, verbosity = (
-        transformers.logging.is_progress_bar_enabled(),
-        transformers.logging.get_verbosity(),
+        lean.transformers.logging.is_progress_bar_enabled(),
+        lean.transformers.logging.get_verbosity(),
     )
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
+    lean.transformers.logging.disable_progress_bar()
+    lean.transformers.logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(verbosity)
+        lean.transformers.logging.set_verbosity(verbosity)
         if bar:
-            transformers.logging.enable_progress_bar()
+            lean.transformers.logging.enable_progress_bar()
 
 
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models import attention
+from dovetail.workers.models import attention, lean
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
 from dovetail.workers.models.checkpoints.configured import (
@@ -34,11 +34,6 @@ from dovetail.workers.models.checkpoints.configured import (
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import Pieces
-from dovetail.workers.models.lean import (
-    AutoModelForCausalLM,
-    Conv1D,
-    get_checkpoint_conversion_mapping,
-)
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
 from dovetail.workers.progress import loading
 
@@ -70,6 +65,9 @@ class Skeleton:
     """Weights that the checkpoint holds as [in, out]."""
     buffers: frozenset[str] = frozenset()
     """Buffers that the checkpoint holds."""
+    stored: Mapping[str, str] | None = None
+    """For each parameter the tensor of the checkpoint that it is; None: they are made of several,
+    or by transformers."""
 
     def fill(
         self, module: nn.Module, prefix: str, types: Types, *, but: nn.Module | None = None
@@ -118,12 +116,12 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
         return Skeleton(whole, checkpoint.read, frozenset())
     tied = _tied(model)
     _report_unused(model, checkpoint, set(checkpoint.tensors) - set(model.state_dict()))
+    stored = {
+        name: name if name in checkpoint.tensors else tied[name]
+        for name, _ in model.named_parameters(remove_duplicate=False)
+    }
     transposed = _linearise(model)
-    return Skeleton(
-        model,
-        lambda name: checkpoint.read(name if name in checkpoint.tensors else tied[name]),
-        transposed,
-    )
+    return Skeleton(model, lambda name: checkpoint.read(stored[name]), transposed, stored=stored)
 
 
 def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
@@ -189,7 +187,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         torch.inference_mode(False),
         loading("loading", size) as count,
     ):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = lean.AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,
             dtype=dtype,
@@ -253,7 +251,7 @@ def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
     tied to one that does, and nothing else needs computing."""
     tied = _tied(model)
     if any(
-        get_checkpoint_conversion_mapping(kind)
+        lean.get_checkpoint_conversion_mapping(kind)
         for kind in (model.config.model_type, type(model).__name__)
     ):
         return False
@@ -280,7 +278,7 @@ def _linearise(model: Any) -> frozenset[str]:
     of those weights."""
     transposed = set()
     for name, module in list(model.named_modules()):
-        if isinstance(module, Conv1D):
+        if isinstance(module, lean.Conv1D):
             inputs, outputs = module.weight.shape
             linear = nn.Linear(inputs, outputs, device="meta")
             if not module.weight.is_meta:

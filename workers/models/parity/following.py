@@ -9,13 +9,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from dovetail.workers.models.lean import DynamicCache
+if TYPE_CHECKING:
+    from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 
 EAGER = "eager"
 Path = tuple[str | int, ...]
@@ -68,32 +69,6 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from _leaves(part, (*path, index))
-
-
-class ClaimedCache(DynamicCache):  # type: ignore[misc]
-    """A cache that says it holds `length` rows and keeps none: transformers builds masks by what a
-    cache says."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-        self.asked = False
-        """True if anybody wanted to know how many rows there are."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.asked = True
-        return self._length
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._length + query_length, 0
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
 
 
 @contextmanager
@@ -178,7 +153,7 @@ def follow(
     recorder: Recorder,
     tokens: Tensor,
     positions: Tensor | None,
-    cache: ClaimedCache | None,
+    cache: "ClaimedCache | None",
     *,
     head: bool = False,
     **given: Any,

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.comparison import Comparison, near
 from dovetail.workers.models.parity.following import (
     EAGER,
     Call,
-    ClaimedCache,
     Recorder,
     UnprovableError,
     first_of,

@@ -20,10 +20,10 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
 from dovetail.workers.models.memory import release_memory
+from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.following import (
     EAGER,
     Call,
-    ClaimedCache,
     Recorder,
     UnprovableError,
     follow,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import LayerPlan
+from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends.device_layer import DeviceLayer, FixedRows, rounded_product
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.stage_engines import SettledLayer, TorchEngine
@@ -29,7 +30,6 @@ from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.language_model import LanguageModel, context_of
-from dovetail.workers.models.loading import assemble
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST, Kept
 from dovetail.workers.models.substitutes.quantised import CodedProduct
@@ -118,7 +118,7 @@ class DeviceSubstitute(Kernels):
                 "a substitute on a GPU shares with a target of which that GPU computes all "
                 "layers: set target.device to it, without target.split"
             )
-        if not target._direct:
+        if not target.direct:
             raise SettingsError(
                 "draft.share = true on a GPU is for models that are embedding, layers, norm "
                 "and head, and this one is more: set it to false"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
+from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library
@@ -35,7 +36,6 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
-from dovetail.workers.models.loading import assemble
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache

@@ -1,0 +1,33 @@
+"""A cache of transformers' that holds nothing; who imports this imports transformers."""
+
+from typing import Any
+
+from torch import Tensor
+
+from dovetail.workers.models.lean import DynamicCache
+
+
+class ClaimedCache(DynamicCache):  # type: ignore[misc]
+    """A cache that says it holds `length` rows and keeps none: transformers builds masks by what a
+    cache says."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+        self.asked = False
+        """True if anybody wanted to know how many rows there are."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        self.asked = True
+        return self._length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states

@@ -1,0 +1,1 @@
+"""Models that are loaded by a proof that is remembered."""

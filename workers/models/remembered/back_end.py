@@ -1,0 +1,57 @@
+"""The kernels back end of a model whose proof is remembered: layers are packed by their description
+and by what transformers once said of them, and held against nothing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.workers import kernels
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.models.attention import Noted
+from dovetail.workers.models.backends.fused import KernelNorm, Kernels
+from dovetail.workers.models.backends.layer_parts import LayerParts
+from dovetail.workers.models.backends.rotary_tables import KnownTables
+from dovetail.workers.models.families.registry import FAMILIES
+
+
+class Recalled(Kernels):
+    """Takes over layers that were proved before."""
+
+    def __init__(
+        self,
+        model: Any,
+        kind: Kind,
+        *,
+        context: int,
+        noted: Sequence[Noted],
+        angles: Mapping[str, tuple[Sequence[float], float]],
+    ) -> None:
+        """`noted`: the attention of each layer; `angles`: frequencies and factor of each rotary
+        table."""
+        kernels.set_threads(torch.get_num_threads())
+        self._begin(model, kind, KnownTables(angles, context))
+        self._family = FAMILIES[model.config.model_type]
+        self._known = noted
+
+    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
+        """Pack a layer."""
+        assert self._family is not None
+        parts = LayerParts(layer, self._family.layer(self._model.config, index))
+        self._arrange(parts)
+        matrices = {
+            name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
+        }
+        noted = self._known[index]
+        self._take(self._plan(parts, index, noted, matrices))
+        self.noted.append(noted)
+        self._taken += 1
+        return nn.Identity()
+
+    def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
+        """Nothing is to be proved."""
+
+    def _nothing_else(self) -> bool:
+        """Return True: only such models are remembered."""
+        return True

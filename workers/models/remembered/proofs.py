@@ -1,0 +1,163 @@
+"""Proofs that are remembered: a checkpoint that was held against transformers once, with the same
+code, kernels and libraries, is loaded without transformers the next time.
+
+A proof is kept under everything that it depends on: the checkpoint's digest, the type of its
+weights, its inflation, our own sources of models and kernels, the library of the kernels and the
+instruction set in use, and the versions of torch, transformers and Python. Beside what
+transformers said of the model it has the digest of logits of the model that was proved; one that
+was loaded by it has to give the same bytes. Knows files and digests; builds no model.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dovetail.protocol.caches import cache_folder
+from dovetail.workers import kernels
+
+log = logging.getLogger(__name__)
+
+FOLDER = "proofs"
+MOST_KEPT = 64
+"""Proofs that are kept; the oldest go."""
+ROOM = Path(__file__).parent.parent.parent
+SOURCES = ("models", "kernels", "devices")
+"""Our folders whose code decides what a loaded model computes."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Everything that transformers said of a model, as far as our own code needs it to load it, and
+    what it then computes."""
+
+    config: Mapping[str, Any]
+    """The configuration with transformers' defaults."""
+    modules: Sequence[Sequence[Any]]
+    """Path, kind and measures of each module, parents first, as `recall.Outline` reads them."""
+    base: str
+    """The path of the part without the head."""
+    embedding: str
+    head: str
+    stored: Mapping[str, str]
+    """For each parameter the tensor of the checkpoint that it is."""
+    transposed: Sequence[str]
+    angles: Mapping[str, tuple[Sequence[float], float]]
+    """For each rotary table its frequencies and the factor of cosines and sines."""
+    attention: Sequence[Mapping[str, Any]]
+    """The arguments with which each layer calls its attention, as `attention.Noted` has them."""
+    logits: str
+    """The digest of logits, see `recall.sample`."""
+    made: str
+    """The day of the proof."""
+
+
+@cache
+def basis() -> str:
+    """Return the digest of everything but the model that a proof depends on."""
+    state = kernels.LIBRARY.stat()
+    whole = hashlib.sha256()
+    facts = (
+        *(importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")),
+        platform.python_version(),
+        platform.machine(),
+        kernels.isa().name,
+        (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns),
+    )
+    whole.update(repr(facts).encode())
+    for folder in SOURCES:
+        for file in sorted((ROOM / folder).rglob("*.py")):
+            whole.update(f"\0{file.relative_to(ROOM)}\0".encode() + file.read_bytes())
+    return whole.hexdigest()
+
+
+class Proofs:
+    """The proofs of one configuration, in the user's cache."""
+
+    def __init__(self, configuration: bytes) -> None:
+        """`configuration`: the content of config.json."""
+        self.folder = cache_folder() / FOLDER
+        self.group = hashlib.sha256(f"{basis()}\0".encode() + configuration).hexdigest()[:32]
+
+    @property
+    def known(self) -> bool:
+        """Return whether a checkpoint of this configuration was proved before."""
+        return any(self.folder.glob(f"{self.group}-*.json"))
+
+    def find(self, key: str) -> Proof | None:
+        """Return the proof that is kept under a key; one that is damaged counts as none."""
+        try:
+            seal, _, text = self._file(key).read_text(encoding="utf-8").partition("\n")
+            if seal != _seal(key, text):
+                raise ValueError("it is not what was written")
+            return Proof(**json.loads(text))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("the proof %s cannot be read (%s): it is made anew", self._file(key), error)
+            return None
+
+    def keep(self, key: str, proof: Proof) -> None:
+        """Keep a proof; where that cannot be, say so in the log."""
+        text = json.dumps(dataclasses.asdict(proof))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.folder, suffix=".new", delete=False, encoding="utf-8"
+            ) as file:
+                file.write(f"{_seal(key, text)}\n{text}")
+            Path(file.name).replace(self._file(key))
+            self._tidy()
+        except OSError as error:
+            why = error.strerror or error
+            log.warning("proofs cannot be kept in %s (%s)", self.folder, why)
+
+    def drop(self, key: str) -> None:
+        """Forget a proof."""
+        self._file(key).unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{self.group}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+    def _tidy(self) -> None:
+        """Let the oldest files go."""
+        files = sorted(
+            self.folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True
+        )
+        for path in files[MOST_KEPT:]:
+            path.unlink(missing_ok=True)
+
+
+def tell_proof(day: str, name: str) -> None:
+    """Say on stderr that a worker's model was loaded by a proof of this day, if it was."""
+    if day:
+        print(
+            f"{name}: loaded by its proof of {day}, in {cache_folder() / FOLDER}", file=sys.stderr
+        )
+
+
+def today() -> str:
+    """Return the day, as proofs have it."""
+    return time.strftime("%Y-%m-%d")
+
+
+def digest_of_logits(logits: torch.Tensor) -> str:
+    """Return the SHA-256 of logits [R, V], bit for bit."""
+    return hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _seal(key: str, text: str) -> str:
+    """Return what shows that a proof belongs to a key and is whole."""
+    return hashlib.sha256(f"{key}\0{text}".encode()).hexdigest()

@@ -1,0 +1,276 @@
+"""A model that is loaded by a remembered proof: what transformers said of it when it was proved,
+and our own descriptions, are all that is needed to pack it.
+
+The logits of a few rows from all over the context have to be those of the model that was proved,
+bit for bit; else the proof is forgotten and made anew. Knows the shape of models, and imports
+nothing of transformers.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.workers.models.assembly import assemble
+from dovetail.workers.models.attention import Noted
+from dovetail.workers.models.backends.embedding import WidenedEmbedding
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.files import read_bytes
+from dovetail.workers.models.checkpoints.inflate import Plan
+from dovetail.workers.models.checkpoints.loader import Skeleton
+from dovetail.workers.models.families.description import Experts
+from dovetail.workers.models.families.registry import FAMILIES
+from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
+from dovetail.workers.models.remembered.back_end import Recalled
+from dovetail.workers.models.remembered.proofs import Proof, Proofs, digest_of_logits, today
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.wanted import Wanted
+from dovetail.workers.models.weight_types import KINDS
+
+log = logging.getLogger(__name__)
+
+SAMPLED = 16
+"""Rows whose logits are compared."""
+
+
+class Memory:
+    """The memory of proofs, for one model that is loaded."""
+
+    def __init__(self, checkpoint: Checkpoint, digest: str, wanted: Wanted) -> None:
+        kind, file = KINDS[wanted.weights], checkpoint.folder / "config.json"
+        self._mode = "off" if wanted.stage is not None else wanted.proof
+        self._source = checkpoint.source
+        if self._mode != "off":
+            self._proofs = Proofs(read_bytes(file))
+        self._key = f"{digest} {kind.name}"
+
+    def proof(self) -> Proof | None:
+        """Return the proof that is enough to load the model, if there is one."""
+        return self._proofs.find(self._key) if self._mode == "auto" else None
+
+    def outline(self, skeleton: Skeleton) -> Proof | None:
+        """Return the beginning of a proof that is to be kept; None: none is."""
+        return None if self._mode == "off" else outline_of(skeleton)
+
+    def keep(self, outline: Proof | None, model: LanguageModel) -> None:
+        """Keep the proof of a model, if it can be loaded by one."""
+        if outline is not None and (proof := completed(outline, model)) is not None:
+            self._proofs.keep(self._key, proof)
+
+    def drop(self, why: str) -> None:
+        """Forget the proof, and say so."""
+        log.warning("%s: its remembered proof is dropped and made anew: %s", self._source, why)
+        self._proofs.drop(self._key)
+
+
+def recall(
+    memory: Memory, checkpoint: Checkpoint, digest: str, wanted: Wanted
+) -> LanguageModel | None:
+    """Return the model by its remembered proof; None where there is none, or it does not hold."""
+    if (proof := memory.proof()) is None:
+        return None
+
+    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+        return Recalled(
+            model,
+            KINDS[wanted.weights],
+            context=context_of(model.config),
+            noted=[Noted(**noted) for noted in proof.attention],
+            angles=proof.angles,
+        )
+
+    model = assemble(
+        skeleton_by(proof, checkpoint),
+        checkpoint,
+        digest,
+        weights=wanted.weights,
+        choice=f"the C++ kernels compute it, as proved on {proof.made}",
+        inflate_bytes=wanted.inflate_bytes,
+        open_back_end=open_back_end,
+    )
+    if (found := sample(model)) != proof.logits:
+        memory.drop(f"logits with the digest {found[:12]} where {proof.logits[:12]} were proved")
+        return None
+    model.proved = proof.made
+    return model
+
+
+class Part(nn.Module):
+    """A module that is only its parameters, such as a norm, or only holds others."""
+
+    def __init__(self, shapes: Mapping[str, list[int]], normalized: list[int] | None) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, _meta(shape))
+        if normalized is not None:
+            self.normalized_shape = tuple(normalized)
+
+
+class Outline(nn.Module):
+    """A model without numbers that has the modules of transformers' by their names, and none of its
+    code."""
+
+    def __init__(self, proof: Proof) -> None:
+        super().__init__()
+        self.config: Any = SimpleNamespace(**proof.config)
+        self._base, self._embedding, self._head = proof.base, proof.embedding, proof.head
+        for path, kind, measures in proof.modules:
+            self.add_at(path, _module(kind, measures))
+        self.requires_grad_(False)
+
+    def add_at(self, path: str, module: nn.Module) -> None:
+        """Add a module below one that is there."""
+        parent, _, name = path.rpartition(".")
+        self.get_submodule(parent).add_module(name, module)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """Return the part without the head."""
+        return self.get_submodule(self._base)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of tokens."""
+        return self.get_submodule(self._embedding)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.get_submodule(self._head)
+
+    def set_output_embeddings(self, head: nn.Module) -> None:
+        """Put another head in the place of the one that is there."""
+        self.set_submodule(self._head, head)
+
+
+def outline_of(skeleton: Skeleton) -> Proof | None:
+    """Return the beginning of a proof, from a skeleton whose layers are not taken over yet; None
+    where transformers' own code is needed to load it: it has parts that no outline has, or a family
+    that nobody has described."""
+    model, stored = skeleton.model, skeleton.stored
+    config = _plain(model.config.to_dict())
+    paths = {module: path for path, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if stored is None or config is None or embedding not in paths or head not in paths:
+        return None
+    modules = [_measured(path, module) for path, module in model.named_modules() if path]
+    if None in modules or not _described(model.config, config):
+        return None
+    return Proof(
+        config=config,
+        modules=modules,  # type: ignore[arg-type]  # none of them is None
+        base=paths[model.base_model],
+        embedding=paths[embedding],
+        head=paths[head],
+        stored=dict(stored),
+        transposed=sorted(skeleton.transposed),
+        angles={},
+        attention=(),
+        logits="",
+        made=today(),
+    )
+
+
+def completed(outline: Proof, model: LanguageModel) -> Proof | None:
+    """Return the proof of a model that has been proved; None where its logits need more than what
+    an outline has."""
+    back_end = model.back_end
+    if type(back_end) is not Kernels or not back_end.direct:
+        return None
+    return dataclasses.replace(
+        outline,
+        angles=back_end.angles,
+        attention=[dataclasses.asdict(noted) for noted in back_end.noted],
+        logits=sample(model),
+    )
+
+
+def skeleton_by(proof: Proof, checkpoint: Checkpoint) -> Skeleton:
+    """Return the skeleton of a checkpoint by its proof."""
+    return Skeleton(
+        Outline(proof),
+        lambda name: checkpoint.read(proof.stored[name]),
+        frozenset(proof.transposed),
+        stored=proof.stored,
+    )
+
+
+def sample(model: LanguageModel) -> str:
+    """Return the digest of the logits of a few tokens at positions from all over the context."""
+    count = min(SAMPLED, model.context)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(model.vocabulary_size, (count,), generator=generator)
+    positions = torch.linspace(0, model.context - 1, count, dtype=torch.float64).long()
+    cache = model.new_cache(count)
+    return digest_of_logits(model.forward(tokens, positions, [Segment(cache, 0, count)]))
+
+
+def _measured(path: str, module: nn.Module) -> tuple[str, str, Any] | None:
+    """Return path, kind and measures of a module; None for one that is more than its numbers."""
+    shapes = {name: list(part.shape) for name, part in module.named_parameters(recurse=False)}
+    if isinstance(module, nn.ModuleList):
+        return path, "list", []
+    if type(module) is nn.Linear:
+        return (
+            path,
+            "linear",
+            [module.in_features, module.out_features, module.bias is not None],
+        )
+    if isinstance(module, nn.Embedding):
+        scale = getattr(module, "embed_scale", None)
+        if type(module) is not nn.Embedding and scale is None:
+            return None
+        return path, "embedding", [*shapes["weight"], None if scale is None else float(scale)]
+    if any(len(shape) > 1 for shape in shapes.values()):
+        return None
+    normalized = getattr(module, "normalized_shape", None)
+    return path, "part", [shapes, None if normalized is None else list(normalized)]
+
+
+def _module(kind: str, measures: Any) -> nn.Module:
+    """Return a module without numbers."""
+    if kind == "list":
+        return nn.ModuleList()
+    if kind == "linear":
+        inputs, outputs, biased = measures
+        return nn.Linear(inputs, outputs, bias=biased, device="meta")
+    if kind == "embedding":
+        rows, width, scale = measures
+        if scale is not None:
+            return WidenedEmbedding(_meta([rows, width]), scale)
+        return nn.Embedding(rows, width, _weight=_meta([rows, width]))
+    return Part(*measures)
+
+
+def _meta(shape: list[int]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a configuration as JSON gives it back; None where it holds what JSON does not."""
+    try:
+        told: dict[str, Any] = json.loads(json.dumps(config))
+    except (TypeError, ValueError):
+        return None
+    return told
+
+
+def _described(config: Any, plain: Mapping[str, Any]) -> bool:
+    """Return whether a description says the same of all layers by the plain configuration as by
+    transformers', and nothing of experts, whose tensors are read in another way."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return False
+    told = SimpleNamespace(**plain)
+    try:
+        pairs = [
+            (family.layer(config, index), family.layer(told, index))
+            for index in range(config.num_hidden_layers)
+        ]
+    except AttributeError:
+        return False
+    return all(own == other and not isinstance(own.mlp, Experts) for own, other in pairs)
