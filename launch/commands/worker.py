@@ -7,6 +7,7 @@ are; what a model is, the worker knows.
 
 import os
 import sys
+from contextlib import nullcontext
 
 import click
 
@@ -19,6 +20,7 @@ from dovetail.launch.processes.child import (
     LET_GO,
     end_when_told,
     end_with,
+    ending_at_once,
     show_stacks_when_asked,
 )
 from dovetail.launch.processes.preflight import (
@@ -28,8 +30,10 @@ from dovetail.launch.processes.preflight import (
 )
 from dovetail.launch.processes.worker import (
     THREAD_VARIABLES,
+    TOLD,
     Role,
     announced,
+    await_address,
     place_of,
     serve_both,
     serve_role,
@@ -51,7 +55,8 @@ RECONNECT_S = 300.0
 @click.option(
     "--connect",
     metavar="ADDRESS",
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT.  [default: the only one of this user]",
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT; -: a line of standard input.  "
+    "[default: the only one of this user]",
 )
 @click.option(
     "--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]"
@@ -140,23 +145,21 @@ def command(
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     say = note if parent is None else lambda _: None
     serve = serve_both if role == "unified" else serve_role
-    let_go = serve(
-        configuration,
-        role,
-        connect,
-        reconnect_s,
-        name or role,
-        threads,
-        str(binding),
-        say,
-        standby=standby,
-    )
-    if let_go and own_log:
-        remove_stderr()
-    if let_go and parent is not None:
-        sys.stderr.flush()
-        os._exit(
-            LET_GO
-            # what an interpreter puts away takes seconds, in which whoever looks after us would
-            # take us for stuck
+    with nullcontext() if parent is None else ending_at_once():
+        if connect == TOLD:
+            connect = await_address(configuration, role)
+        let_go = serve(
+            configuration,
+            role,
+            connect,
+            reconnect_s,
+            name or role,
+            threads,
+            str(binding),
+            say,
+            standby=standby,
         )
+        if let_go and own_log:
+            remove_stderr()
+        if let_go and parent is not None:
+            sys.exit(LET_GO)

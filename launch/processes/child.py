@@ -1,11 +1,13 @@
 """The duties of a process that a supervisor started: it ends when it is told to, and when its
 supervisor ends, and shows where it is when it is asked."""
 
+import contextlib
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -46,6 +48,17 @@ def show_stacks_when_asked() -> None:
     """SIGUSR1 has this process write to stderr where all its threads are, whatever they are
     about."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Have this process end as soon as the block is left by `sys.exit`: what an interpreter that
+    has imported torch puts away takes a second, and the system does it too."""
+    try:
+        yield
+    except SystemExit as told:
+        sys.stderr.flush()
+        os._exit(told.code if isinstance(told.code, int) else 0)
 
 
 def end_undisturbed() -> None:

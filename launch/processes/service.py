@@ -30,6 +30,7 @@ from dovetail.launch.processes.parts import GiveUp, Leave, Part, Replace, Start,
 from dovetail.launch.processes.stack import (
     POLL_S,
     coordinator_arguments,
+    http_arguments,
     layout_of,
     processes_of,
     with_room_for_draft,
@@ -37,7 +38,7 @@ from dovetail.launch.processes.stack import (
 )
 from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
 from dovetail.launch.processes.watch import Action, Watch
-from dovetail.launch.settings.catalog import SETTINGS
+from dovetail.launch.processes.worker import TOLD
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, SettingsError
 from dovetail.protocol.links import open_link
@@ -80,6 +81,9 @@ class Service:
         self._told: object = None
         """The last news of the other parts that the coordinator got, and its process at that
         time."""
+        self._early: dict[str, Child] = {}
+        """Workers that have been started and wait for an address, which comes when it is their
+        turn: until then they import."""
         self._begun: set[str] = set()
         """The parts that have been started at one time."""
         self.address = self.url = ""
@@ -108,6 +112,10 @@ class Service:
         told = (
             sys.stderr.isatty()
         )  # then `say` shows it; a log gets a line once only models are waited for
+        self._early = {
+            name: self._supervisor.start(name, self._arguments(name, address=TOLD), asks=True)
+            for name in self._workers
+        }
         while not self._watch.serving:
             self._step()
             say(
@@ -242,10 +250,14 @@ class Service:
             self._perform(self._watch.refused(name, why, time.monotonic()))
             return
         self._begun.add(name)
-        child = self._supervisor.start(
-            name, self._arguments(name), reads=name in (COORDINATOR, HTTP), asks=name == COORDINATOR
-        )
-        if child.process.stdin is not None:
+        if (early := self._early.pop(name, None)) is not None:
+            child = early
+            self._supervisor.tell(child, self.address)
+        else:
+            hub, reads = name == COORDINATOR, name in (COORDINATOR, HTTP)
+            child = self._supervisor.start(name, self._arguments(name), reads=reads, asks=hub)
+        if name == COORDINATOR:
+            assert child.process.stdin is not None
             os.set_blocking(child.process.stdin.fileno(), False)
         self._running[name], self._ears[name] = child, Ear(child)
         if self._watch.serving:
@@ -271,7 +283,9 @@ class Service:
             return str(misfit)
         return ""
 
-    def _arguments(self, name: str) -> list[str]:
+    def _arguments(self, name: str, *, address: str = "") -> list[str]:
+        """Return the command of a part; `address`: that of the coordinator, if it is not known
+        yet."""
         configuration = self._configuration
         keys = (
             [f"--coordinator.keys={self._settings.coordinator.keys}"]
@@ -288,23 +302,11 @@ class Service:
                 *keys,
             ]
         if name == HTTP:
-            port = (
-                [f"--http.port={self.url.rpartition(':')[2]}"] if self.url else []
-            )  # that a free one was wanted holds for the first time
-            wishes = configuration.arguments("tree", "sampling", "draft", "http")
-            if (bounds := self._settings.tree.thresholds) and configuration.origins[
-                "tree.thresholds"
-            ] == "default":  # those of an embedded draft
-                wishes.append(f"--tree.thresholds={SETTINGS['tree.thresholds'].flag_text(bounds)}")
-            called = (
-                []
-                if self._settings.target.model or self._settings.http.model
-                else ["--http.model=demo"]
-            )
-            return ["http", f"--connect={self.address}", *wishes, *called, *port, *keys]
+            return [*http_arguments(configuration, self.address, self.url), *keys]
         role = self._workers[name]
         settings = with_room_for_draft(configuration) if role == "target" else configuration
-        return [*worker_arguments(settings, role, self.address, self._layout), *keys]
+        where = address or self.address
+        return [*worker_arguments(settings, role, where, self._layout), *keys]
 
     def _listening(self) -> list[str]:
         """Return where the coordinator listens: as the settings say, and once it is known where

@@ -20,6 +20,8 @@ from dovetail.launch.processes.preflight import (
     estimated_bytes,
 )
 from dovetail.launch.processes.supervise import Child, Supervisor
+from dovetail.launch.processes.worker import TOLD
+from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
@@ -80,15 +82,17 @@ def start_stack(
         *waits,
         *(["--coordinator.reuse=false"] if anew else []),
     ]
+    for role in processes_of(configuration.settings):  # their imports take the longest
+        settings = with_room_for_draft(configuration) if role == "target" else configuration
+        supervisor.start(
+            f"{prefix}{role} worker", worker_arguments(settings, role, TOLD, layout), asks=True
+        )
     address = supervisor.start_coordinator(
         layout.coordinator.cores, f"{prefix}coordinator", flags=flags
     )
-    for role in processes_of(configuration.settings):
-        settings = with_room_for_draft(configuration) if role == "target" else configuration
-        supervisor.start(
-            f"{prefix}{role} worker", worker_arguments(settings, role, address, layout)
-        )
-    coordinator, *workers = supervisor.children[began:]
+    *workers, coordinator = supervisor.children[began:]
+    for worker in workers:
+        supervisor.tell(worker, address)
     return Stack(address, configuration, coordinator, tuple(workers))
 
 
@@ -154,6 +158,22 @@ def coordinator_arguments(configuration: Configuration) -> list[str]:
         for flag in configuration.arguments("coordinator")
         if not flag.startswith(("--coordinator.listen=", "--coordinator.keys="))
     ]
+
+
+def http_arguments(configuration: Configuration, address: str, url: str) -> list[str]:
+    """Return the command of the HTTP API of a coordinator, without keys. `url`: where it listened
+    before; empty: it is started for the first time."""
+    settings = configuration.settings
+    port = (
+        [f"--http.port={url.rpartition(':')[2]}"] if url else []
+    )  # that a free one was wanted holds for the first time
+    wishes = configuration.arguments("tree", "sampling", "draft", "http")
+    if (bounds := settings.tree.thresholds) and configuration.origins[
+        "tree.thresholds"
+    ] == "default":  # those of an embedded draft
+        wishes.append(f"--tree.thresholds={SETTINGS['tree.thresholds'].flag_text(bounds)}")
+    called = [] if settings.target.model or settings.http.model else ["--http.model=demo"]
+    return ["http", f"--connect={address}", *wishes, *called, *port]
 
 
 def processes_of(settings: Settings) -> tuple[Played, ...]:

@@ -217,6 +217,14 @@ class Supervisor:
             _unwind(self._pending)
         return child
 
+    def tell(self, child: Child, line: str) -> None:
+        """Tell a process of ours, which was started with `asks`, its only line on stdin; one that
+        has ended is noticed elsewhere."""
+        assert child.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.process.stdin.write(f"{line}\n".encode())
+            child.process.stdin.close()
+
     def start_coordinator(
         self, cores: Sequence[int], name: str = "coordinator", *, flags: Sequence[str] = ()
     ) -> str:

@@ -1,11 +1,13 @@
 """A worker in this process: its threads, its model, and the loop that serves a coordinator."""
 
 import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +50,22 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
+
+
+TOLD = "-"
+"""The address of a worker that is told it on standard input."""
+
+
+def await_address(configuration: Configuration, role: Role | Literal["unified"]) -> str:
+    """Return the line of standard input that says where the coordinator is; what a worker imports
+    is imported before it is read, so that both begin at the same time."""
+    if role != "draft" or configuration.settings.draft.kind != "ngram":
+        import_module("dovetail.workers.loop")
+        import_module("dovetail.workers.models.loading")
+    address = sys.stdin.readline().strip()
+    if not address:  # whoever started us ends
+        sys.exit(0)
+    return address
 
 
 def announced(configuration: Configuration) -> tuple[str, Configuration]:
