@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from dovetail.protocol.caches import cache_folder
+from dovetail.protocol.files import cache_folder
 from dovetail.workers import kernels
 
 log = logging.getLogger(__name__)
