@@ -568,7 +568,7 @@ class CoordinatorSettings(Frozen):
     )
     move: Literal["same", "any"] = Field(
         "same",
-        description="to which target a session goes on whose own was lost: same (of equal "
+        description="on which target a session continues if its own was lost: same (of equal "
         "fingerprint: the text is the same) or any of its vocabulary",
     )
     record: str = Field(

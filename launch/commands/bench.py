@@ -146,8 +146,8 @@ TRANSPORT_ROUNDS = 4000
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep every reply in this file, and at its end the JSON object; a run that was "
-    "interrupted goes on there.",
+    help="Keep every reply in this file, and at its end the JSON object; an interrupted run is "
+    "continued from there.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."

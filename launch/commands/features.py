@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     "--out",
     type=OUT_FOLDER,
     required=True,
-    help="The folder to write; a run that was interrupted goes on.",
+    help="The folder to write; an interrupted run is continued.",
 )
 @click.option(
     "--taps",

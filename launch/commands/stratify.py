@@ -66,7 +66,7 @@ class Reply:
     "--rounds",
     "kept",
     type=FILE,
-    help="Keep the rounds there, and go on with what it holds when run again.",
+    help="Keep the rounds there, and continue from what it holds when run again.",
 )
 @click.option(
     "--limit",

@@ -207,5 +207,5 @@ def is_in_place(client: Client, newcomer: WorkerState) -> bool:
     )
     if here is None or here.standby:
         return False
-    note(f"{newcomer.name} is in place and stays; the change goes on, as `dovetail status` shows")
+    note(f"{newcomer.name} is in place and stays; the change continues, as `dovetail status` shows")
     return True

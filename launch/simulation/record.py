@@ -43,7 +43,7 @@ grows ahead."""
     "--out",
     type=OUT_FOLDER,
     required=True,
-    help="The folder to write; a run that was interrupted goes on.",
+    help="The folder to write; an interrupted run is continued.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts taken.  [default: all]")
 @click.option(

@@ -111,7 +111,7 @@ class Moving:
             running.draft.stuck = True
             seconds, name = self._stuck_ns / 1e9, running.draft.name
             log.warning(
-                "draft worker %s has not answered for %.0f s: session %d goes on without it",
+                "draft worker %s has not answered for %.0f s: session %d continues without it",
                 name,
                 seconds,
                 running.session.number,

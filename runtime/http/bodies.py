@@ -261,7 +261,7 @@ class CompletionBody(Decoding):
         "is given",
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
-        None, description="log-probabilities of each token, and of so many likeliest ones"
+        None, description="log-probabilities of each token, and of this many of the likeliest ones"
     )
 
 

@@ -100,7 +100,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_has_and_goes_on_there(
     assert first.asked == ["say a"]
     assert (
         capsys.readouterr().err
-        == f"2 measured replies kept in {path}: the same command goes on from there\n"
+        == f"2 measured replies kept in {path}: the same command continues from there\n"
     )
     alone, drafted = Scripted(), Scripted()
     cells = run(path, alone, drafted)
@@ -303,7 +303,7 @@ def test_ctrl_c_keeps_the_replies_and_the_same_command_goes_on(
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert f"kept in {out}: the same command goes on from there" in said
+    assert f"kept in {out}: the same command continues from there" in said
     before = out.read_bytes()
     done = run(*options)
     assert done.returncode == 0, done.stderr

@@ -519,7 +519,9 @@ def test_features_that_cannot_be_are_refused_and_change_nothing(
         draft(2, prefix=6, accepted=(0,), features=features(1)),
         draft(2, prefix=7, accepted=(0,), more=(4,), features=features(2)),
     ):
-        with pytest.raises(RequestError, match="positions have come, and this round goes on from"):
+        with pytest.raises(
+            RequestError, match="positions have come, and this round continues from"
+        ):
             worker.handle(command)
     assert isinstance(
         only(worker.handle(draft(2, prefix=6, accepted=(0,), features=features(2)))), Drafted

@@ -431,7 +431,7 @@ def test_features_that_do_not_follow_are_refused_and_change_nothing(head: Head) 
 def test_a_round_whose_features_are_missing_or_too_many_is_refused(head: Head) -> None:
     story = Story(head)
     with pytest.raises(
-        RequestError, match="features of 0 positions have come, and this round goes on from 8"
+        RequestError, match="features of 0 positions have come, and this round continues from 8"
     ):
         story.engine.check_features(story.session, 0, None)
     story.fed().engine.check_features(story.session, 0, None)
@@ -439,7 +439,7 @@ def test_a_round_whose_features_are_missing_or_too_many_is_refused(head: Head) -
     for rows in (0, 1, 3):
         with pytest.raises(
             RequestError,
-            match=f"features of {8 + rows} positions have come, and this round goes on from 10",
+            match=f"features of {8 + rows} positions have come, and this round continues from 10",
         ) as refusal:
             story.engine.check_features(story.session, 1, to_array(story.some(rows)))
         assert refusal.value.code == "prefix"

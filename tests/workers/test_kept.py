@@ -548,7 +548,7 @@ def test_a_head_computes_the_row_before_another_token_anew(open_kind: Callable[.
     other = (*PROMPT[:4], 40, 41)
     with pytest.raises(
         RequestError,
-        match="row 3 was computed with token 30, and the prompt goes on with 40; take one fewer",
+        match="row 3 was computed with token 30, and the prompt continues with 40; take one fewer",
     ) as refusal:
         Read(engine, other, 90, base, 4)
     assert refusal.value.code == "prefix"

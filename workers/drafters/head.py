@@ -179,7 +179,7 @@ class HeadDrafter(Grower[HeadSession]):
         if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
             raise RequestError(
                 "prefix",
-                f"features of {there} positions have come, and this round goes on from {needed}; "
+                f"features of {there} positions have come, and this round continues from {needed}; "
                 "open the session again",
             )
 

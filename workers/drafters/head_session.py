@@ -101,8 +101,8 @@ class HeadLeft:
         if 0 < kept <= self.rows and prompt[kept] != self.log[kept]:
             raise RequestError(
                 "prefix",
-                f"row {kept - 1} was computed with token {self.log[kept]}, and the prompt goes "
-                f"on with {prompt[kept]}; take one fewer",
+                f"row {kept - 1} was computed with token {self.log[kept]}, and the prompt "
+                f"continues with {prompt[kept]}; take one fewer",
             )
         if self.dropped and kept - self.dropped < self.window // LEAST_WINDOW_SHARE:
             raise RequestError(

@@ -255,7 +255,7 @@ def fresh_memory(count: int) -> tuple[Any, int]:
     try:
         memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{count} bytes cannot be had: {error}") from error
+        raise MemoryError(f"{count} bytes cannot be allocated: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     held = (c_char * count).from_buffer(memory)

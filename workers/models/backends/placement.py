@@ -245,7 +245,7 @@ def _computed(sizes: Sizes, demand: Demand) -> int:
         if demand.computed > sizes.layers:
             raise SettingsError(
                 f"target.split.layers = {demand.computed}, and the model has {sizes.layers} "
-                "layers: ask for at most so many"
+                "layers: ask for at most that many"
             )
         return demand.computed
     if demand.device_bytes is None or demand.streams:
@@ -265,7 +265,7 @@ def _resident(sizes: Sizes, demand: Demand, computed: int) -> int:
         if demand.resident > computed:
             raise SettingsError(
                 f"target.resident = {demand.resident}, and {demand.device} computes {computed} "
-                "layers: ask for at most so many"
+                "layers: ask for at most that many"
             )
         return demand.resident
     if demand.device_bytes is None:

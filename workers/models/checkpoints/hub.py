@@ -118,7 +118,7 @@ def _download(source: str, files: Sequence[str]) -> Path:
     except Exception as error:  # the network, the disk, the cache
         raise CheckpointError(
             f"{source} could not be fetched from the Hugging Face hub ({reason(error)}); run "
-            f"`{_command(source)}`, which goes on where it stopped"
+            f"`{_command(source)}`, which continues where it stopped"
         ) from None
 
 
