@@ -71,8 +71,7 @@ class Controller:
     # -- with whom, and beside whom ----------------------------------------------------------------
 
     def work_with(self, pair: Pair | None, costs: PairCosts) -> None:
-        """Go on with these workers; what the session's rounds brought with others says nothing of
-        them."""
+        """Go on with these workers: what rounds brought with others says nothing of them."""
         self._now.pair, self._now.costs = pair, costs
         self._own = (
             OnOff(pair.experiences[self._greedy]) if pair is not None and not self._fixed else None
@@ -135,13 +134,18 @@ class Controller:
 
     @property
     def predicted_tokens_per_s(self) -> float | None:
-        """Return the predicted rate of all rounds that could be predicted; None if none could."""
+        """Return the predicted rate of all rounds that could be predicted, None if none could."""
         return self.expected_tokens / self.predicted_s if self.predicted_s > 0.0 else None
 
     @property
     def sampled(self) -> bool:
         """Return whether the round that runs is learned from."""
         return self._begun.sampled
+
+    @property
+    def deciding(self) -> bool:
+        """Return whether what the next rounds teach may turn drafting on or off."""
+        return self._now.on_off is not None and self._now.on_off.deciding
 
     @property
     def cuts(self) -> bool:
@@ -170,8 +174,7 @@ class Controller:
 
     @property
     def order_s(self) -> float:
-        """Return the seconds from an order to its proposal if the draft is free; 0 if nothing is
-        known."""
+        """Return the seconds from an order to its proposal by a free draft; 0: not known."""
         return self._now.costs.order_s
 
     def rate(self, context: int) -> float:
@@ -196,8 +199,7 @@ class Controller:
         )
 
     def draft_read(self, tokens: int, seconds: float) -> None:
-        """Learn that the draft has read a prompt so much later than its target, which read so many
-        tokens of it."""
+        """Learn that the draft has read a prompt so long after its target read `tokens` of it."""
         if self._now.pair is not None:
             self._now.pair.costs.reading.add(tokens, seconds)
 
@@ -267,8 +269,7 @@ class Controller:
         return self._pricing.plan(context, pair, trying=trying, doubted=doubted, ahead=ahead)
 
     def _rests(self) -> bool:
-        """Return whether the draft, which had nothing to propose for long, is left to other
-        sessions in this round."""
+        """Return whether a draft that had nothing to propose for long is left to others now."""
         if self._now.load.alone or not self._resting:
             return False
         self._resting -= 1
@@ -284,8 +285,8 @@ class Controller:
         return not (target.seen(1) >= due or (target.known and pair.controls >= due))
 
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
-        """Predict the round whose nodes of these scores are verified in a pass of so many rows
-        behind so many tokens, in the mean of all who share it."""
+        """Predict the round whose nodes of these scores are verified in a pass of so many rows,
+        behind `context` tokens in the mean of all who share it."""
         begun, costs = self._begun, self._now.costs
         begun.nodes = nodes = sum(map(exp, scores))
         begun.expected = None
@@ -308,8 +309,7 @@ class Controller:
         return ended
 
     def learn(self, done: Round) -> None:
-        """Learn from a round that has ended, and price the next one. That takes its time, and may
-        be done while the next one runs; rounds that are not `sampled` are left out."""
+        """Learn from a round that has ended, perhaps while the next one runs, and price another."""
         now, times, begun = self._now, done.times, done.begun
         seconds = times.own_ns / 1e9
         if seconds <= 0.0:

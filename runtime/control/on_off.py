@@ -14,6 +14,8 @@ from typing import Literal
 LOSS = 3.0
 """Rounds of the target alone that a session may lose, in sum, before its drafting stops; gains make
 up for losses, but are not saved up."""
+DOUBTED = 1.0
+"""Rounds that were lost in sum, from which on each further one may be the last with a draft."""
 LOSS_OF_A_WINNER = 6.0
 """Rounds that it may lose if drafting has paid for long: then a run of misses is likely to be
 chance."""
@@ -122,6 +124,11 @@ class OnOff:
         """Time that drafting has won since it was resumed."""
         self._barren = 0.0
         """Rounds in a row in which nothing was verified that a draft had proposed."""
+
+    @property
+    def deciding(self) -> bool:
+        """Return whether the next rounds may turn drafting on or off."""
+        return self.state == "try" or (self.state == "on" and self._balance >= DOUBTED)
 
     @property
     def settling(self) -> bool:

@@ -244,7 +244,7 @@ class Coordinator:
             self.carry_out(self._changes.step(now_ns))
         except BaseException as error:
             reraise_exits(error)
-            log.exception("the change of workers is broken off")
+            log.exception("the change of workers is abandoned")
             self._peers.handle(self._changes.break_off, told(error))
 
     def _record(self, note: Callable[[Recorder], None]) -> None:

@@ -262,7 +262,7 @@ class RunningRequest:
 
     def end_round(self, item: VerifiedItem, load: Load) -> RoundTimes:
         """End the round of this verdict at this load. Return where its time went; what it teaches
-        is in `done`, if it is to be learned from."""
+        is learned once the next round has begun, unless it may turn drafting on or off."""
         times, session = self.round_ended(), self.session
         begun = self.controller.end_round()
         if begun.sampled:
@@ -278,6 +278,8 @@ class RunningRequest:
                 self.unread,
                 begun,
             )
+        if self.controller.deciding:
+            self.learn()
         return times
 
     def learn(self) -> None:
