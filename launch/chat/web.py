@@ -29,6 +29,8 @@ SILENCE_S = 120.0
 """A server that says nothing for so long, while a prompt is read or in the middle of a reply, is
 taken for lost."""
 KEY_VARIABLE = "DOVETAIL_API_KEY"
+SERVERS = ("acceptance", "generation_config")
+"""Settings of sampling that the server decides on."""
 LATER = (429, 503)
 """The target is full, or there is none, as while its worker starts again: the same request may be
 answered a little later."""
@@ -44,7 +46,7 @@ def check_flags(configuration: Configuration) -> None:
             and not wish
             and (
                 name.split(".")[0] in ("target", "draft", "tree", "coordinator")
-                or name == "sampling.acceptance"
+                or name in [f"sampling.{field}" for field in SERVERS]
             )
         ):
             raise UserError(
@@ -151,7 +153,7 @@ class WebAnswerer:
         return Answer(reply.text, reply.result())
 
     def _body(self, turns: Sequence[str], manner: Manner) -> dict[str, Any]:
-        sampling = manner.sampling.model_dump(mode="json", exclude={"acceptance"})
+        sampling = manner.sampling.model_dump(mode="json", exclude=set(SERVERS))
         return {
             "model": self._model,
             "messages": [
