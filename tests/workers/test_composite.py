@@ -39,7 +39,16 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma4": {
         "text_config": {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 16},
         "vision_config": {"model_type": "gemma4_vision", **VISION},
-    }
+    },
+    "gemma4_unified": {
+        "text_config": {"head_dim": 8, "global_head_dim": 16},
+        "vision_config": {
+            "model_type": "gemma4_unified_vision",
+            "mm_embed_dim": 32,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 32,
+        },
+    },
 }
 """Fields of parts that are not the smallest of their kind, or that are not there by themselves."""
 TOKENS = torch.randint(3, VOCABULARY, (24,), generator=torch.Generator().manual_seed(5))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
@@ -34,8 +35,8 @@ NEW = (
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
 )
 """Families that between them take every branch of a description."""
-ALIKE = ("internlm3", "iquestcoder", "phi4_multimodal")
-"""Families that are another one by another name."""
+ALIKE = ("internlm3", "iquestcoder", "phi4_multimodal", "gemma4_unified_text")
+"""Families that are another one by another name, or less than it."""
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2], "norm_topk_prob": True},
     "glm4_moe": {
@@ -47,6 +48,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_layer_start_index": 1, "moe_layer_interval": 2},
     "gemma3_text": {"num_hidden_layers": 6},
+    "gemma4_unified_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 8,
+        "global_head_dim": 24,
+    },
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "hidden_size_per_layer_input": 0,
@@ -182,6 +188,24 @@ def test_a_row_has_the_same_bytes_in_any_chunk(kind: str, weights: str, tmp_path
     whole = read(model, ids, [len(ids)])
     for chunks in ([1] * len(ids), [7] * 8, [17, 1, 34]):
         assert torch.equal(read(model, ids, chunks), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt_oss", "apertus", "gpt_neox", "gemma4_text"])
+def test_every_tensor_of_a_checkpoint_counts(kind: str, tmp_path: Path) -> None:
+    ids, file = tokens(), tmp_path / "model" / "model.safetensors"
+    before = read(load(kind, tmp_path / "model", "fp32"), ids, [len(ids)])
+    stored = load_file(file)
+    # xIELU's least exponent is next to 0, and the last layer's factor stands before a norm
+    of_no_matter = ("act_fn.eps", "layers.3.layer_scalar")
+    for name, tensor in stored.items():
+        if name.endswith(of_no_matter):
+            continue
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2))
+        save_file({**stored, name: tensor + 0.05 * tensor.abs().mean() * noise}, file)
+        changed = load_language_model(str(tmp_path / "model"), weights="fp32", device="cpu")
+        after = read(changed, ids, [len(ids)])
+        assert float((after - before).norm()) > 1e-4 * float(before.norm()), name
 
 
 def spoilt(spec: LayerSpec, how: str) -> LayerSpec:

@@ -19,6 +19,7 @@ KINDS = (
     "deepseek_vl",
     "gemma3",
     "gemma4",
+    "gemma4_unified",
     "got_ocr2",
     "idefics3",
     "internvl",

@@ -67,7 +67,7 @@ def _gemma4(config: Any, index: int) -> LayerSpec:
         raise UnsupportedError(
             "the kernels have no layers that read another's keys and values (num_kv_shared_layers)"
         )
-    if config.hidden_size_per_layer_input:
+    if getattr(config, "hidden_size_per_layer_input", 0):
         raise UnsupportedError(
             "the kernels have no inputs of each layer's own (hidden_size_per_layer_input)"
         )
@@ -90,7 +90,7 @@ def _gemma4(config: Any, index: int) -> LayerSpec:
         post_mlp="post_feedforward_layernorm",
     )
     dense = gated(config.hidden_activation)
-    mlp = _beside(config, dense) if config.enable_moe_block else dense
+    mlp = _beside(config, dense) if getattr(config, "enable_moe_block", False) else dense
     return LayerSpec(mixed, mlp, norms, scalar="layer_scalar")
 
 
@@ -121,4 +121,5 @@ FAMILIES = {
     "gemma3_text": Family(_gemma3),
     "vaultgemma": Family(_vaultgemma),
     "gemma4_text": Family(_gemma4),
+    "gemma4_unified_text": Family(_gemma4),
 }
