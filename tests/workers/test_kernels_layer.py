@@ -108,10 +108,17 @@ def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
 
 
 def attention_row(
-    query: Floats, keys: Floats, values: Floats, *, scale: float, softcap: float, window: int
+    query: Floats,
+    keys: Floats,
+    values: Floats,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+    sink: float | None = None,
 ) -> Floats:
     """One query row [head_dim] over keys and values [n, head_dim] in the order of their
-    positions."""
+    positions; `sink`: a score without a value."""
     n = len(keys)
     scores = np.zeros(n, F)
     for d in range(len(query)):
@@ -120,14 +127,16 @@ def attention_row(
     if softcap:
         scores = tanh(scores / F(softcap)) * F(softcap)
     first = max(0, n - window) if window else 0
-    weights = np.where(np.arange(n) < first, F(0), exp(scores - scores[first:].max())).astype(F)
+    top = scores[first:].max() if sink is None else max(scores[first:].max(), F(sink))
+    weights = np.where(np.arange(n) < first, F(0), exp(scores - top)).astype(F)
     total = np.zeros(LANES, F)
     for lanes in in_lanes(weights):
         total = total + lanes
     mixed = np.zeros(values.shape[1], F)
     for p in range(n):
         mixed = fma(weights[p], values[p], mixed)
-    return mixed * (F(1) / lane_sum(total)) + F(0)
+    whole = lane_sum(total) if sink is None else lane_sum(total) + exp(np.array([F(sink) - top]))[0]
+    return mixed * (F(1) / whole) + F(0)
 
 
 # ---- rows by themselves ----
@@ -209,6 +218,8 @@ class Shape:
     head_dim: int = 32
     window: int = 0
     softcap: float = 0.0
+    sink: float | None = None
+    """The first head's; each other one's is 1 more than that of the head before it."""
 
     @property
     def width(self) -> int:
@@ -233,6 +244,7 @@ def make_layer(shape: Shape, **changes: Any) -> DecoderLayer:
         window=shape.window,
         softcap=shape.softcap,
         scale=0.3,
+        sinks=None if shape.sink is None else shape.sink + torch.arange(shape.heads).float(),
     )
     return DecoderLayer(replace(plan, **changes))
 
@@ -299,9 +311,10 @@ SHAPES = [
     Shape(heads=2, kv_heads=1, head_dim=96, window=37, softcap=30.0),
     Shape(heads=16, kv_heads=2, head_dim=256),
 ]
+SUNKEN = Shape(heads=4, kv_heads=2, head_dim=24, window=5, sink=-1.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, SUNKEN], ids=str)
 def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
     layer, qkv = make_layer(shape, rotary=None), torch.randn(53, shape.width)
     query, key, value = (
@@ -320,6 +333,7 @@ def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
                 scale=0.3,
                 softcap=shape.softcap,
                 window=shape.window,
+                sink=None if shape.sink is None else shape.sink + head,
             )
             assert (
                 found[row].unflatten(0, (shape.heads, -1))[head].numpy().tobytes()

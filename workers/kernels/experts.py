@@ -79,8 +79,6 @@ class ExpertsStruct(Structure):
         ("down", POINTER(MatrixStruct)),
         ("shared_gate", MatrixStruct),
         *((name, NormStruct) for name in ("input_norm", "output_norm", "shared_norm")),
-        ("weighs_inputs", c_int32),
-        ("reserved", c_int32),
     )
 
 
@@ -127,9 +125,7 @@ def experts_struct(experts: ExpertsPlan, layer: LayerPlan) -> ExpertsStruct:
         raise ValueError(f"a router of {count} experts, of which {len(experts.down)} are there")
     for gate_up, down in zip(experts.gate_up, experts.down, strict=True):
         check_mlp(gate_up, down, hidden, layer.activation)
-    struct = ExpertsStruct(
-        router=_router_struct(experts.router), weighs_inputs=experts.weighs_inputs
-    )
+    struct = ExpertsStruct(router=_router_struct(experts.router))
     for name in ("input_norm", "output_norm", "shared_norm"):
         setattr(struct, name, norm_struct(getattr(experts, name), hidden))
     struct.gate_up, struct.down = _array(experts.gate_up), _array(experts.down)

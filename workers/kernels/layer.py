@@ -68,12 +68,12 @@ class LayerStruct(Structure):
                 "intermediate",
                 "rotary_dim",
                 "window",
-                "chunk",
+                "norm_kind",
             )
         ),
         ("activation", ActivatorStruct),
         *((name, c_float) for name in ("epsilon", "scale", "softcap")),
-        ("norm_kind", c_int32),
+        ("scalar", c_float),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         *(
@@ -94,8 +94,6 @@ class LayerStruct(Structure):
         ("query_factors", c_void_p),
         ("sinks", c_void_p),
         ("value_norm", NormStruct),
-        ("scalar", c_float),
-        ("reserved", c_int32),
     )
 
 
@@ -326,7 +324,6 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         intermediate=0 if plan.down is None else plan.down.k,
         softcap=plan.softcap,
         window=plan.window,
-        chunk=plan.chunk,
         before=plan.before,
         activation=ActivatorStruct(plan.activation, *plan.activation_numbers),
         scalar=0.0 if plan.scalar == 1.0 else plan.scalar,

@@ -127,8 +127,6 @@ class ExpertsPlan:
     """The norm of what the experts of a row add up to."""
     shared_norm: Norm | None = None
     """The norm of what all rows share."""
-    weighs_inputs: bool = False
-    """An expert's input is multiplied by its weight, and not its output."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,6 @@ class LayerPlan:
     """float32 [heads]: scores that no value belongs to, which take their share of the weights."""
     value_norm: Norm | None = None
     """RMS, [head_dim]."""
-    chunk: int = 0
-    """A position sees those before it in its own chunk of so many; 0: all."""
     scalar: float = 1.0
     """The factor of the layer's result."""
     cached_before: int | None = None

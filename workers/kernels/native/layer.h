@@ -52,8 +52,6 @@ struct Experts {
     const Matrix* down;
     Matrix shared_gate;  // [1, hidden]: what all rows share is multiplied by the sigmoid of it; packed null: it is not
     Norm input_norm, output_norm, shared_norm;  // each may be missing; with an input norm router and experts read the states before the half's norm
-    int32_t weighs_inputs;  // an expert's input is multiplied by its weight, and not its output
-    int32_t reserved;
 };
 
 struct Layer {
@@ -61,10 +59,10 @@ struct Layer {
     int32_t hidden, heads, kv_heads, head_dim, intermediate;
     int32_t rotary_dim;  // how many of head_dim are rotated; 0: none
     int32_t window;      // a position sees itself and window - 1 before it; 0: all
-    int32_t chunk;       // a position sees those of its own chunk of so many; 0: all
+    int32_t norm_kind;
     Activator activation;
     float epsilon, scale, softcap;  // scores are multiplied by scale; softcap 0: none
-    int32_t norm_kind;
+    float scalar;                   // the layer's result is multiplied by it; 0: it is not
     const float* cosines;  // [context, rotary_dim / 2]
     const float* sines;
     Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // each may be missing; the post norms are on what a half adds
@@ -80,8 +78,6 @@ struct Layer {
     const float* query_factors;  // [context], of queries; or null
     const float* sinks;          // [heads], scores that no value belongs to; or null
     Norm value_norm;             // [head_dim] on each head; RMS; may be missing
-    float scalar;                // the layer's result is multiplied by it; 0: it is not
-    int32_t reserved;
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.
