@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.workers import kernels
-from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache, MixedCache
 from dovetail.workers.models.cache import KVCache
 from support.models import cache_row
 
@@ -190,3 +190,19 @@ def test_the_bytes_of_a_row_are_told_even_of_an_empty_cache() -> None:
         assert cache.row_bytes == expected
         cache.resize(0)
         assert cache.row_bytes == expected
+
+
+def test_layers_whose_heads_differ_keep_and_move_their_rows_each_for_itself() -> None:
+    heads = [(2, 8), (1, 24), (2, 8)]
+    mixed = MixedCache(heads, capacity=20)
+    alone = [BlockedCache(layers=1, kv_heads=n, head_dim=d, capacity=20) for n, d in heads]
+    for (keys, values), cache in zip(mixed._views(mixed.keys, mixed.values), alone, strict=True):
+        keys.copy_(cache.keys[0].normal_())
+        values.copy_(cache.values[0].normal_())
+    for cache in (mixed, *alone):
+        cache.keep([0, 1, 5, 19], 4)
+        cache.resize(5000)
+    for (keys, values), cache in zip(mixed._views(mixed.keys, mixed.values), alone, strict=True):
+        assert torch.equal(values[:, :4], cache.values[0, :, :4])
+        assert torch.equal(keys[:, 0, :, :4], cache.keys[0, :, 0, :, :4])
+    assert mixed.row_bytes == sum(cache.row_bytes for cache in alone)
