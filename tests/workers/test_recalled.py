@@ -76,7 +76,9 @@ def test_nothing_is_remembered_where_that_is_switched_off(folder: Path) -> None:
     assert load(folder, "off").proved == ""
 
 
-@pytest.mark.parametrize("field", ["logits", "angles", "attention", "stored"])
+@pytest.mark.parametrize(
+    "field", ["logits", "angles", "attention", "stored", "transposed", "config"]
+)
 def test_a_proof_that_does_not_hold_is_dropped_and_said(
     folder: Path, caplog: pytest.LogCaptureFixture, field: str
 ) -> None:
@@ -103,6 +105,10 @@ def changed(proof: Proof, field: str) -> object:
             return {"": ([2 * f for f in proof.angles[""][0]], 1.0)}
         case "attention":
             return [{**noted, "scaling": 2 * noted["scaling"]} for noted in proof.attention]
+        case "transposed":
+            return [name for name in proof.stored if "gate_proj" in name]
+        case "config":
+            return {**proof.config, "hidden_act": "nobody knows it"}
     names = {name: "model.layers.0.mlp.up_proj.weight" for name in proof.stored if "gate" in name}
     return {**proof.stored, **names}
 

@@ -27,6 +27,8 @@ from dovetail.workers.models.checkpoints.loader import Skeleton
 from dovetail.workers.models.families.description import Experts
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
+from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
+from dovetail.workers.models.proving import StumbledError
 from dovetail.workers.models.remembered.back_end import Recalled
 from dovetail.workers.models.remembered.proofs import Proof, Proofs, digest_of_logits, today
 from dovetail.workers.models.segment import Segment
@@ -85,15 +87,19 @@ def recall(
             angles=proof.angles,
         )
 
-    model = assemble(
-        skeleton_by(proof, checkpoint),
-        checkpoint,
-        digest,
-        weights=wanted.weights,
-        choice=f"the C++ kernels compute it, as proved on {proof.made}",
-        inflate_bytes=wanted.inflate_bytes,
-        open_back_end=open_back_end,
-    )
+    try:
+        model = assemble(
+            skeleton_by(proof, checkpoint),
+            checkpoint,
+            digest,
+            weights=wanted.weights,
+            choice=f"the C++ kernels compute it, as proved on {proof.made}",
+            inflate_bytes=wanted.inflate_bytes,
+            open_back_end=open_back_end,
+        )
+    except (UnsupportedError, UnprovableError, StumbledError) as error:
+        memory.drop(str(error))
+        return None
     if (found := sample(model)) != proof.logits:
         memory.drop(f"logits with the digest {found[:12]} where {proof.logits[:12]} were proved")
         return None
