@@ -35,7 +35,6 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
-from dovetail.runtime.telemetry.trace import write_trace
 
 
 @click.command(cls=HelpCommand)
@@ -142,6 +141,8 @@ def command(
         )
         _tell_about(wish, connection, finished.result, last)
         if trace is not None:
+            from dovetail.runtime.telemetry.trace import write_trace  # the sessions come in here
+
             write_trace(
                 trace,
                 finished.spans,
