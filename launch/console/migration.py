@@ -171,6 +171,10 @@ FLAGS = (
     Foreign(("--reasoning-parser",), VLLM, "nothing to set: a reply is shown as it is decoded"),
     Foreign(("--jinja", "--chat-template-file"), LLAMA, TEMPLATE),
     Foreign(("--chat-template",), BOTH, TEMPLATE),
+    Foreign(
+        ("--default-chat-template-kwargs",), VLLM, "`chat_template_kwargs` of a request over HTTP"
+    ),
+    Foreign(("--generation-config",), VLLM, "`--sampling.generation_config auto` or `none`"),
     Foreign(("--lora", "--lora-scaled"), LLAMA, "not supported: merge it into the checkpoint"),
     Foreign(
         ("--enable-lora", "--lora-modules"), VLLM, "not supported: merge it into the checkpoint"
