@@ -179,12 +179,12 @@ def test_a_pass_waits_for_proposals_that_are_nearly_there() -> None:
 
 
 def test_a_pass_does_not_wait_for_a_draft_that_stands_still() -> None:
-    """Two sessions are in the hands of the draft when it begins to take seconds for an order; the
+    """Two sessions are in the hands of the draft when it begins to take a second for an order; the
     third one, which has none, goes on."""
     house = Crowded(Pace(level_s=0.0004, right=lambda *_: 0.9))
     alone = rate(house.run(1, 40, speculate=False))
     house.run(2, 100)
-    house.draft.late_s = 5.0
+    house.draft.late_s = 1.0
     undrafted, *_ = house.run(3, 40, plain=(0,))
     assert rate([undrafted]) > 0.8 * alone
 

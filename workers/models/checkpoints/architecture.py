@@ -36,18 +36,18 @@ COUNTS = (
 )
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 RECURRENT = (
-    "mix tokens with a recurrent state, which cannot be split into the branches of a token tree"
+    "mix tokens with a recurrent state, which is not yet followed through the branches of a tree"
 )
 LAYER_TYPES = {
     "chunked_attention": "attend within chunks of positions, which the masks of token trees do "
     "not know",
     "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
     "attention)",
-    "conv": "mix neighbouring tokens by a convolution, whose state cannot be split into the "
-    "branches of a token tree",
+    "conv": "mix neighbouring tokens by a convolution, whose state is not yet followed through the "
+    "branches of a tree",
     "heavily_compressed_attention": "attend to summaries of several tokens (compressed attention)",
-    "hybrid": "mix tokens with a recurrent or convolutional state beside attention, which "
-    "cannot be split into the branches of a token tree",
+    "hybrid": "mix tokens with a recurrent or convolutional state beside attention, which is not "
+    "yet followed through the branches of a tree",
     "indexed_attention": "choose by a score of their own which tokens they attend to (sparse "
     "attention)",
     "linear_attention": RECURRENT,
