@@ -58,10 +58,10 @@ def command(configuration: Configuration, as_json: bool) -> None:
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
     configuration, taken = with_generation_config(configuration)
-    if taken:
-        note(taken)
     _check_addresses(configuration)
     check_stack(configuration)
+    if taken:
+        note(taken)
     with Supervisor() as supervisor, Service(supervisor, configuration) as service:
         try:
             with spinner() as say:

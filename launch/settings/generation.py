@@ -27,7 +27,12 @@ def with_generation_config(configuration: Configuration) -> tuple[Configuration,
     settings = configuration.settings
     if settings.sampling.generation_config == "none" or not settings.target.model:
         return configuration, ""
-    file = _folder(settings.target.model) / FILE
+    if (folder := _folder(settings.target.model)) is None:
+        return configuration, (
+            f"{settings.target.model} is not here yet: sampling defaults of its {FILE} hold from "
+            "the next start on"
+        )
+    file = folder / FILE
     if not file.is_file():
         return configuration, ""
     taken = {
@@ -65,11 +70,11 @@ def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
             yield ours, value
 
 
-def _folder(source: str) -> Path:
-    """Return the folder of a model; of a hub id the one where it lies already."""
+def _folder(source: str) -> Path | None:
+    """Return the folder of a model; None for a hub id that has not been downloaded."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     from dovetail.workers.models.checkpoints.hub import local_folder  # half a second
 
-    return local_folder(source) or folder
+    return local_folder(source)

@@ -8,7 +8,7 @@ the number of committed tokens they assume - and events `session, round`, so tha
 duplicate or stale is recognised, counted and changes nothing. Token ids are int32, times
 nanoseconds.
 
-Knows the shape of what is said, not who says it over which wire (`links.py`) nor how it becomes
+Knows the shape of what is said, not who says it over which wire (`links/`) nor how it becomes
 bytes (`codec.py`). Everything is imported from here; a file of this folder is one conversation.
 """
 

@@ -109,11 +109,11 @@ class WorkerState(Frozen):
     stale: Count
     inflation: Name = ""
     standby: bool = False
-    """It gets no sessions until it is put in place."""
+    """True if the worker gets no sessions until it is put in place."""
     swapped_in: bool = False
-    """It came on standby and was put in place."""
+    """True if the worker came on standby and was put in place."""
     leaving: bool = False
-    """It gets no more sessions, and is let go when the last one is done with."""
+    """True if the worker gets no more sessions, and is let go once the last one has ended."""
     stuck: bool = False
     """The worker has owed an answer, or has not responded, for too long."""
     sent_bytes: Count = 0
@@ -198,7 +198,7 @@ class Fault(Frozen):
     since_s: Annotated[float, Field(ge=0.0)]
     """For so long."""
     retry_s: Annotated[float, Field(ge=0.0)] | None = None
-    """It is started again in so long; None: that has been done, or nobody does it."""
+    """Seconds until the part is started again; None: it has been, or nobody does it."""
 
     @property
     def words(self) -> str:

@@ -23,11 +23,11 @@ class Kept:
     log: bytes
     rows: int
     tokens: int
-    """That the worker may have in its log: in a verdict there may have been some behind the end of
-    the reply."""
+    """Tokens that the worker may have in its log: a verdict may have had some behind the end of the
+    reply."""
     owner: str = ""
-    """Whose request it was: nobody else goes on from it, or learns how much of a prompt was sent
-    before."""
+    """The owner of the request: nobody else goes on from it, or learns how much of a prompt was
+    sent before."""
 
 
 def pack(tokens: Sequence[int]) -> bytes:

@@ -58,7 +58,7 @@ QWEN_MOE = {
     "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
 }
-"""Of Qwen3-30B-A3B."""
+"""The config.json of Qwen3-30B-A3B, as far as a plan reads it."""
 
 
 @pytest.fixture

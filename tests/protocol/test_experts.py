@@ -1,4 +1,4 @@
-"""What a pass reads of a model with experts: beside experts that are drawn, row by row."""
+"""The share of a model with experts that a pass reads is held against experts drawn at random."""
 
 import random
 
