@@ -12,28 +12,26 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
+from dovetail.protocol.calibration import (
+    Calibration,
+    ContextCurve,
+    DeviceCosts,
+    Positive,
+    Reading,
+    Seconds,
+)
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.settings import Frozen
 
 MAX_BYTES = 64 << 20
-MAX_POINTS = 256
 
-Positive = Annotated[int, Field(ge=1, le=1 << 40)]
-Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
-Rate = Annotated[float, Field(gt=0.0)]
-CROSSOVER_STEPS = 64
-WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
-"""Bytes that a pass reads of each weight of a type."""
 MACHINE_FIELDS = (
     "vendor_id",
     "model name",
@@ -80,175 +78,6 @@ class LinearChoice(Frozen):
     refused: Mapping[str, str] = {}
     """Candidate -> why it may not be used here (failed self-test, instruction missing, does not fit
     into memory)."""
-
-
-class RowsSeconds(Frozen):
-    """A measured curve: a pass over rows[i] rows took seconds[i]; rows ascend."""
-
-    rows: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=MAX_POINTS)]
-    seconds: Annotated[tuple[Seconds, ...], Field(min_length=1, max_length=MAX_POINTS)]
-
-    @model_validator(mode="after")
-    def _is_curve(self) -> "RowsSeconds":
-        if len(self.rows) != len(self.seconds) or not all(
-            below < above for below, above in pairwise(self.rows)
-        ):
-            raise ValueError(
-                f"{len(self.rows)} numbers of rows and {len(self.seconds)} of seconds are not a "
-                "curve: rows ascend, and each has its seconds"
-            )
-        return self
-
-    @classmethod
-    def rising(cls, rows: Sequence[int], seconds: Iterable[float]) -> "RowsSeconds":
-        """A curve that never falls with the rows: what was measured noisily is raised to what came
-        before it."""
-        return cls(rows=tuple(rows), seconds=tuple(accumulate(seconds, max)))
-
-    def at(self, rows: int) -> float:
-        """Seconds of a pass over so many rows: linear between the measured ones, and level or along
-        the last piece beyond them."""
-        points = list(zip(self.rows, self.seconds, strict=True))
-        if rows <= points[0][0] or len(points) == 1:
-            return points[0][1]
-        (below, low), (above, high) = next(
-            ((a, b) for a, b in pairwise(points) if rows <= b[0]), (points[-2], points[-1])
-        )
-        return low + (high - low) * (rows - below) / (above - below)
-
-
-class ContextCurve(Frozen):
-    """Seconds of a pass over rows, at one length of the cache: T_V of a target, t_D of a draft."""
-
-    context: Annotated[int, Field(ge=0, le=1 << 24)]
-    t_v: RowsSeconds
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """The least time of a pass: the longer of reading its bytes and computing its products
-    (Williams et al., 2009)."""
-
-    whole_s: float
-    """Seconds of reading all weights."""
-    row_s: float
-    """Seconds of the arithmetic of one row."""
-    mixture: Mixture = DENSE
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        size: float,
-        operations: float,
-        bandwidth_gb_s: float,
-        gflop_s: float,
-        mixture: Mixture = DENSE,
-    ) -> "Roofline":
-        """Passes through weights of so many bytes, with so many operations a row if it goes
-        through all of them."""
-        row_s = mixture.active * operations / (gflop_s * 1e9)
-        return cls(size / (bandwidth_gb_s * 1e9), row_s, mixture)
-
-    def reading_s(self, rows: float) -> float:
-        """Return the seconds of reading what a pass over so many rows reads."""
-        return self.whole_s * self.mixture.read(rows)
-
-    @property
-    def crossover(self) -> float:
-        """Return the rows at which reading and computing take the same time."""
-        rows = self.whole_s / self.row_s
-        for _ in range(CROSSOVER_STEPS if self.mixture.share else 0):
-            rows = self.reading_s(rows) / self.row_s  # what is read only falls with fewer rows
-        return rows
-
-    def at(self, rows: float) -> float:
-        """Return the seconds of a pass over so many rows."""
-        return max(self.reading_s(rows), rows * self.row_s)
-
-
-class Limits(Frozen):
-    """The limits of this machine on the cores in use, measured without a model."""
-
-    bandwidth_gb_s: Rate
-    """Reading memory, 10^9 bytes a second."""
-    peak_gflop_s: Mapping[str, Rate]
-    """Arithmetic -> 10^9 operations a second (a multiply and an add are two): fp32 (FMA) and, where
-    there are instructions, int8 (VNNI) and bf16."""
-    probe: str
-    """The software that measured them, in words: "kernels avx512-vnni" or "torch"."""
-
-    def peak_of(self, weights: str, *, library: bool) -> float:
-        """Return the peak of the arithmetic that multiplies such weights: 16-bit weights are
-        multiplied in fp32, but by a library's bf16, where there are instructions for it."""
-        own = {"int8": "int8", "int8-per-tensor": "int8", "bf16": "bf16" if library else "fp32"}
-        fp32 = self.peak_gflop_s["fp32"]
-        return self.peak_gflop_s.get(own.get(weights, "fp32"), fp32)
-
-    def roofline(
-        self, parameters: int, weights: str, *, library: bool, mixture: Mixture = DENSE
-    ) -> Roofline:
-        """Return the least time of passes through so many weights of a type."""
-        return Roofline.of(
-            size=parameters * WEIGHT_BYTES.get(weights, 4),
-            operations=2 * parameters,
-            bandwidth_gb_s=self.bandwidth_gb_s,
-            gflop_s=self.peak_of(weights, library=library),
-            mixture=mixture,
-        )
-
-
-class Calibration(Frozen):
-    """Seconds of one pass of a target, as `dovetail calibrate` found them."""
-
-    measured: str
-    """When, ISO 8601 in UTC."""
-    backend: str
-    context: Annotated[int, Field(ge=0, le=1 << 24)]
-    """Rows in the cache that `t_v` holds for."""
-    t_v: RowsSeconds
-    t_v_limit: RowsSeconds
-    """At the physical limit: max(packed bytes that are read / bandwidth, 2 rows active parameters /
-    peak)."""
-    t_v_by_context: tuple[ContextCurve, ...]
-    layers: Positive
-    layers_measured: Positive
-    """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
-    limits: Limits
-
-
-class Reading(Frozen):
-    """Seconds of reading a prompt, with a model on the CPU: on the CPU itself, and with its weights
-    streaming through a device."""
-
-    device: str
-    local: RowsSeconds
-    streamed: RowsSeconds
-
-    @property
-    def better_from(self) -> int | None:
-        """The fewest measured rows from which on the device is always the faster one; None: at the
-        most rows that were measured it is not."""
-        points = sorted({*self.local.rows, *self.streamed.rows}, reverse=True)
-        better = list(takewhile(lambda rows: self.streamed.at(rows) < self.local.at(rows), points))
-        return better[-1] if better else None
-
-
-class DeviceCosts(Frozen):
-    """Seconds of the parts of a target in a pass over rows, on a device and on the CPU beside it: a
-    planner puts placements together from them."""
-
-    device: str
-    link_gb_s: Rate
-    """Copying a layer's weights to the device, with nothing computed meanwhile."""
-    layer: RowsSeconds
-    """One whose weights stay there."""
-    streamed: RowsSeconds
-    """One of several whose weights stream through it."""
-    head: RowsSeconds
-    """On the device, and whatever else a pass has but layers."""
-    host_layer: RowsSeconds
-    host_head: RowsSeconds
 
 
 class Entry(Frozen):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from dovetail.protocol.arrays import Array
+from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -32,7 +33,6 @@ from dovetail.protocol.messages import (
     Opened,
     VocabularyFacts,
 )
-from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.engine import Engine, Keeper, Reader, SessionT

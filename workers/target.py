@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
+from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -37,7 +38,6 @@ from dovetail.protocol.messages import (
     Verify,
     VerifyItem,
 )
-from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.models.language_model import LanguageModel

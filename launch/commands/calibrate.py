@@ -36,18 +36,10 @@ from dovetail.launch.processes.preflight import (
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.files import writing
-from dovetail.protocol.profile import (
-    Calibration,
-    ContextCurve,
-    DeviceCosts,
-    Entry,
-    ProfileKey,
-    Reading,
-    load_profile,
-    update_profile,
-)
+from dovetail.protocol.profile import Entry, ProfileKey, load_profile, update_profile
 from dovetail.protocol.settings import HEAD_KINDS
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0

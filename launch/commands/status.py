@@ -12,8 +12,8 @@ from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes.connection import find_coordinator, shorten_model
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.messages import PairState, Reported, WorkerState
-from dovetail.protocol.profile import RowsSeconds
 
 SHOWN_DECISIONS = 8
 """The number of decisions shown, the latest ones; `--json` has them all."""

@@ -10,12 +10,7 @@ import click
 from dovetail.launch.console.terminal import counted, print_table
 from dovetail.launch.files.charts import Curve, draw
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.protocol.profile import (
-    Calibration,
-    ContextCurve,
-    DeviceCosts,
-    Reading,
-)
+from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
 
 ReadT = TypeVar("ReadT", Calibration, ContextCurve, DeviceCosts, Reading)
 TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)

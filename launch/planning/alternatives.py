@@ -12,7 +12,7 @@ from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import ROWS
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import PlacedCosts

@@ -12,8 +12,8 @@ from functools import cache
 from dovetail.launch.planning.designs import DraftSize, weight_bytes
 from dovetail.launch.simulation.machines import GIGA, MICRO
 from dovetail.launch.simulation.machines import Machine as Described
+from dovetail.protocol.calibration import Calibration, DeviceCosts, LeastTime, RowsSeconds
 from dovetail.protocol.experts import DENSE, Mixture
-from dovetail.protocol.profile import Calibration, DeviceCosts, Roofline, RowsSeconds
 from dovetail.runtime.costs.rounds import Messages, Origin, Source
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
 
@@ -54,7 +54,7 @@ class Engine:
     ) -> Seconds:
         """Return the seconds of so many weights in so many bytes, over rows."""
         beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
-        least = Roofline.of(
+        least = LeastTime.of(
             size=size,
             operations=2 * weights,
             bandwidth_gb_s=self.bandwidth_gb_s,

@@ -16,8 +16,9 @@ from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.protocol.calibration import Calibration, DeviceCosts, Limits, RowsSeconds
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import Calibration, DeviceCosts, Limits, RowsSeconds, load_profile
+from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import Settings
 
 PROBE_S = 0.5

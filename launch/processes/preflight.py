@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.protocol.calibration import WEIGHT_BYTES
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
-from dovetail.protocol.profile import WEIGHT_BYTES
 from dovetail.protocol.settings import (
     HOST_DEVICES,
     SUBSTITUTE_WEIGHTS,

@@ -16,9 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dovetail.protocol import profile
+from dovetail.protocol.calibration import WEIGHT_BYTES, LeastTime, Limits
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
-from dovetail.protocol.profile import WEIGHT_BYTES, Limits
 from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
 
@@ -145,7 +144,7 @@ class Roofline:
         return self.limits.peak_of(self.model.weights, library=self.library)
 
     @cached_property
-    def least(self) -> profile.Roofline:
+    def least(self) -> LeastTime:
         """The least time of a pass: T_p at E_m = 1, and T_c at E_c = 1."""
         model = self.model
         return self.limits.roofline(

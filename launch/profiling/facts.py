@@ -17,9 +17,9 @@ from dovetail.launch.profiling.situation import Card, Elsewhere, Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
+from dovetail.protocol.calibration import Limits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
-from dovetail.protocol.profile import Limits
 from dovetail.protocol.settings import HEAD_KINDS
 
 HEAD, SMALL = "head", "small"

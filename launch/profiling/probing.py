@@ -19,7 +19,7 @@ from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.processes.worker import THREAD_VARIABLES
-from dovetail.protocol.profile import Limits
+from dovetail.protocol.calibration import Limits
 
 SECONDS = 0.6
 """For the bandwidth, and half as long for each kind of arithmetic; as `calibrate` has it."""

@@ -38,9 +38,10 @@ from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings, Workload, watch_others
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft
+from dovetail.protocol.calibration import Limits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
-from dovetail.protocol.profile import Limits, load_profile, machine_key
+from dovetail.protocol.profile import load_profile, machine_key
 from dovetail.protocol.settings import Settings, TargetSettings
 
 LIGHT_DRAFTS = ("none", "ngram")

@@ -3,7 +3,7 @@
 Every setting is a flag by its dotted name (`--tree.gamma 6`), a variable (`DOVETAIL_TREE__GAMMA=6`)
 and a key of a TOML file (`--config FILE`). The embedded pair of models comes with a file of its
 own, which lies beneath the user's while no target is named. Knows what a setting is called and what
-it may be (from `protocol/settings.py`), not what it does.
+it may be (from `protocol/settings/`), not what it does.
 """
 
 import difflib

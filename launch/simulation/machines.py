@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
-from dovetail.protocol.profile import WEIGHT_BYTES, ContextCurve, Roofline, RowsSeconds
 from dovetail.protocol.settings import MAX_GAMMA, Frozen
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import Messages, PlacedCosts
@@ -165,7 +165,7 @@ class Machine(Frozen):
             near * GIGA
         )
         operations = 2 * size.weights + 4 * context * size.hidden * size.layers
-        least = Roofline(reading, operations / (part.peak_gflop_s[weights] * GIGA))
+        least = LeastTime(reading, operations / (part.peak_gflop_s[weights] * GIGA))
         return _curve(least, size.layers * part.layer_us)
 
     def _t_d(self, size: Size, blocks: int | None) -> RowsSeconds:
@@ -179,7 +179,7 @@ class Machine(Frozen):
                 part.bytes,
                 blocks,
             )
-        least = Roofline.of(
+        least = LeastTime.of(
             size=weights * width,
             operations=2 * weights,
             bandwidth_gb_s=part.bandwidth_gb_s,
@@ -188,7 +188,7 @@ class Machine(Frozen):
         return _curve(least, part.pass_us + layers * part.block_us)
 
 
-def _curve(least: Roofline, beside_us: float) -> RowsSeconds:
+def _curve(least: LeastTime, beside_us: float) -> RowsSeconds:
     return RowsSeconds.rising(ROWS, [least.at(rows) + beside_us * MICRO for rows in ROWS])
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dovetail.protocol.arrays import ITEM_BYTES, Array
+from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.messages.parts import (
     MAX_CORES,
     MAX_CURVES,
@@ -24,7 +25,6 @@ from dovetail.protocol.messages.parts import (
     Token,
     Version,
 )
-from dovetail.protocol.profile import ContextCurve
 from dovetail.protocol.settings import Frozen
 
 

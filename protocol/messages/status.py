@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.messages.parts import (
     MAX_CORES,
     MAX_DECISIONS,
@@ -22,7 +23,6 @@ from dovetail.protocol.messages.parts import (
 )
 from dovetail.protocol.messages.registration import LoadingState
 from dovetail.protocol.messages.rounds import RoundRecord, SeenSpan
-from dovetail.protocol.profile import RowsSeconds
 from dovetail.protocol.settings import Frozen
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
 
 EXACT_ROWS = 32
 """Passes of fewer rows are remembered by themselves."""

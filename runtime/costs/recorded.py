@@ -7,9 +7,9 @@ from itertools import accumulate
 from math import ceil
 from statistics import fmean
 
+from dovetail.protocol.calibration import MAX_POINTS, ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
-from dovetail.protocol.profile import MAX_POINTS, ContextCurve, RowsSeconds
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import (
     DRAFTED_HOPS,

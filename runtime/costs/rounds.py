@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from dovetail.protocol.profile import RowsSeconds
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.runtime.costs.averages import Average, Lags
 from dovetail.runtime.costs.passes import PassCurves, RowCosts
 

@@ -12,7 +12,8 @@ from dovetail.launch.machine.calibration_tables import _parts
 from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.processes.worker import _opener
 from dovetail.launch.settings.configure import configure
-from dovetail.protocol.profile import DeviceCosts, RowsSeconds, load_profile
+from dovetail.protocol.calibration import DeviceCosts, RowsSeconds
+from dovetail.protocol.profile import load_profile
 from support.charts import shapes_of
 from support.models import tiny_llama
 

@@ -49,8 +49,8 @@ from dovetail.launch.profiling.stages import other_nodes
 from dovetail.launch.profiling.timeline import Actor, Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
+from dovetail.protocol.calibration import Limits
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
-from dovetail.protocol.profile import Limits
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.costs.passes import RowCosts
 from support.profiled import made_up_run

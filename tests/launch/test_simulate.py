@@ -33,9 +33,9 @@ from dovetail.launch.simulation.recording import (
 )
 from dovetail.launch.simulation.survey import Order, Recorder
 from dovetail.launch.simulation.validation import check_apart, decode_all
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.recorded import measured_costs

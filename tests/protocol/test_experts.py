@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from dovetail.protocol.calibration import LeastTime
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
-from dovetail.protocol.profile import Roofline
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(8, 2), (64, 8), (128, 8)])
@@ -26,7 +26,7 @@ def test_a_model_without_experts_is_read_whole() -> None:
 
 def test_with_experts_a_tree_is_bound_by_memory_for_longer() -> None:
     limits = {"size": 30e9, "operations": 60e9, "bandwidth_gb_s": 50.0, "gflop_s": 1000.0}
-    dense, sparse = (Roofline.of(**limits, mixture=one) for one in (DENSE, Mixture(128, 8, 0.95)))
+    dense, sparse = (LeastTime.of(**limits, mixture=one) for one in (DENSE, Mixture(128, 8, 0.95)))
     assert dense.crossover == pytest.approx(10.0)
     assert sparse.at(1) == pytest.approx(dense.at(1) * (1 - 0.95 * 120 / 128))
     assert sparse.crossover > 5 * dense.crossover

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from dovetail.protocol.profile import (
+from dovetail.protocol.calibration import (
     Calibration,
     ContextCurve,
     DeviceCosts,
-    Entry,
     Limits,
+    Reading,
+    RowsSeconds,
+)
+from dovetail.protocol.profile import (
+    Entry,
     LinearChoice,
     Profile,
     ProfileError,
     ProfileKey,
-    Reading,
-    RowsSeconds,
     load_profile,
     machine_key,
     shapes_key,

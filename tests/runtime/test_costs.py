@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.runtime.costs.averages import Average, Lags, add_all
 from dovetail.runtime.costs.passes import FIRST_ROWS, KEPT, RowCosts, bucket
 from dovetail.runtime.costs.rounds import Messages, PairCosts

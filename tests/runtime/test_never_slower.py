@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.messages import Emitted, Finished, Result, Verify
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.session.session import Session
 from support.timed import HOST_S, Costs, TimedHouse

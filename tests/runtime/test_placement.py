@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.messages import Finished, Limits, Open
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.costs.rounds import PairCosts

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import log
 
 from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, StillHub
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.messages import (
     Close,
@@ -33,7 +34,6 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.noise import mix
-from dovetail.protocol.profile import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.costs.rounds import Messages

@@ -12,8 +12,8 @@ from dovetail.launch.profiling.samplers import Gpu, Process, Sample
 from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.workload import Soundings
+from dovetail.protocol.calibration import Limits
 from dovetail.protocol.messages import RoundRecord, SeenRound, SeenWorker, WorkerState
-from dovetail.protocol.profile import Limits
 
 MS = 1_000_000
 HERE = "made-up"

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 
 from dovetail.protocol import messages, settings
 from dovetail.protocol.arrays import ITEM_BYTES, Array
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.messages import Message
-from dovetail.protocol.profile import RowsSeconds
 from dovetail.protocol.settings import Frozen
 
 MOST = 5

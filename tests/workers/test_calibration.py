@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.protocol.calibration import Calibration, Limits, RowsSeconds
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import Calibration, Limits, ProfileKey, RowsSeconds
+from dovetail.protocol.profile import ProfileKey
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.limits import best_of, limit_curve

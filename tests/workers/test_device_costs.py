@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.protocol.calibration import DeviceCosts
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.profile import DeviceCosts, update_profile
+from dovetail.protocol.profile import update_profile
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.calibration.devices import (
     keys_of,

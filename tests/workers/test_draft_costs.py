@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import ContextCurve, ProfileKey, RowsSeconds, update_profile
+from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.draft import LEVELS, _Guesses, calibrate_draft
 from dovetail.workers.calibration.levels import levels_key

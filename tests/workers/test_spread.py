@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dovetail.protocol.calibration import Reading, RowsSeconds
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.profile import ProfileKey, Reading, RowsSeconds, update_profile
+from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.calibration.target import calibrate
 from dovetail.workers.devices import open_device

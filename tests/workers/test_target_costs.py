@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.protocol.calibration import Calibration, ContextCurve, Limits, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Hello
-from dovetail.protocol.profile import (
-    Calibration,
-    ContextCurve,
-    Limits,
-    ProfileKey,
-    RowsSeconds,
-    update_profile,
-)
+from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.calibration.subject import Subject, read_design
 from dovetail.workers.calibration.target import calibration_key

@@ -16,16 +16,9 @@ from typing import Any
 
 import torch
 
+from dovetail.protocol.calibration import Calibration, DeviceCosts, RowsSeconds
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import (
-    Calibration,
-    DeviceCosts,
-    ProfileKey,
-    RowsSeconds,
-    load_profile,
-    machine_key,
-    shapes_key,
-)
+from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import CONTEXT, Passes

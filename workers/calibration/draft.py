@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dovetail.protocol.profile import ContextCurve, ProfileKey
+from dovetail.protocol.calibration import ContextCurve
+from dovetail.protocol.profile import ProfileKey
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes

@@ -5,13 +5,8 @@ from pathlib import Path
 
 import torch
 
-from dovetail.protocol.profile import (
-    ContextCurve,
-    ProfileKey,
-    load_profile,
-    machine_key,
-    shapes_key,
-)
+from dovetail.protocol.calibration import ContextCurve
+from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.heads.head import Head
 from dovetail.workers.models.checkpoints.checkpoint import open_weights

@@ -3,10 +3,7 @@ pass by them alone."""
 
 import torch
 
-from dovetail.protocol.profile import (
-    Limits,
-    RowsSeconds,
-)
+from dovetail.protocol.calibration import Limits, RowsSeconds
 from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import (
     EVERY_ROW,

@@ -8,9 +8,7 @@ from typing import Protocol
 
 import torch
 
-from dovetail.protocol.profile import (
-    RowsSeconds,
-)
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.workers.models.segment import Cache, Paths, Segment
 
 MOST_ROWS = 64

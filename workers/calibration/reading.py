@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dovetail.protocol.profile import Reading, RowsSeconds
+from dovetail.protocol.calibration import Reading, RowsSeconds
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers.devices import open_device
 from dovetail.workers.models.backends.placement import Place

@@ -19,18 +19,15 @@ from typing import Any
 
 import torch
 
-from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import (
+from dovetail.protocol.calibration import (
     WEIGHT_BYTES,
     Calibration,
     ContextCurve,
-    ProfileKey,
     Reading,
     RowsSeconds,
-    load_profile,
-    machine_key,
-    shapes_key,
 )
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
 from dovetail.workers.calibration.limits import (

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.messages import (
     MAX_CURVES,
     Fingerprint,
 )
-from dovetail.protocol.profile import ContextCurve, load_profile
+from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers.calibration.subject import Subject, read_design
 from dovetail.workers.calibration.target import calibration_key

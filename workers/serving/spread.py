@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from dovetail.protocol.calibration import Reading
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.memory import read_room
-from dovetail.protocol.profile import ProfileKey, Reading, load_profile, machine_key, shapes_key
+from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.subject import read_design

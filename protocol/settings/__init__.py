@@ -1,0 +1,52 @@
+"""The settings as frozen models: one tree, unknown keys are errors.
+
+Where a setting comes from (flag, environment, file, default) is the business of
+`launch/settings/configure.py`; sampling and tree settings also travel in messages. Sizes are in
+bytes, probabilities within 0..1. Everything is imported from here; a file of this folder is one
+subject.
+"""
+
+from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings.models import *
+from dovetail.protocol.settings.sampling import *
+from dovetail.protocol.settings.service import *
+from dovetail.protocol.settings.tree import *
+from dovetail.protocol.settings.values import *
+
+
+class Settings(Frozen):
+    """Every setting, with its default."""
+
+    target: TargetSettings = TargetSettings()
+    draft: DraftSettings = DraftSettings()
+    tree: TreeSettings = TreeSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    memory: MemorySettings = MemorySettings()
+    coordinator: CoordinatorSettings = CoordinatorSettings()
+    http: HttpSettings = HttpSettings()
+
+
+def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:
+    """Why these settings, and a draft of that kind, do not go together, in one line; None if they
+    do."""
+    if sampling.acceptance == "rejection" and not tree.traits.fixed_shape:
+        return (
+            "sampling.acceptance 'rejection' needs a shape that no drawn token changes: "
+            f"set tree.policy to {_named('fixed_shape')}, not {tree.policy!r}"
+        )
+    if sampling.acceptance == "rejection" and kind == "ngram":
+        return (
+            "sampling.acceptance 'rejection' needs a draft that draws from probabilities: "
+            "choose another draft.kind than 'ngram', or 'coupled'"
+        )
+    if kind == "ngram" and not tree.traits.without_model:
+        return (
+            "a draft of kind 'ngram' grows its tree best first: set tree.policy to "
+            f"{_named('without_model')}, not {tree.policy!r}"
+        )
+    return None
+
+
+def _named(trait: str) -> str:
+    """Return the policies that have a property, as a list in words."""
+    return " or ".join(repr(name) for name, traits in POLICIES.items() if getattr(traits, trait))

@@ -1,0 +1,189 @@
+"""Settings of the target and of the draft."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from dovetail.protocol.settings.values import Frozen, one_of
+
+HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
+"""The draft kinds that are heads: they read features of one target and are trained for it."""
+DRAFT_KINDS = ("auto", "small", *HEAD_KINDS, "ngram", "substitute", "none")
+WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
+BACKENDS = ("auto", "kernels", "library")
+Proving = Literal["auto", "anew", "off"]
+"""The ways to prove a model against transformers as it is loaded."""
+PROVING = (
+    "auto (a proof of the same files, code and libraries that is remembered is enough), anew (it "
+    "is made again) or off (it is made again, and none is remembered)"
+)
+DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
+SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
+"""Types of the weights of a target's substitute; auto is int4."""
+NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
+HOST_DEVICES = ("cpu", "pretended")
+"""Devices that compute in the host's memory; every other one has a memory of its own."""
+MODELLESS_KINDS = ("ngram", "substitute", "none")
+"""The draft kinds that name no model of their own: none at all, or the target."""
+DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|pretended")
+
+
+class SplitSettings(Frozen):
+    """A target whose last layers another device computes."""
+
+    device: str = Field(
+        "",
+        description="device of the last layers and the head, such as cuda:0; cpu stands for a "
+        "GPU in tests; empty: no split",
+    )
+    layers: Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto"] = Field(
+        "auto",
+        description="number of the last layers, beside the head; auto: as many as memory.vram, or "
+        "the device's free memory, holds",
+    )
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if value and DEVICE.fullmatch(value) is None:
+            raise ValueError("write cuda:N, or cpu, or leave it empty")
+        return value
+
+
+class TargetSettings(Frozen):
+    """The model whose output is decoded."""
+
+    model: str = Field(
+        "", description="id, id@revision or folder; empty: the embedded demonstration target"
+    )
+    weights: str = Field(
+        "fp32",
+        description="fp32, half (the checkpoint's 16 bits) or int8; bf16 and int8-per-tensor "
+        "change the function, the last one is not lossless",
+    )
+    backend: str = Field(
+        "auto",
+        description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto "
+        "(kernels where they can)",
+    )
+    device: str = Field(
+        "cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests"
+    )
+    numa: str | Annotated[int, Field(ge=0, le=1023)] = Field(
+        "auto",
+        description="memory nodes of the target: auto (the best one), off, a node, or a list "
+        "such as 0,1",
+    )
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        "auto", description="CPU threads; auto: one a physical core, leaving one to the draft"
+    )
+    inflate: str = Field(
+        "",
+        description="fp32 size to which the linears are inflated without changing a token, "
+        'e.g. "512MiB"',
+    )
+    resident: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
+        "auto",
+        description="number of the layers computed by a device that keep their weights there; "
+        "those of the others stream through it; auto: as many as memory.vram, or the device's free "
+        "memory, holds",
+    )
+    prefill: str = Field(
+        "auto",
+        description="who reads prompts for layers on the CPU: local (the CPU), a device "
+        "through which their weights stream (cuda:N; cpu stands for one in "
+        "tests), or auto (the device that the profile file says is faster for prompts of that "
+        "length)",
+    )
+    proof: Proving = Field("auto", description=f"proof against transformers: {PROVING}")
+    split: SplitSettings = Field(
+        SplitSettings(), description="whether another device computes the last layers"
+    )
+
+    @field_validator("prefill")
+    @classmethod
+    def _prefill(cls, value: str) -> str:
+        if value not in ("auto", "local") and DEVICE.fullmatch(value) is None:
+            raise ValueError("write auto, local, cuda:N or cpu")
+        return value
+
+    @field_validator("numa")
+    @classmethod
+    def _numa(cls, value: str | int) -> str | int:
+        if (
+            isinstance(value, str)
+            and value not in ("auto", "off")
+            and NODES.fullmatch(value) is None
+        ):
+            raise ValueError(
+                "write auto, off, a memory node such as 0, or a list of them such as 0,1"
+            )
+        return value
+
+    @field_validator("weights")
+    @classmethod
+    def _weights(cls, value: str) -> str:
+        return one_of(value, WEIGHTS, "type of target weights")
+
+    @field_validator("backend")
+    @classmethod
+    def _backend(cls, value: str) -> str:
+        return one_of(value, BACKENDS, "back end")
+
+
+class DraftSettings(Frozen):
+    """The model that proposes."""
+
+    kind: str = Field(
+        "auto",
+        description="auto (recognised from the folder), small (a smaller model), a head of the "
+        f"target's ({', '.join(HEAD_KINDS)}), "
+        "ngram (looks up what was said before), substitute (the target itself in a few bits) "
+        "or none (the target alone)",
+    )
+    model: str = Field(
+        "", description="id, id@revision or folder; empty: the embedded one of that kind"
+    )
+    weights: str = Field(
+        "auto",
+        description="fp32, fp16, bf16, int8 or, for a head, int4; of a substitute int8, int4, "
+        "int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
+        "a GPU; of a substitute int4",
+    )
+    device: str = Field(
+        "auto",
+        description="auto (the first GPU if there is one, else the CPU), cpu, cuda:N or, for "
+        "tests, pretended: the CPU behind the rules of a GPU",
+    )
+    share: bool | Literal["auto"] = Field(
+        "auto",
+        description="whether a substitute is one process with its target and shares embedding, "
+        "norms, head, resident layers, keys and values with it; auto: no",
+    )
+    contrast: bool | Literal["auto"] = Field(
+        "auto",
+        description="whether a head's contrast output (jakiro) guesses the last level without "
+        "a pass of its own; auto: where the head has one",
+    )
+    ahead: bool | Literal["auto"] = Field(
+        "auto",
+        description="keep drafting while the target verifies; auto: where the two share no "
+        "device, or where measuring says that it pays",
+    )
+    pickled: bool = Field(
+        False,
+        description="read the weights of a head from a *.bin where it has no *.safetensors; "
+        "only numbers are loaded, never code",
+    )
+    proof: Proving = Field("auto", description=f"proof of a smaller model: {PROVING}")
+
+    @field_validator("kind")
+    @classmethod
+    def _kind(cls, value: str) -> str:
+        return one_of(value, DRAFT_KINDS, "draft kind")
+
+    @field_validator("weights")
+    @classmethod
+    def _weights(cls, value: str) -> str:
+        return one_of(value, DRAFT_WEIGHTS, "type of draft weights")

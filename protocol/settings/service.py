@@ -1,0 +1,105 @@
+"""Settings of memory, of the coordinator, and of the HTTP API."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from dovetail.protocol.settings.values import Frozen, byte_count
+
+
+class MemorySettings(Frozen):
+    """The memory that a target may take: for weights, buffers, the keys and values of one long
+    conversation and a pass; for a substitute that shares them, too."""
+
+    vram: str = Field(
+        "auto",
+        description="memory of a device that the target may take, such as 7GB (10^9) or 7GiB "
+        "(2^30); auto: what is free there",
+    )
+    ram: str = Field("auto", description="the same of the host, such as 16GB; auto: what is free")
+
+    @field_validator("vram", "ram")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        if value != "auto":
+            byte_count(value)
+        return value
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """None: auto."""
+        return None if self.vram == "auto" else byte_count(self.vram)
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """None: auto."""
+        return None if self.ram == "auto" else byte_count(self.ram)
+
+
+class CoordinatorSettings(Frozen):
+    """The process that owns the token logs."""
+
+    listen: str = Field(
+        "ipc",
+        description="ipc (a socket in a private folder), ipc://PATH or tcp://HOST:PORT (needs "
+        "keys)",
+    )
+    keys: str = Field("", description="folder of CURVE keys made by `dovetail keygen`")
+    reuse: bool = Field(
+        True,
+        description="keep what was computed of ended conversations, so that their next turns "
+        "read only what is new",
+    )
+    recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
+        "auto",
+        description="how long a session whose target was lost waits for another one; auto: 30 "
+        "s and twice the time that the lost one took to load",
+    )
+    stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
+        10.0, description="a worker without progress for this long is replaced"
+    )
+    move: Literal["same", "any"] = Field(
+        "same",
+        description="on which target a session continues if its own was lost: same (of equal "
+        "fingerprint: the text is the same) or any of its vocabulary",
+    )
+    record: str = Field(
+        "",
+        description="folder that gets a file of every session, for `dovetail replay`: all its "
+        "messages, what users say among them",
+    )
+
+
+class HttpSettings(Frozen):
+    """The HTTP API of `dovetail serve`."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        8000, description="port to listen on; 0: one that is free"
+    )
+    api_key_file: str = Field(
+        "", description="file with the key that clients send, one a line; required beyond loopback"
+    )
+    model: str = Field("", description="name under which the target is served; empty: its own")
+    deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
+        600.0, description="a request that takes longer is ended"
+    )
+    receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
+        20.0,
+        description="a request must arrive within this time, and a client must read on within it",
+    )
+    body: str = Field("2MiB", description="largest body of a request")
+    connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        4096, description="connections held at a time; further ones are refused with 503"
+    )
+    dashboard: Literal["auto", "full", "anonymous", "off"] = Field(
+        "auto",
+        description="the page at /: full shows the tokens of all requests, anonymous none of "
+        "them; auto: full without a key",
+    )
+
+    @field_validator("body")
+    @classmethod
+    def _body(cls, value: str) -> str:
+        byte_count(value)
+        return value

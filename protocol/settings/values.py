@@ -1,0 +1,46 @@
+"""Values that settings are made of: frozen models, words out of a list, and sizes in bytes."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Frozen(BaseModel):
+    """A value: immutable, of exactly the declared fields, with types as declared (no coercion of
+    strings to numbers)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def one_of(value: str, available: tuple[str, ...], what: str) -> str:
+    """`value` if it is available."""
+    if value not in available:
+        raise ValueError(
+            f"there is no {what} {value!r}; choose {' or '.join(map(repr, available))}"
+        )
+    return value
+
+
+def byte_count(text: str) -> int:
+    """The number of bytes that "512MiB", "7GB" (10^9) or "7GiB" (2^30) names; `ValueError` if it
+    names none."""
+    units = {
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+    }
+    number = text.strip().rstrip("KMGTiB")
+    unit = text.strip()[len(number) :] or "B"
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = -1
+    if size < 0:
+        raise ValueError(
+            f"{text!r} is not a size: write a number and a unit, such as 512MiB or 7GB"
+        )
+    return size
