@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from benchmarks.child import obey, timed
 from benchmarks.models import draw_tree, token_row, tree_mask
+from dovetail.workers.models.parity.following import cache_name
 
 
 def prepare(folder: Path, context: int, threads: int) -> tuple[Any, Any]:
@@ -23,9 +24,9 @@ def prepare(folder: Path, context: int, threads: int) -> tuple[Any, Any]:
         folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     ).eval()
     cache = DynamicCache(config=model.config)
-    vocabulary = model.config.vocab_size
+    vocabulary, name = model.config.vocab_size, cache_name(model)
 
-    model(torch.tensor([token_row(context, vocabulary)]), past_key_values=cache, logits_to_keep=1)
+    model(torch.tensor([token_row(context, vocabulary)]), **{name: cache}, logits_to_keep=1)
 
     def verify(rows: int) -> Mapping[str, Any]:
         tree = draw_tree(rows - 1)
@@ -38,7 +39,7 @@ def prepare(folder: Path, context: int, threads: int) -> tuple[Any, Any]:
                 torch.tensor([token_row(rows, vocabulary)]),
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
+                **{name: cache},
             )
 
         seconds = timed(work)
@@ -49,7 +50,7 @@ def prepare(folder: Path, context: int, threads: int) -> tuple[Any, Any]:
         fresh = DynamicCache(config=model.config)
         return timed(
             lambda: model(
-                torch.tensor([token_row(rows, vocabulary)]), past_key_values=fresh, logits_to_keep=1
+                torch.tensor([token_row(rows, vocabulary)]), **{name: fresh}, logits_to_keep=1
             )
         )
 

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,7 +176,7 @@ def follow(
             output = (model if head else model.base_model)(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=None if positions is None else positions.unsqueeze(0),
-                past_key_values=cache,
+                **{cache_name(model.base_model): cache},
                 use_cache=cache is not None,
                 **given,
             )
@@ -191,6 +192,11 @@ def follow(
         raise UnprovableError(
             f"transformers' own forward calls {len(recorder.calls)} of the model's decoder layers"
         )
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return what the forward of a model of transformers' calls its cache: `cache` since 5.24."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 class _Widened(nn.Module):
