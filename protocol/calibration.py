@@ -106,7 +106,7 @@ class LeastTime:
         return max(self.reading_s(rows), rows * self.row_s)
 
 
-class Limits(Frozen):
+class MachineLimits(Frozen):
     """The limits of this machine on the cores in use, measured without a model."""
 
     bandwidth_gb_s: Rate
@@ -153,7 +153,7 @@ class Calibration(Frozen):
     layers: Positive
     layers_measured: Positive
     """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
-    limits: Limits
+    limits: MachineLimits
 
 
 class Reading(Frozen):

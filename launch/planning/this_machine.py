@@ -16,7 +16,7 @@ from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
-from dovetail.protocol.calibration import Calibration, DeviceCosts, Limits, RowsSeconds
+from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimits, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import Settings
@@ -119,7 +119,7 @@ def look_here(configuration: Configuration, say: Say) -> Here:
     return Here(configuration, device, design, hardware, known.calibration, parts, layout)
 
 
-def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:
+def _limits(calibration: Calibration | None, say: Say) -> tuple[MachineLimits, str]:
     """Return the limits of the cores in use: by the target's calibration, by any other, or measured
     now."""
     if calibration is not None:
@@ -142,7 +142,7 @@ def _limits(calibration: Calibration | None, say: Say) -> tuple[Limits, str]:
 def _hardware(
     settings: Settings,
     device: str | None,
-    limits: Limits,
+    limits: MachineLimits,
     source: str,
     threads: int,
     *,

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dovetail.protocol.calibration import WEIGHT_BYTES, LeastTime, Limits
+from dovetail.protocol.calibration import WEIGHT_BYTES, LeastTime, MachineLimits
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
@@ -134,7 +134,7 @@ class Roofline:
     """The two least times of a pass over M rows of a model, on cores of these limits."""
 
     model: Model
-    limits: Limits
+    limits: MachineLimits
     library: bool = False
     """True if a library computes it, which multiplies 16-bit weights in their own type."""
 

@@ -17,7 +17,7 @@ from dovetail.launch.profiling.situation import Card, Elsewhere, Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
-from dovetail.protocol.calibration import Limits
+from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.protocol.settings import HEAD_KINDS
@@ -69,11 +69,11 @@ class Facts:
     spare: int
     """Cores that neither of them has."""
     blocks: int | None
-    limits: Limits | None
-    wider: Limits | None
-    """Limits of the target's cores and the spare ones together."""
-    others_nodes: Mapping[str, Limits]
-    """Limits of other places that the target could have, by what target.numa would say."""
+    limits: MachineLimits | None
+    wider: MachineLimits | None
+    """The limits of the target's cores and the spare ones together."""
+    others_nodes: Mapping[str, MachineLimits]
+    """The limits of other places that the target could have, by what target.numa would say."""
     words: str
     """The workload in words."""
 
@@ -150,7 +150,7 @@ class Facts:
                 )
                 yield Elsewhere(what, (f"--target.numa={numa}",), roofline)
 
-    def _roofline(self, limits: Limits | None) -> Roofline | None:
+    def _roofline(self, limits: MachineLimits | None) -> Roofline | None:
         """None too where some of the target computes on something else than the CPU, whose limits
         are not probed."""
         if (

@@ -19,13 +19,13 @@ from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.processes.worker import THREAD_VARIABLES
-from dovetail.protocol.calibration import Limits
+from dovetail.protocol.calibration import MachineLimits
 
 SECONDS = 0.6
 """For the bandwidth, and half as long for each kind of arithmetic; as `calibrate` has it."""
 
 
-def probe(supervisor: Supervisor, place: Place) -> Limits:
+def probe(supervisor: Supervisor, place: Place) -> MachineLimits:
     """The limits of the cores of a place; they have to be idle."""
     where = [
         f"--cores={format_numbers(place.cores)}",
@@ -40,7 +40,7 @@ def probe(supervisor: Supervisor, place: Place) -> Limits:
     if not line.endswith(b"\n"):
         raise child.failure()
     supervisor.end([child])  # it has done what it was for, and nobody is to miss it
-    return Limits.model_validate_json(line)
+    return MachineLimits.model_validate_json(line)
 
 
 @click.command()

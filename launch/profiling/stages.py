@@ -38,7 +38,7 @@ from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings, Workload, watch_others
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft
-from dovetail.protocol.calibration import Limits
+from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.protocol.profile import load_profile, machine_key
@@ -115,11 +115,11 @@ def own_run(
 
 @dataclass(frozen=True)
 class _Probed:
-    """Limits of the target's cores, of these and the spare ones together, and of other nodes."""
+    """The limits of the target's cores, of these and the spare ones, and of other nodes."""
 
-    limits: Limits | None = None
-    wider: Limits | None = None
-    others_nodes: Mapping[str, Limits] = field(default_factory=dict)
+    limits: MachineLimits | None = None
+    wider: MachineLimits | None = None
+    others_nodes: Mapping[str, MachineLimits] = field(default_factory=dict)
 
 
 def _probe_places(
@@ -310,7 +310,7 @@ def _blocks(configuration: Configuration) -> int | None:
     )
 
 
-def _known_limits(target: WorkerState) -> Limits | None:
+def _known_limits(target: WorkerState) -> MachineLimits | None:
     """Those that a calibration of this machine found with as many threads: the latest."""
     entries = [
         entry

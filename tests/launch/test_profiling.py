@@ -49,7 +49,7 @@ from dovetail.launch.profiling.stages import other_nodes
 from dovetail.launch.profiling.timeline import Actor, Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
-from dovetail.protocol.calibration import Limits
+from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.costs.passes import RowCosts
@@ -228,7 +228,9 @@ def test_a_bubble_lies_where_neither_draft_nor_target_works() -> None:
 
 # -- bounds ----------------------------------------------------------------------------------------
 
-LIMITS = Limits(bandwidth_gb_s=20.0, peak_gflop_s={"fp32": 100.0, "int8": 400.0}, probe="made up")
+LIMITS = MachineLimits(
+    bandwidth_gb_s=20.0, peak_gflop_s={"fp32": 100.0, "int8": 400.0}, probe="made up"
+)
 MODEL = Model(100_000_000, "fp32")
 
 
@@ -476,7 +478,7 @@ def test_goodput_is_worth_at_least_the_best_tree_of_one_size_where_the_scores_te
 
 
 def test_more_threads_and_smaller_weights_gain_what_the_hardware_allows() -> None:
-    twice = Limits(
+    twice = MachineLimits(
         bandwidth_gb_s=40.0, peak_gflop_s={"fp32": 200.0, "int8": 800.0}, probe="made up"
     )
     situation = Situation(
@@ -502,7 +504,7 @@ def test_more_threads_and_smaller_weights_gain_what_the_hardware_allows() -> Non
 
 
 def test_other_memory_nodes_gain_what_their_cores_and_memory_allow() -> None:
-    faster = Limits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 150.0}, probe="made up")
+    faster = MachineLimits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 150.0}, probe="made up")
     elsewhere = (Elsewhere("on the best node", ("--target.numa=auto",), Roofline(MODEL, faster)),)
     situation = replace(PLAIN, roofline=Roofline(MODEL, LIMITS), elsewhere=elsewhere)
     (advice,) = [

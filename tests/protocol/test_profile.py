@@ -11,7 +11,7 @@ from dovetail.protocol.calibration import (
     Calibration,
     ContextCurve,
     DeviceCosts,
-    Limits,
+    MachineLimits,
     Reading,
     RowsSeconds,
 )
@@ -51,7 +51,7 @@ def choice(chosen: str = "onednn", *, n: int = 8, k: int = 4, rows: int = 4) -> 
 
 def calibration(backend: str = "kernels", first: float = 1.0) -> Calibration:
     curve = RowsSeconds(rows=(1, 4, 8), seconds=(first, 2.0, 4.0))
-    limits = Limits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 100.0}, probe="torch")
+    limits = MachineLimits(bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 100.0}, probe="torch")
     by_context = (ContextCurve(context=512, t_v=curve),)
     return Calibration(
         measured="2026-11-20T10:00:00+00:00",

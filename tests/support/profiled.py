@@ -12,12 +12,14 @@ from dovetail.launch.profiling.samplers import Gpu, Process, Sample
 from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.workload import Soundings
-from dovetail.protocol.calibration import Limits
+from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.messages import RoundRecord, SeenRound, SeenWorker, WorkerState
 
 MS = 1_000_000
 HERE = "made-up"
-LIMITS = Limits(bandwidth_gb_s=20.0, peak_gflop_s={"fp32": 100.0, "int8": 400.0}, probe="made up")
+LIMITS = MachineLimits(
+    bandwidth_gb_s=20.0, peak_gflop_s={"fp32": 100.0, "int8": 400.0}, probe="made up"
+)
 MODEL = Model(100_000_000, "fp32")
 LEVELS, WIDTH = 8, 2
 LEVEL_MS, ROW_MS, PASS_MS = 1.2, 2.0, 20.0

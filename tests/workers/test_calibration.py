@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.protocol.calibration import Calibration, Limits, RowsSeconds
+from dovetail.protocol.calibration import Calibration, MachineLimits, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import ProfileKey
 from dovetail.protocol.settings import TargetSettings
@@ -135,17 +135,19 @@ def test_the_limit_is_the_larger_of_reading_and_computing(folder: Path) -> None:
     weights = subject.whole.weights
     limit = limit_curve(
         subject,
-        Limits(bandwidth_gb_s=4e-9 * weights, peak_gflop_s={"fp32": 16e-9 * weights}, probe="told"),
+        MachineLimits(
+            bandwidth_gb_s=4e-9 * weights, peak_gflop_s={"fp32": 16e-9 * weights}, probe="told"
+        ),
     )
     assert [limit.at(rows) for rows in (1, 8, 16, 64)] == pytest.approx([1.0, 1.0, 2.0, 8.0])
 
 
 def test_of_two_measurements_of_the_machine_the_better_one_counts() -> None:
     one, other = (
-        Limits(bandwidth_gb_s=b, peak_gflop_s={"fp32": f, "int8": i}, probe="told")
+        MachineLimits(bandwidth_gb_s=b, peak_gflop_s={"fp32": f, "int8": i}, probe="told")
         for b, f, i in ((30.0, 100.0, 400.0), (25.0, 120.0, 390.0))
     )
-    assert best_of(one, other) == Limits(
+    assert best_of(one, other) == MachineLimits(
         bandwidth_gb_s=30.0, peak_gflop_s={"fp32": 120.0, "int8": 400.0}, probe="told"
     )
 

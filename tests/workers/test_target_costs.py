@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.protocol.calibration import Calibration, ContextCurve, Limits, RowsSeconds
+from dovetail.protocol.calibration import Calibration, ContextCurve, MachineLimits, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Hello
 from dovetail.protocol.profile import ProfileKey, update_profile
@@ -47,7 +47,7 @@ def introduced(llama_folder: Path, tmp_path: Path) -> Callable[..., Hello]:
             t_v_by_context=CURVES,
             layers=design.layers,
             layers_measured=design.layers,
-            limits=Limits(bandwidth_gb_s=10.0, peak_gflop_s={"fp32": 100.0}, probe="torch"),
+            limits=MachineLimits(bandwidth_gb_s=10.0, peak_gflop_s={"fp32": 100.0}, probe="torch"),
         )
         update_profile(
             path,

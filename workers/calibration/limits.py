@@ -3,7 +3,7 @@ pass by them alone."""
 
 import torch
 
-from dovetail.protocol.calibration import Limits, RowsSeconds
+from dovetail.protocol.calibration import MachineLimits, RowsSeconds
 from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import (
     EVERY_ROW,
@@ -16,11 +16,11 @@ PROBE_S = 0.6
 """For the bandwidth, and half as long for each kind of arithmetic."""
 
 
-def measure_limits(budget_s: float) -> Limits:
+def measure_limits(budget_s: float) -> MachineLimits:
     """Bandwidth and peaks on the threads in use: by the kernels' own loops; without kernels by
     torch, whose best is somewhat below the peak."""
     if not kernels.available():
-        return Limits(
+        return MachineLimits(
             bandwidth_gb_s=_torch_bandwidth(),
             peak_gflop_s={
                 "fp32": _torch_gflop_s(torch.float32),
@@ -33,17 +33,17 @@ def measure_limits(budget_s: float) -> Limits:
         for arithmetic in Arithmetic
         if (peak := peak_gflop_s(arithmetic, budget_s=budget_s / 2)) is not None
     }
-    return Limits(
+    return MachineLimits(
         bandwidth_gb_s=bandwidth_gb_s(budget_s=budget_s),
         peak_gflop_s=peaks,
         probe=f"kernels {kernels.isa().name.lower()}",
     )
 
 
-def best_of(one: Limits, other: Limits) -> Limits:
+def best_of(one: MachineLimits, other: MachineLimits) -> MachineLimits:
     """The larger of each: whatever else ran on the machine made the smaller one small."""
     peaks = {name: max(peak, other.peak_gflop_s[name]) for name, peak in one.peak_gflop_s.items()}
-    return Limits(
+    return MachineLimits(
         bandwidth_gb_s=max(one.bandwidth_gb_s, other.bandwidth_gb_s),
         peak_gflop_s=peaks,
         probe=one.probe,
@@ -60,7 +60,7 @@ def _torch_bandwidth() -> float:
     return TORCH_BYTES / least_seconds(memory.sum) / 1e9
 
 
-def limit_curve(subject: Subject, limits: Limits) -> RowsSeconds:
+def limit_curve(subject: Subject, limits: MachineLimits) -> RowsSeconds:
     """Return the least seconds of the subject's passes by these limits."""
     model = subject.model
     least = limits.roofline(
