@@ -50,7 +50,7 @@ GROUPS = {
         "config": "Show the settings in force.",
     },
     "Measure": {
-        "bench": "Measure methods side by side, or the transport.",
+        "bench": "Measure methods side by side.",
         "profile": "See where the time of a run goes, and what would make it faster.",
         "simulate": "Play recorded rounds on machines that are not at hand.",
         "replay": "Play a recorded session again, and compare.",

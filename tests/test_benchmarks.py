@@ -1,5 +1,6 @@
 """The pure parts of tests/benchmarks: how figures are judged, and what is measured."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,19 @@ def test_a_comparison_runs_from_beginning_to_end() -> None:
         [sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True
     )
     assert '"rows"' in done.stdout
+
+
+def test_the_transport_is_measured_around_a_real_coordinator() -> None:
+    measured = subprocess.run(
+        [sys.executable, BENCHMARKS, "transport", "--rounds", "80", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    report = json.loads(measured.stdout)
+    assert report["rounds"] > 0
+    assert report["transport_us"] > 0
+    assert report["outside_us"] == pytest.approx(report["coordinator_us"] + report["transport_us"])
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.launch.bench.methods import NONE
-from dovetail.launch.bench.transport import Overhead
 from dovetail.launch.console.terminal import counted, note, print_table
 from dovetail.protocol.errors import printable
 
@@ -165,31 +164,4 @@ def _slower(told: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:
     )
     return "".join(
         f" (with {peer['threads']}: {peer['tokens_per_s']:.1f} tokens/s)" for peer in others
-    )
-
-
-def show_overhead(overhead: Overhead) -> None:
-    """Print what coordinator and links cost a round."""
-    rows = [
-        (
-            "coordinator",
-            overhead.coordinator_us,
-            overhead.coordinator_p99_us,
-            overhead.own_coordinator_us,
-        ),
-        (
-            "transport, four hops",
-            overhead.transport_us,
-            overhead.transport_p99_us,
-            overhead.own_transport_us,
-        ),
-        (
-            "both",
-            overhead.outside_us,
-            overhead.outside_p99_us,
-            overhead.own_coordinator_us + overhead.own_transport_us,
-        ),
-    ]
-    print_table(
-        (f"us a round, {overhead.rounds} rounds", "median", "p99", "coordinator's own mean"), rows
     )

@@ -1,5 +1,5 @@
 """`dovetail bench`: methods side by side, prompt by prompt, in one run; or one method over the
-sizes of its tree; or the transport alone.
+sizes of its tree.
 
 What is measured is in `bench/methods.py`, how the turns are taken in `bench/turns.py`, what the
 figures mean in `bench/figures.py`.
@@ -13,7 +13,7 @@ figures mean in `bench/figures.py`.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,16 @@ from dovetail.launch.bench.methods import NONE, Method, PromptSet, read_methods,
 from dovetail.launch.bench.plot import draw_speedups
 from dovetail.launch.bench.sweep import (
     VALUES,
-    Sweep,
     draw_sweep,
     points_of,
     read_sweep,
     show_sweep,
     swept,
 )
-from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes, show_overhead
-from dovetail.launch.bench.transport import measure_overhead
+from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.terminal import explained, spinner
+from dovetail.launch.console.terminal import explained
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
@@ -48,8 +46,6 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
-
-TRANSPORT_ROUNDS = 4000
 
 
 @click.command(
@@ -130,20 +126,6 @@ TRANSPORT_ROUNDS = 4000
     help="The Python that has llama-cpp-python and gguf, for --method llama.cpp.  [default: ours]",
 )
 @click.option(
-    "--transport",
-    is_flag=True,
-    cls=Rare,
-    help="Measure coordinator and links alone, with workers that answer at once.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=40),
-    default=TRANSPORT_ROUNDS,
-    show_default=True,
-    cls=Rare,
-    help="Rounds that --transport measures.",
-)
-@click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Keep every reply in this file, and at its end the JSON object; an interrupted run is "
@@ -168,8 +150,6 @@ def command(
     plot: Path | None,
     table: Path | None,
     llama_python: Path | None,
-    transport: bool,
-    rounds: int,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -185,13 +165,14 @@ def command(
     draft failed. llama.cpp computes with types of its own, so its differences are told with their
     margin and count for nothing.
     """
-    _check_options(sweep, values, plot, table, transport=transport)
+    check_chart(plot)
+    if values is not None and sweep is None:
+        raise UserError(
+            "--values belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out"
+        )
     _check_apart(out, plot, table)
     check_output(plot, "the plot")
     check_output(table, "the table")
-    if transport:
-        _measure_transport(rounds, out, as_json=as_json)
-        return
     chosen = read_methods(configuration, methods)
     sweeping = read_sweep(sweep, values) if sweep is not None else None
     every = points_of(sweeping, chosen) if sweeping is not None else chosen
@@ -224,20 +205,14 @@ def command(
         )
         with writing(plot, "the plot"):
             plot.write_text(drawn, encoding="utf-8")
-    _report(result, as_json, lambda: _show_swept(sweeping, result) if sweeping else show(result))
+    if as_json:
+        click.echo(json.dumps(result))
+    elif sweeping is not None:
+        show_sweep(sweeping, result["sweep"]["points"])
+        show_notes(result)
+    else:
+        show(result)
     context.exit(1 if differs or any(row["draft_failures"] for row in result["rows"]) else 0)
-
-
-def _measure_transport(rounds: int, out: Path | None, *, as_json: bool) -> None:
-    """Measure what coordinator and links cost a round, and show it."""
-    check_output(out, "the result")
-    with spinner() as say:
-        say("measuring the transport")
-        overhead = measure_overhead(rounds)
-    if out is not None:
-        with writing(out, "the result"):
-            out.write_text(json.dumps(overhead.as_json()) + "\n", encoding="utf-8")
-    _report(overhead.as_json(), as_json, lambda: show_overhead(overhead))
 
 
 @contextmanager
@@ -263,25 +238,6 @@ def _sets(files: Sequence[Path], limit: int | None) -> list[PromptSet]:
             "rename one of them"
         )
     return sets
-
-
-def _check_options(
-    sweep: str | None, values: str | None, plot: Path | None, table: Path | None, *, transport: bool
-) -> None:
-    check_chart(plot)
-    if values is not None and sweep is None:
-        raise UserError(
-            "--values belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out"
-        )
-    given = next(
-        (name for name, value in (("--plot", plot), ("--csv", table)) if value is not None), None
-    )
-    if given is not None and transport:
-        raise UserError(
-            f"{given} is of methods, and --transport measures none: leave one of the two out"
-        )
-    if sweep is not None and transport:
-        raise UserError("--transport has no tree to sweep: leave --sweep or --transport out")
 
 
 def _heats(configuration: Configuration, temperatures: Sequence[float]) -> list[float]:
@@ -319,11 +275,6 @@ def _result(
     )
 
 
-def _show_swept(sweep: Sweep, result: Mapping[str, Any]) -> None:
-    show_sweep(sweep, result["sweep"]["points"])
-    show_notes(result)
-
-
 def _check_apart(*paths: Path | None) -> None:
     """`UserError` where two files that are to be written are one."""
     given = [path.expanduser().resolve() for path in paths if path is not None]
@@ -331,10 +282,3 @@ def _check_apart(*paths: Path | None) -> None:
         raise UserError(
             f"two of --out, --plot and --csv name the same file, {twice}: give each one of its own"
         )
-
-
-def _report(result: Mapping[str, Any], as_json: bool, show: Callable[[], None]) -> None:
-    if as_json:
-        click.echo(json.dumps(result))
-    else:
-        show()

@@ -31,6 +31,7 @@ from benchmarks.rounds import rounds
 from benchmarks.sameness import bytes_command
 from benchmarks.substitute import substitute
 from benchmarks.training import training
+from benchmarks.transport import transport
 from benchmarks.turns import turns
 
 
@@ -66,6 +67,7 @@ for command in (
     goodput,
     rounds,
     observed,
+    transport,
     turns,
     http,
     losses,

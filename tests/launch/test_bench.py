@@ -1,4 +1,4 @@
-"""`dovetail bench`: methods side by side, and the transport alone."""
+"""`dovetail bench`: methods side by side."""
 
 import json
 import subprocess
@@ -14,7 +14,6 @@ from dovetail.launch.bench.contenders import Run, Task, check_methods, founder
 from dovetail.launch.bench.figures import against_peers, best_of_peers, medians, row, speedup
 from dovetail.launch.bench.methods import Method, PromptSet, read_method
 from dovetail.launch.bench.table import interval, show_notes
-from dovetail.launch.bench.transport import measure_overhead
 from dovetail.launch.bench.turns import Cell, loop_begins
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.machine.binding import Place
@@ -201,13 +200,6 @@ def test_transformers_assisted_generation_is_a_method_that_takes_its_turns(tmp_p
     assert {(a["method"], a["peer"]) for a in report["against"]} == {
         (method, "assisted") for method in METHODS[:2]
     }
-
-
-def test_the_transport_is_measured_around_a_real_coordinator() -> None:
-    report = measure_overhead(80).as_json()
-    assert report["rounds"] > 0
-    assert report["transport_us"] > 0
-    assert report["outside_us"] == pytest.approx(report["coordinator_us"] + report["transport_us"])
 
 
 # -- methods ---------------------------------------------------------------------------------------

@@ -159,12 +159,10 @@ def test_heterospec_is_swept_over_depth_only_with_thresholds_that_are_numbers() 
     ("options", "words"),
     [
         (("--values", "1"), "--values belongs to a sweep"),
-        (("--plot", "a.svg", "--transport"), "--plot is of methods"),
         (
             ("--plot", "a.svg", "--method", "none"),
             "--plot draws speed-ups over none, and no other method is measured",
         ),
-        (("--csv", "a.csv", "--transport"), "--csv is of methods"),
     ],
 )
 def test_options_without_what_they_belong_to_are_refused(

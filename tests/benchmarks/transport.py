@@ -1,5 +1,5 @@
-"""Measures what a round costs beside the work: the coordinator and its links, measured from outside
-with workers that answer at once.
+"""The command `transport`: what coordinator and links cost a round, measured from outside with
+workers that answer at once.
 
 Two echo workers note when a command arrives and when its answer leaves, on the monotonic clock that
 all processes of a machine share. What passes between a draft's answer and the target's command, and
@@ -7,10 +7,10 @@ between the target's answer and the draft's next command, is four hops and the c
 workers then speak through a bare relay that only forwards frames: that is the four hops alone. Both
 arrangements stay up and take turns.
 
-The processes are `python -m dovetail.launch.bench.transport_peers echo|relay`; nothing here is
-imported by the runtime, and nothing imports torch.
+The processes are `python -m benchmarks.transport_peers echo|relay`; nothing imports torch.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.launch.bench.transport_peers import ACCEPTED, FIRST_TOKEN, NODES, Role
+from benchmarks.child import TESTS
+from benchmarks.options import Command, option, options, report
+from benchmarks.transport_peers import ACCEPTED, FIRST_TOKEN, NODES, Role
+from dovetail.launch.console.terminal import print_table
 from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, LinkClosed
 from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import (
-    Result,
-)
+from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.client import Client
 
@@ -39,7 +41,7 @@ SEGMENTS = 4
 WARM_ROUNDS = 50
 COORDINATOR_LIMIT_US, TRANSPORT_LIMIT_US = 150.0, 400.0
 START_TIMEOUT_S = 30.0
-MODULE = "dovetail.launch.bench.transport_peers"
+MODULE = "benchmarks.transport_peers"
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,42 @@ class Overhead:
         }
 
 
+@click.command(cls=Command)
+@option("--rounds", type=click.IntRange(min=40), default=4000, help="Rounds that are measured.")
+@options("json")
+def transport(rounds: int, as_json: bool) -> None:
+    """Microseconds of a round beside the work: coordinator and links, with workers that answer at
+    once."""
+    overhead = measure_overhead(rounds)
+    report(overhead.as_json(), as_json, lambda: show(overhead))
+
+
+def show(overhead: Overhead) -> None:
+    """Print the table."""
+    hops = (overhead.transport_us, overhead.transport_p99_us, overhead.own_transport_us)
+    both_own = overhead.own_coordinator_us + overhead.own_transport_us
+    rows = [
+        (
+            "coordinator",
+            overhead.coordinator_us,
+            overhead.coordinator_p99_us,
+            overhead.own_coordinator_us,
+        ),
+        ("transport, four hops", *hops),
+        ("both", overhead.outside_us, overhead.outside_p99_us, both_own),
+    ]
+    print_table(
+        (f"us a round, {overhead.rounds} rounds", "median", "p99", "coordinator's own mean"), rows
+    )
+
+
 def measure_overhead(rounds: int) -> Overhead:
     """Measure that many rounds of each arrangement, in turns, on the cores that the processes of a
     real stack would have."""
     per_segment = max(1, rounds // SEGMENTS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))
+    )
     with (
         Supervisor() as supervisor,
         tempfile.TemporaryDirectory(prefix="dovetail-transport-") as folder,
