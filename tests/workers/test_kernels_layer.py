@@ -220,6 +220,7 @@ class Shape:
     softcap: float = 0.0
     sink: float | None = None
     """The first head's; each other one's is 1 more than that of the head before it."""
+    cache: torch.dtype = torch.float32
 
     @property
     def width(self) -> int:
@@ -254,7 +255,11 @@ class Cache:
 
     def __init__(self, shape: Shape, capacity: int) -> None:
         self.keys, self.values = new_cache(
-            layers=2, kv_heads=shape.kv_heads, head_dim=shape.head_dim, capacity=capacity
+            layers=2,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            capacity=capacity,
+            dtype=shape.cache,
         )
         for tensor in (self.keys, self.values):
             tensor.fill_(float("nan"))
@@ -312,15 +317,21 @@ SHAPES = [
     Shape(heads=16, kv_heads=2, head_dim=256),
 ]
 SUNKEN = Shape(heads=4, kv_heads=2, head_dim=24, window=5, sink=-1.0)
+HALVED = [
+    Shape(cache=torch.float16),
+    Shape(heads=3, kv_heads=3, head_dim=20, window=37, softcap=2.0, cache=torch.float16),
+]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, SUNKEN], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, SUNKEN, *HALVED], ids=str)
 def test_attention_has_the_bytes_of_its_written_order(shape: Shape) -> None:
     layer, qkv = make_layer(shape, rotary=None), torch.randn(53, shape.width)
     query, key, value = (
         part.unflatten(1, (-1, shape.head_dim)).numpy()
         for part in qkv.split([n * shape.head_dim for n in (shape.heads, *2 * [shape.kv_heads])], 1)
     )
+    if shape.cache is torch.float16:
+        key, value = (part.astype(np.float16).astype(np.float32) for part in (key, value))
     groups = shape.heads // shape.kv_heads
     found, _ = in_chunks(layer, shape, qkv, 53)
     for row in (0, 1, 15, 16, 40, 52):
@@ -375,7 +386,7 @@ def _attention64(layer: DecoderLayer, shape: Shape, qkv: Tensor) -> Tensor:
     return (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *HALVED], ids=str)
 def test_a_prompt_has_the_same_bytes_in_chunks_of_any_size(shape: Shape) -> None:
     layer, qkv = make_layer(shape), torch.randn(600, shape.width)
     expected, expected_cache = in_chunks(layer, shape, qkv, 1)
@@ -385,7 +396,7 @@ def test_a_prompt_has_the_same_bytes_in_chunks_of_any_size(shape: Shape) -> None
         assert all(cache.slot(slot) == expected_cache.slot(slot) for slot in range(600))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *HALVED], ids=str)
 def test_every_instruction_set_and_thread_count_gives_the_same_bytes(shape: Shape) -> None:
     layer, qkv = make_layer(shape), torch.randn(150, shape.width)
     expected, _ = in_chunks(layer, shape, qkv, 64)
@@ -398,6 +409,27 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bytes(shape: Shap
             ), (isa, threads)
 
 
+def test_a_cache_of_halves_has_the_nearest_one_and_none_that_is_infinite() -> None:
+    edges = [0.0, -0.0, 2.0**-24, 2.0**-25, 2.0**-14, 65504.0, 65519.9, 65520.0, 1e30, -1e38]
+    numbers = torch.arange(-(2**31), 2**31, 104729).int().view(torch.float32)
+    numbers = torch.cat([torch.tensor(edges), numbers[numbers.isfinite()]])
+    shape = Shape(heads=1, kv_heads=1, head_dim=64, cache=torch.float16)
+    layer = make_layer(shape, rotary=None)
+    qkv = torch.zeros(-(-len(numbers) // 64), shape.width)
+    qkv[:, 64:128].view(-1, 64).copy_(
+        torch.nn.functional.pad(numbers, (0, 64 * len(qkv) - len(numbers))).view(-1, 64)
+    )
+    qkv[:, 128:] = qkv[:, 64:128]
+    expected = qkv[:, 64:128].clamp(-65504.0, 65504.0).half().view(torch.int16)
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        cache = Cache(shape, len(qkv))
+        layer.place(LayerPass(torch.zeros(len(qkv)).long(), [cache.rows(0, len(qkv))]), qkv.clone())
+        keys = cache.keys[1, 0].transpose(1, 2).flatten(0, 1)[: len(qkv)]
+        for found in (keys, cache.values[1, 0, : len(qkv)]):
+            assert torch.equal(found.contiguous().view(torch.int16), expected), isa
+
+
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 5, 0, 9, 8, 4, 12, 14, 15, 13]
 """Parents; the root first."""
 
@@ -407,7 +439,7 @@ def lineage(parents: Sequence[int], node: int) -> list[int]:
     return [*(lineage(parents, parents[node]) if parents[node] >= 0 else ()), node]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *HALVED], ids=str)
 @pytest.mark.parametrize("prefix", [1, 47, 515])
 def test_a_tree_row_has_the_bytes_of_one_token_at_a_time_in_any_slot(
     shape: Shape, prefix: int

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.kernels import BUILD, MatrixStruct, declare, library
+from dovetail.workers.kernels import BUILD, Kind, MatrixStruct, declare, library
 from dovetail.workers.kernels.experts import NormStruct, experts_struct, norm_struct
 from dovetail.workers.kernels.layer_plan import (
     LANES,
@@ -40,6 +40,9 @@ from dovetail.workers.kernels.layer_plan import (
     check_heads,
     check_shapes,
 )
+
+CACHE_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16}
+"""The kernels' kind of the numbers of a cache."""
 
 
 class ActivatorStruct(Structure):
@@ -103,7 +106,7 @@ class SegmentStruct(Structure):
     _fields_ = (
         *(
             (name, c_int32)
-            for name in ("first_row", "count", "start", "prefix", "capacity", "reserved")
+            for name in ("first_row", "count", "start", "prefix", "capacity", "kind")
         ),
         *((name, c_void_p) for name in ("keys", "values", "path_offsets", "path_slots")),
     )
@@ -194,7 +197,10 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
             f"slots {segment.start}..{segment.start + segment.count - 1} in a cache of {capacity}"
         )
     keys, values = _cache_shapes(segment.values)
-    struct.keys, struct.values = _address(segment.keys, keys), _address(segment.values, values)
+    dtype = segment.values.dtype
+    struct.kind = CACHE_KINDS[dtype]
+    struct.keys = _address(segment.keys, keys, dtype)
+    struct.values = _address(segment.values, values, dtype)
     if segment.paths is not None:
         struct.prefix = segment.paths.prefix
         struct.path_offsets = _address(segment.paths.offsets, (segment.count + 1,), torch.int32)

@@ -221,10 +221,10 @@ class CacheRows:
     its cache."""
 
     keys: Tensor
-    """float32 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; of layers whose
-    heads differ [numbers of a row, capacity], each as it would be alone."""
+    """float32 or float16 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; of
+    layers whose heads differ [numbers of a row, capacity], each as it would be alone."""
     values: Tensor
-    """float32 [layers, kv_heads, capacity, head_dim], or as keys."""
+    """Of the same type [layers, kv_heads, capacity, head_dim], or as keys."""
     start: int
     count: int
     paths: "Paths | None" = None
@@ -243,13 +243,22 @@ class Paths:
     """int32."""
 
 
-def new_cache(*, layers: int, kv_heads: int, head_dim: int, capacity: int) -> tuple[Tensor, Tensor]:
+def new_cache(
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
     """Keys and values for `capacity` slots and what is missing to a whole block, in huge pages
     where the system gives them: a pass reads all of it."""
     blocks = -(-capacity // LANES)
     size = layers * kv_heads * blocks * LANES * head_dim
     keys, values = (
-        torch.frombuffer(fresh_memory(4 * size)[0], dtype=torch.float32) if size else torch.empty(0)
+        torch.frombuffer(fresh_memory(dtype.itemsize * size)[0], dtype=dtype)
+        if size
+        else torch.empty(0, dtype=dtype)
         for _ in range(2)
     )
     return keys.view(layers, kv_heads, blocks, head_dim, LANES), values.view(

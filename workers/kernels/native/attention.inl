@@ -1,5 +1,6 @@
 // Attention over the cache for the rows of several sessions.
 //
+// Keys and values lie in a cache as floats or as halves (K below), which are widened as they are loaded: everything is computed in floats.
 // A row sees logical positions 0 .. n - 1: the slots of the prefix, then those of its path. Its bytes follow from these alone:
 //   score[p]  = one chain over d of fma(q[d], k[p][d]), times scale, soft-capped
 //   weight[p] = exp(score[p] - largest), summed with lane p mod 16, and then that of the head's sink, which has no value
@@ -22,6 +23,7 @@ constexpr int SCORE_ROWS = 2, SCORE_BLOCKS = 2, VALUE_ROWS = 2, VALUE_BLOCKS = 2
 #endif
 constexpr int UNIT_ROWS = 48;           // query rows of a unit, at most
 constexpr int64_t UNIT_SCORES = 1 << 18;  // floats of scores that a unit may have: they should stay in the cache nearest to a core but one
+constexpr int64_t LINE = 64;            // bytes
 constexpr int64_t VALUE_RUN = 64;       // positions whose values are used by all rows of a unit before the next are read
 
 // A query row of a unit.
@@ -43,10 +45,11 @@ struct Desk {
     int64_t stride, padded;
 };
 
+template <class K>
 struct Unit {
-    const float* keys;    // of one layer and key head
-    const float* values;
-    const float* next;  // what the next unit will probably read first
+    const K* keys;    // of one layer and key head
+    const K* values;
+    const K* next;  // what the next unit will probably read first
     const Row* rows;
     int64_t count, head_dim;
     Desk desk;
@@ -58,25 +61,37 @@ static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) 
 
 // What the next step will read, brought nearer while this one computes: `lines` of 64 bytes for each turn of a tile's loop.
 struct Ahead {
-    const float* from;
+    const char* from;
     int64_t lines;
 
     void fetch(int64_t turn) const {
-        for (const float *p = from + turn * lines * LANES, *end = p + lines * LANES; p < end; p += LANES) __builtin_prefetch(p, 0, 2);
+        for (const char *p = from + turn * lines * LINE, *end = p + lines * LINE; p < end; p += LINE) __builtin_prefetch(p, 0, 2);
     }
 };
 
-// The share of one of `tiles` tiles with `turns` turns each in fetching `lines` lines.
-static inline Ahead share_ahead(const float* from, int64_t lines, int64_t turns, int64_t tile, int64_t tiles) {
+// The share of one of `tiles` tiles with `turns` turns each in fetching `count` numbers.
+template <class K>
+static inline Ahead share_ahead(const K* from, int64_t count, int64_t turns, int64_t tile, int64_t tiles) {
+    const int64_t lines = count * (int64_t)sizeof(K) / LINE;
     const int64_t each_turn = (lines + turns * tiles - 1) / (turns * tiles), begins = tile * turns * each_turn;
-    return {from + begins * LANES, begins < lines ? each_turn : 0};
+    return {(const char*)from + begins * LINE, begins < lines ? each_turn : 0};
+}
+
+// Sixteen numbers of a cache, or the first n < 16 and zeros.
+static inline F16 widen(const float* p) { return load(p); }
+static inline F16 widen(const uint16_t* p) { return load_half(p); }
+static inline F16 widen_first(const float* p, int n) { return load_first(p, n); }
+static inline F16 widen_first(const uint16_t* p, int n) {
+    uint16_t t[LANES] = {};
+    memcpy(t, p, (size_t)n * sizeof *p);
+    return load_half(t);
 }
 
 // ---- scores ----
 
 // scores [R][16 B] of R queries ([head_dim][R]) with B blocks of keys
-template <int R, int B>
-static inline void score_tile(const float* queries, const float* keys, int64_t head_dim, const Ahead& ahead, float* scores, int64_t stride) {
+template <int R, int B, class K>
+static inline void score_tile(const float* queries, const K* keys, int64_t head_dim, const Ahead& ahead, float* scores, int64_t stride) {
     F16 sums[R][B];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -87,7 +102,7 @@ static inline void score_tile(const float* queries, const float* keys, int64_t h
         ahead.fetch(d);
         F16 k[B];
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) k[b] = load(keys + b * block + d * LANES);
+        for (int b = 0; b < B; b++) k[b] = widen(keys + b * block + d * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const F16 q = set1(queries[d * R + r]);
@@ -101,19 +116,20 @@ static inline void score_tile(const float* queries, const float* keys, int64_t h
         for (int b = 0; b < B; b++) store(scores + r * stride + b * LANES, sums[r][b]);
 }
 
-template <int R>
-static inline void score_rows(const float* queries, const float* keys, int64_t head_dim, int64_t blocks, const Ahead& ahead, float* scores, int64_t stride) {
+template <int R, class K>
+static inline void score_rows(const float* queries, const K* keys, int64_t head_dim, int64_t blocks, const Ahead& ahead, float* scores, int64_t stride) {
     if (blocks == SCORE_BLOCKS) return score_tile<R, SCORE_BLOCKS>(queries, keys, head_dim, ahead, scores, stride);
     for (int64_t b = 0; b < blocks; b++) score_tile<R, 1>(queries, keys + b * head_dim * LANES, head_dim, ahead, scores + b * LANES, stride);
 }
 
-template <int R>
-static void score(int64_t rows, const float* queries, const float* keys, int64_t head_dim, int64_t blocks, const Ahead& ahead, float* scores, int64_t stride) {
+template <int R, class K>
+static void score(int64_t rows, const float* queries, const K* keys, int64_t head_dim, int64_t blocks, const Ahead& ahead, float* scores, int64_t stride) {
     if (rows == R) score_rows<R>(queries, keys, head_dim, blocks, ahead, scores, stride);
     else if constexpr (R > 1) score<R - 1>(rows, queries, keys, head_dim, blocks, ahead, scores, stride);
 }
 
-static void lay_out_queries(const Unit& u) {
+template <class K>
+static void lay_out_queries(const Unit<K>& u) {
     for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
         const int64_t rows = smaller(SCORE_ROWS, u.count - first);
         float* tile = u.desk.queries + first * u.head_dim;
@@ -123,7 +139,8 @@ static void lay_out_queries(const Unit& u) {
 }
 
 // All rows with the blocks from `block` on, as far as they see them.
-static void score_blocks(const Unit& u, int64_t block, const float* next) {
+template <class K>
+static void score_blocks(const Unit<K>& u, int64_t block, const K* next) {
     const int64_t panel = u.head_dim * LANES, tiles = (u.count + SCORE_ROWS - 1) / SCORE_ROWS;
     for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
         const int64_t rows = smaller(SCORE_ROWS, u.count - first);
@@ -131,14 +148,15 @@ static void score_blocks(const Unit& u, int64_t block, const float* next) {
         for (int64_t r = first; r < first + rows; r++) seen = larger(seen, (u.rows[r].stop + LANES - 1) / LANES);
         const int64_t blocks = smaller(SCORE_BLOCKS, seen - block);
         if (blocks <= 0) continue;
-        const Ahead ahead = share_ahead(next, SCORE_BLOCKS * u.head_dim, u.head_dim, first / SCORE_ROWS, tiles);
+        const Ahead ahead = share_ahead(next, SCORE_BLOCKS * panel, u.head_dim, first / SCORE_ROWS, tiles);
         score<SCORE_ROWS>(rows, u.desk.queries + first * u.head_dim, u.keys + block * panel, u.head_dim, blocks, ahead,
                           u.desk.scores + first * u.desk.stride + block * LANES, u.desk.stride);
     }
 }
 
 // Blocks of keys outside, so that each is read from memory once; behind the last come the values.
-static void score_slots(const Unit& u) {
+template <class K>
+static void score_slots(const Unit<K>& u) {
     lay_out_queries(u);
     int64_t from = INT64_MAX, stop = 0;
     for (int64_t r = 0; r < u.count; r++) {
@@ -192,18 +210,20 @@ static float weigh(const Row& row, float* scores, float scale, float softcap) {
 // ---- values ----
 
 // Where the values of consecutive positions stand: one after the other, or in the slots of a path.
+template <class K>
 struct InOrder {
-    const float* values;
+    const K* values;
     int64_t head_dim;
 
-    const float* at(int64_t p) const { return values + p * head_dim; }
+    const K* at(int64_t p) const { return values + p * head_dim; }
 };
+template <class K>
 struct OnPath {
-    const float* values;
+    const K* values;
     int64_t head_dim;
     const int32_t* slots;
 
-    const float* at(int64_t p) const { return values + slots[p] * head_dim; }
+    const K* at(int64_t p) const { return values + slots[p] * head_dim; }
 };
 
 // The weights of some rows, and the sums that they go into.
@@ -213,7 +233,7 @@ struct Mix {
     int64_t stride, padded;  // from row to row
 };
 
-// sums [R][16 B] from column d on continue over n positions; only the first `left` < 16 floats of the last block exist where it is not whole
+// sums [R][16 B] from column d on continue over n positions; only the first `left` < 16 numbers of the last block exist where it is not whole
 template <int R, int B, bool whole, class Source>
 static inline void value_tile(const Mix& mix, const Source& source, int64_t n, int64_t d, const Ahead& ahead, int left) {
     F16 s[R][B];
@@ -223,10 +243,10 @@ static inline void value_tile(const Mix& mix, const Source& source, int64_t n, i
         for (int b = 0; b < B; b++) s[r][b] = load(mix.sums + r * mix.padded + d + b * LANES);
     for (int64_t p = 0; p < n; p++) {
         ahead.fetch(p);
-        const float* values = source.at(p) + d;
+        const auto* values = source.at(p) + d;
         F16 v[B];
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) v[b] = whole ? load(values + b * LANES) : load_first(values + b * LANES, left);
+        for (int b = 0; b < B; b++) v[b] = whole ? widen(values + b * LANES) : widen_first(values + b * LANES, left);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const F16 w = set1(mix.weights[r * mix.stride + p]);
@@ -254,20 +274,22 @@ static void value_rows(const Mix& mix, const Source& source, int64_t n, const Ah
     if (d < head_dim) value_tile<R, 1, false>(mix, source, n, d, {}, (int)(head_dim - d));
 }
 
-template <int R>
-static void value(int64_t rows, const Mix& mix, const InOrder& source, int64_t n, const Ahead& ahead) {
+template <int R, class K>
+static void value(int64_t rows, const Mix& mix, const InOrder<K>& source, int64_t n, const Ahead& ahead) {
     if (rows == R) value_rows<R>(mix, source, n, ahead);
     else if constexpr (R > 1) value<R - 1>(rows, mix, source, n, ahead);
 }
 
-static inline Mix mix_of(const Unit& u, int64_t row, int64_t position) {
+template <class K>
+static inline Mix mix_of(const Unit<K>& u, int64_t row, int64_t position) {
     return {u.desk.scores + row * u.desk.stride + position, u.desk.sums + row * u.desk.padded, u.desk.stride, u.desk.padded};
 }
 
 // Rows first .. first + rows - 1 of a unit continue over the slots from .. stop - 1.
-static void sum_values(const Unit& u, int64_t first, int64_t rows, int64_t from, int64_t stop, const Ahead& ahead) {
+template <class K>
+static void sum_values(const Unit<K>& u, int64_t first, int64_t rows, int64_t from, int64_t stop, const Ahead& ahead) {
     if (from >= stop) return;
-    value<VALUE_ROWS>(rows, mix_of(u, first, from), {u.values + from * u.head_dim, u.head_dim}, stop - from, ahead);
+    value<VALUE_ROWS>(rows, mix_of(u, first, from), InOrder<K>{u.values + from * u.head_dim, u.head_dim}, stop - from, ahead);
 }
 
 // The positions that all rows of a tile see as slots: from the last of their beginnings to the first of their paths.
@@ -284,14 +306,16 @@ static inline Shared shared(const Row* rows, int64_t count) {
 }
 
 // What a row sees from position `from` on, behind the slots that its tile shares.
-static void follow_values(const Unit& u, int64_t r, int64_t from) {
+template <class K>
+static void follow_values(const Unit<K>& u, int64_t r, int64_t from) {
     const Row& row = u.rows[r];
     sum_values(u, r, 1, from, row.common, {});
     const int64_t p = larger(from, row.common);
-    if (p < row.n) value_rows<1>(mix_of(u, r, p), OnPath{u.values, u.head_dim, row.path + (p - row.common)}, row.n - p, {});
+    if (p < row.n) value_rows<1>(mix_of(u, r, p), OnPath<K>{u.values, u.head_dim, row.path + (p - row.common)}, row.n - p, {});
 }
 
-static void mix_values(const Unit& u) {
+template <class K>
+static void mix_values(const Unit<K>& u) {
     memset(u.desk.sums, 0, (size_t)(u.count * u.desk.padded) * sizeof(float));
     Shared tiles[UNIT_ROWS];
     int64_t from = INT64_MAX, stop = 0;
@@ -304,8 +328,8 @@ static void mix_values(const Unit& u) {
     }
     for (int64_t p = from; p < stop; p += VALUE_RUN)
         for (int64_t first = 0; first < u.count; first += VALUE_ROWS) {
-            const float* next = p + VALUE_RUN < stop ? u.values + (p + VALUE_RUN) * u.head_dim : u.next;
-            const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim / LANES, VALUE_RUN, first / VALUE_ROWS, (u.count + VALUE_ROWS - 1) / VALUE_ROWS);
+            const K* next = p + VALUE_RUN < stop ? u.values + (p + VALUE_RUN) * u.head_dim : u.next;
+            const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim, VALUE_RUN, first / VALUE_ROWS, (u.count + VALUE_ROWS - 1) / VALUE_ROWS);
             sum_values(u, first, smaller(VALUE_ROWS, u.count - first), larger(p, tiles[first].from), smaller(p + VALUE_RUN, tiles[first].stop), ahead);
         }
     for (int64_t r = 0; r < u.count; r++) follow_values(u, r, larger(tiles[r / VALUE_ROWS * VALUE_ROWS].stop, u.rows[r].from));
@@ -313,7 +337,8 @@ static void mix_values(const Unit& u) {
 
 // ---- units ----
 
-static void attend_unit(const Unit& u, float scale, float softcap) {
+template <class K>
+static void attend_unit(const Unit<K>& u, float scale, float softcap) {
     score_slots(u);
     float inverse[UNIT_ROWS];
     for (int64_t r = 0; r < u.count; r++) {
@@ -345,6 +370,13 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
 // Where a key head of the layer begins in a cache.
 static inline int64_t head_offset(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head) {
     return (l.before + kv_head * l.head_dim) * s.capacity;
+}
+
+// Calls `use` with the keys and values of a segment's cache as what they are.
+template <class Use>
+static inline void with_numbers(const dovetail::Segment& s, const Use& use) {
+    if (s.kind == dovetail::FP16) use((uint16_t*)s.keys, (uint16_t*)s.values);
+    else use((float*)s.keys, (float*)s.values);
 }
 
 // How a pass is cut into units. The bytes of a row do not depend on it.
@@ -396,7 +428,9 @@ static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t k
     }
     const int64_t at = head_offset(l, s, kv_head), next = at + s.capacity * head_dim;
     const Desk desk = desk_at(memory, count, plan.stride(s), head_dim);
-    attend_unit({s.keys + at, s.values + at, s.keys + next, rows, count, head_dim, desk}, l.scale, l.softcap);
+    with_numbers(s, [&](auto* keys, auto* values) {
+        attend_unit(Unit<std::remove_pointer_t<decltype(keys)>>{keys + at, values + at, keys + next, rows, count, head_dim, desk}, l.scale, l.softcap);
+    });
 }
 
 static void attend_numbered(const Plan& plan, int64_t number, float* memory) {

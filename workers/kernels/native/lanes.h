@@ -202,6 +202,23 @@ static inline bool any_less(F16 a, F16 b) {
 
 #endif
 
+// The half nearest to x, the even one of two. Beyond the largest it is the largest, so that no number becomes infinite; what is not a number stays so.
+static inline uint16_t nearest_half(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (size >= 0x477fe000) return (uint16_t)(sign | 0x7bff);  // 65504
+    if (size < 0x38800000) {  // 2^-14: below it halves are multiples of 2^-24, as floats are from 0.5 to 1
+        float small;
+        memcpy(&small, &size, 4);
+        small += 0.5f;
+        memcpy(&bits, &small, 4);
+        return (uint16_t)(sign | (bits - 0x3f000000));
+    }
+    return (uint16_t)(sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10)));
+}
+
 // Lane i plus lane i + 8, then + 4, + 2, + 1: the one order in which sixteen partial sums become one.
 static inline float sum(F16 a) {
     alignas(64) float t[LANES];

@@ -4,6 +4,7 @@
 //   keys   [kv_heads][capacity / 16][head_dim][16]
 //   values [kv_heads][capacity][head_dim]
 // one layer behind the other, so that lanes run along positions where scores are computed and along head_dim where values are summed. Capacity is a multiple of 16.
+// They are floats, or halves: what is computed of a row is then rounded to the nearest half, the even one of two, and held within the largest of them.
 #pragma once
 
 #include "kernels.h"
@@ -83,9 +84,10 @@ struct Layer {
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.
 // A row sees the slots 0 .. prefix - 1 and then those of its path, in this order, itself last. Without paths row i sees slots 0 .. start + i.
 struct Segment {
-    int32_t first_row, count, start, prefix, capacity, reserved;
-    float* keys;    // of the whole cache
-    float* values;
+    int32_t first_row, count, start, prefix, capacity;
+    int32_t kind;   // of the cache's numbers: FP32 or FP16
+    void* keys;     // of the whole cache
+    void* values;
     const int32_t* path_offsets;  // [count + 1] into path_slots, or null
     const int32_t* path_slots;
 };

@@ -27,30 +27,33 @@ static inline void place_head(const dovetail::Layer& l, const dovetail::Norm& no
     if (norm.weight && l.head_norm == dovetail::HEAD_AFTER_ROPE) rms_norm(x, norm.weight, x, l.head_dim, l.epsilon);
 }
 
-// Where the key and the value of a slot are written; the floats of the key are sixteen apart.
+// Where the key and the value of a slot are written; the numbers of the key are sixteen apart.
+template <class K>
 struct Places {
-    float *keys, *values;
+    K *keys, *values;
 };
-static inline Places places(const dovetail::Layer& l, const dovetail::Segment& s, int64_t slot, int64_t kv_head) {
-    const int64_t at = head_offset(l, s, kv_head);
-    return {s.keys + at + slot / LANES * LANES * l.head_dim + slot % LANES, s.values + at + slot * l.head_dim};
+
+// A block of keys is far away, a cache line or half of one for each number of a head: they come while heads are rotated.
+template <class K>
+static inline void fetch_places(const Places<K>& to, int64_t head_dim, int64_t rows) {
+    constexpr int64_t step = LINE / (int64_t)sizeof(K);
+    for (int64_t d = 0; d < head_dim * LANES; d += step) __builtin_prefetch(to.keys + d, 1, 3);
+    for (int64_t i = 0; i < rows * head_dim; i += step) __builtin_prefetch(to.values + i, 1, 3);
 }
 
-// A block of keys is as many cache lines as a head has floats, all of them far away: they come while heads are rotated.
-static inline void fetch_places(const Places& to, int64_t head_dim, int64_t rows) {
-    for (int64_t d = 0; d < head_dim; d++) __builtin_prefetch(to.keys + d * LANES, 1, 3);
-    for (int64_t i = 0; i < rows * head_dim; i += LANES) __builtin_prefetch(to.values + i, 1, 3);
-}
+static inline void put_number(float* to, float x) { *to = x; }
+static inline void put_number(uint16_t* to, float x) { *to = nearest_half(x); }
 
-static inline void write(const Places& to, const float* key, const float* value, int64_t head_dim) {
-    for (int64_t d = 0; d < head_dim; d++) to.keys[d * LANES] = key[d];
-    memcpy(to.values, value, (size_t)head_dim * sizeof(float));
+template <class K>
+static inline void write(const Places<K>& to, const float* key, const float* value, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d++) put_number(to.keys + d * LANES, key[d]);
+    for (int64_t d = 0; d < head_dim; d++) put_number(to.values + d, value[d]);
 }
 
 // The heads of one key head in some rows: norms, rotation, and into the cache.
-static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, const dovetail::Segment& s, const Stretch& rows, int64_t kv_head, float* qkv) {
+template <class K>
+static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, const Places<K>& to, const Stretch& rows, int64_t kv_head, float* qkv) {
     const int64_t groups = l.heads / l.kv_heads, stride = (l.heads + 2 * l.kv_heads) * l.head_dim;
-    const Places to = places(l, s, rows.slot, kv_head);
     fetch_places(to, l.head_dim, rows.count);
     for (int64_t i = 0; i < rows.count; i++) {
         float* heads = qkv + (rows.row + i) * stride;
@@ -63,7 +66,7 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
         place_head(l, l.key_norm, key, position);
         float* value = key + l.kv_heads * l.head_dim;
         if (l.value_norm.weight) rms_norm(value, l.value_norm.weight, value, l.head_dim, l.epsilon);
-        write({to.keys + i, to.values + i * l.head_dim}, key, value, l.head_dim);
+        write(Places<K>{to.keys + i, to.values + i * l.head_dim}, key, value, l.head_dim);
     }
 }
 
@@ -86,7 +89,12 @@ static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* q
         const dovetail::Segment* s = pass.segments;
         int64_t number = unit % stretches;
         for (; number >= stretch_count(*s); s++) number -= stretch_count(*s);
-        place_stretch(l, pass, *s, stretch_of(*s, number), unit / stretches, qkv);
+        const Stretch rows = stretch_of(*s, number);
+        const int64_t kv_head = unit / stretches, at = head_offset(l, *s, kv_head);
+        with_numbers(*s, [&](auto* keys, auto* values) {
+            const int64_t key = at + rows.slot / LANES * LANES * l.head_dim + rows.slot % LANES, value = at + rows.slot * l.head_dim;
+            place_stretch(l, pass, Places<std::remove_pointer_t<decltype(keys)>>{keys + key, values + value}, rows, kv_head, qkv);
+        });
     });
 }
 
