@@ -224,7 +224,7 @@ class CacheRows:
     """float32 or float16 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; of
     layers whose heads differ [numbers of a row, capacity], each as it would be alone."""
     values: Tensor
-    """Of the same type [layers, kv_heads, capacity, head_dim], or as keys."""
+    """Their type, [layers, kv_heads, capacity, head_dim], or as keys."""
     start: int
     count: int
     paths: "Paths | None" = None
