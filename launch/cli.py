@@ -91,7 +91,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS and args[0] in migration.COMMANDS:
             hint = migration.COMMANDS[args[0]]
-            raise click.UsageError(f"there is no command {args[0]!r}; here: {hint}", ctx)
+            raise click.UsageError(f"there is no command {args[0]!r}; in dovetail: {hint}", ctx)
         if near := [] if args[0] in COMMANDS else difflib.get_close_matches(args[0], COMMANDS, 1):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
         return super().resolve_command(ctx, args)

@@ -119,7 +119,7 @@ def _register_again(
 ) -> "_Loop | None":
     """Look for the coordinator until it is found; None if that takes too long, `LinkRefused` if it
     was there and took no connection."""
-    reconnecting.say(f"{why}; looking for it for up to {reconnecting.most_s:g} s")
+    reconnecting.say(f"{why}; reconnecting for up to {reconnecting.most_s:g} s")
     end, pause_s = time.monotonic() + reconnecting.most_s, FIRST_PAUSE_S
     refusal: LinkRefused | None = None
     while (left := end - time.monotonic()) > 0:
@@ -198,7 +198,7 @@ class _Loop:
         are not wanted."""
         if failed.code == "session":
             raise LinkClosed(printable(failed.text))
-        text = f"the coordinator turned this worker away: {printable(failed.text)}"
+        text = f"the coordinator refused this worker: {printable(failed.text)}"
         raise (
             DovetailError(text) if failed.code == "protocol" else UserError(text)
         )  # what we said wrong is our fault, not the user's

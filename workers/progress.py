@@ -155,7 +155,7 @@ class Watchdog:
         os.write(
             STDERR,
             f"{self._name} has made no progress for {self._stuck_s:g} s (coordinator.stuck_s) "
-            "and ends; it was here:\n".encode(),
+            "and exits; its stack:\n".encode(),
         )
         faulthandler.dump_traceback(STDERR, all_threads=True)
         os._exit(1)

@@ -19,11 +19,11 @@ COMMANDS = {
     "draft": ("[on|off]", "whether the draft proposes tokens; the text is the same"),
     "temperature": ("[X]", "the temperature of the next replies; 0: greedy"),
     "seed": ("[N|random]", "the seed of the next replies"),
-    "retry": ("", "ask the last question again; the reply to it, if there was one, is taken back"),
-    "clear": ("", "forget what was said"),
-    "save": ("FILE", "write what was said, and the figures of the replies, as JSON"),
-    "help": ("", "these commands; a text that begins with / is written with //"),
-    "quit": ("", "end; /exit and Ctrl-D do too"),
+    "retry": ("", "ask the last question again; the new reply replaces the old one"),
+    "clear": ("", "clear the conversation"),
+    "save": ("FILE", "save the conversation, and the figures of the replies, as JSON"),
+    "help": ("", "list these commands; begin a message with // to send a text that begins with /"),
+    "quit": ("", "quit; so do /exit and Ctrl-D"),
 }
 """Name -> (what follows it, what it does); what may be left out, to be told what holds, is in
 brackets."""
@@ -50,7 +50,7 @@ def parse(line: str) -> Command | str | None:
         near = difflib.get_close_matches(name, (*COMMANDS, *ALIASES), 1)
         raise UserError(
             f"there is no command /{name}: "
-            f"{f'did you mean /{near[0]}?' if near else '/help tells which there are'}"
+            f"{f'did you mean /{near[0]}?' if near else '/help lists them'}"
         )
     optional = COMMANDS[name][0].startswith("[")
     wanted = COMMANDS[name][0].strip("[]")

@@ -138,7 +138,7 @@ class Chat:
                 if self._colours
                 else ""
             )
-            + "/help tells the commands, Ctrl-D ends"
+            + "/help lists the commands, Ctrl-D ends"
         )
         with line_editing():
             while not self._ended:
@@ -184,7 +184,7 @@ class Chat:
             if not self._talks or isinstance(error, RequestError | LinkClosed):
                 raise
             self._unanswered = question
-            note(f"{error}\nthe question is kept: /retry asks it again")
+            note(f"{error}\n/retry asks the question again")
             return
         if self._as_json:
             click.echo(json.dumps(_told(answer), ensure_ascii=False))
@@ -197,12 +197,12 @@ class Chat:
             note(failure_told(answer.result.draft_failure))
         if answer.interrupted:
             forgotten = (
-                "the question is forgotten"
+                "the question is dropped"
                 if before is self._conversation
                 else "the previous reply stays"
             )
             note(
-                "interrupted: what was said is kept"
+                "interrupted: the reply so far is kept"
                 if answer.text
                 else f"interrupted before the first word: {forgotten}"
             )
@@ -248,7 +248,7 @@ class Chat:
                 self._retry()
             case "clear":
                 self._conversation, self._unanswered = Conversation(), None
-                note("what was said is forgotten")
+                note("the conversation is cleared")
             case "save":
                 self._save(Path(argument).expanduser())
             case "help":

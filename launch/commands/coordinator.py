@@ -33,7 +33,7 @@ STDIN = 0
     "--own-folder",
     is_flag=True,
     hidden=True,
-    help="The folder of an ipc address is for this coordinator alone, and goes with it.",
+    help="The folder of an ipc address belongs to this coordinator alone and is removed with it.",
 )
 @click.option(
     "--parent",
@@ -45,7 +45,7 @@ STDIN = 0
     "--supervised",
     is_flag=True,
     hidden=True,
-    help="Standard input is the pipe of a supervisor, which says how the other parts are.",
+    help="Standard input is the pipe of a supervisor, which reports the state of the other parts.",
 )
 @settings_flags("coordinator")
 def command(

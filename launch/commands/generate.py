@@ -156,7 +156,7 @@ def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -
     """Write what a reply cost to stderr, and what went otherwise than asked; `last`: tokens that
     its last round brought."""
     for loss in connection.stack.losses() if connection.stack else []:
-        note(f"the target went on alone: {loss}")
+        note(f"the target continued alone: {loss}")
     note(summary(result, connection.models()))
     if result.fingerprints:
         note(other_targets(result))

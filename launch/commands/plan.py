@@ -230,11 +230,11 @@ def _lacking(result: dict[str, Any], model: str) -> list[str]:
     choice, ready = result["choice"], result["at_once"]
     if not choice["lacks"]:
         return []
-    said = [f"needed first: its draft {choice['lacks']}"]
+    said = [f"needed first: the draft {choice['lacks']}"]
     if ready is not None:
         said.append(
-            f"at once there is {ready['name']}, {figure(ready['tokens_per_s'])} tokens/s: "
-            f"dovetail generate {model}{flags(ready['settings'])}"
+            f"available without that: {ready['name']}, {figure(ready['tokens_per_s'])} "
+            f"tokens/s: dovetail generate {model}{flags(ready['settings'])}"
         )
     return said
 

@@ -66,7 +66,7 @@ class Reply:
     "--rounds",
     "kept",
     type=FILE,
-    help="Keep the rounds there, and continue from what it holds when run again.",
+    help="Keep the rounds in this file; a second run continues from it.",
 )
 @click.option(
     "--limit",

@@ -80,7 +80,7 @@ RECONNECT_S = 300.0
 @click.option(
     "--standby",
     is_flag=True,
-    help="Get no sessions until `dovetail swap` puts this worker in place.",
+    help="Wait on standby, without sessions, until `dovetail swap` puts this worker in place.",
 )
 @click.option(
     "--own-log",

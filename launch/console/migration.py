@@ -238,7 +238,7 @@ def advice(arguments: Sequence[str], option: str) -> str | None:
     for name in _candidates(arguments, option):
         if name in _BY_NAME:
             foreign = _BY_NAME[name]
-            return f"there is no option {name} ({foreign.whose}); here: {foreign.here}"
+            return f"there is no option {name} ({foreign.whose}); in dovetail: {foreign.here}"
     return None
 
 

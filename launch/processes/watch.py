@@ -9,7 +9,7 @@ read why. From then on a part that ends is started again after a pause, which do
 loss and begins anew after a minute of health. A part that serving needs ends the service if it ends
 too often; one that it can do without, such as a draft, or a target beside another one, is tried
 ever more rarely, and for ever. A root that says nothing for long, and a part that the root has
-known and does not know any more, are stuck: they are replaced. A part that was let go because
+known and does not know any more, are stuck: they are replaced. A part that was removed because
 somebody else took its place is started again when nobody is in that place any more; so is one that
 was lost, and whose place somebody was given before it came back. Knows no processes, clocks or
 signals: names, events and seconds are handed in, and actions are handed back.
@@ -190,7 +190,7 @@ class Watch:
                 state.heard_s, state.stuck = None, True
                 self._lose(name, f"it did not respond for {self._stuck_s:g} s", now_s)
                 actions += [
-                    Tell(f"the {name} is alive, but it did not respond for {self._stuck_s:g} s"),
+                    Tell(f"the {name} is alive but did not respond for {self._stuck_s:g} s"),
                     Replace(name),
                 ]
         return actions
@@ -290,7 +290,7 @@ class Watch:
             ):
                 del self._away[name]
                 self._states[name] = _State(away.part, now_s)
-                actions.append(Tell(f"no worker replaces the {name} any more; it is restarted"))
+                actions.append(Tell(f"no worker replaces the {name} any longer; it is restarted"))
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:

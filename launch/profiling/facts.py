@@ -42,7 +42,7 @@ def role_of(workers: Sequence[WorkerState], role: str) -> WorkerState:
         (worker for worker in workers if role in worker.roles and not worker.standby), None
     )
     if found is None:
-        raise UserError(f"there is no {role} worker any more: nothing can be said of this run")
+        raise UserError(f"the last {role} worker has left: this run cannot be profiled")
     return found
 
 

@@ -117,8 +117,9 @@ def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[s
     if evidence.changes:
         said = ", ".join(f"{name} {what}" for name, what in evidence.changes.items())
         yield (
-            f"Workers changed meanwhile ({said}): shares are of the whole time, and figures "
-            "mix what was before and after. Watch again for those of one."
+            f"Workers changed during the run ({said}): shares are of the whole time, and "
+            "figures mix what was before and after. Profile again for figures of one set of "
+            "workers."
         )
     if others is not None and disturbed(others):
         cores = f"{'cores' if set(others['cores']) & set('-,') else 'core'} {others['cores']}"
@@ -130,7 +131,7 @@ def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[s
         )
     if len(evidence.rounds) < FEW:
         few = f"Only {counted(len(evidence.rounds), 'round')} in {evidence.wall_s:.2f} s"
-        yield f"{few}: too few for these figures to be sure. Take longer replies, or more prompts."
+        yield f"{few}: too few for these figures to be sure. Use longer replies, or more prompts."
 
 
 def _sentences(
@@ -144,14 +145,13 @@ def _sentences(
     judged: bool,
 ) -> Iterator[str]:
     if bounds is None:
-        yield "No two rounds followed each other: there is nothing to judge. Take a longer reply."
+        yield "No two rounds followed each other: there is nothing to judge. Use a longer reply."
         return
     if pass_ is not None:
         yield _of_pass(pass_, judged=judged)
     else:
         yield (
-            "Whether a pass is bound by memory or by arithmetic is not available: "
-            f"{why_no_roofline(evidence)}."
+            f"Whether memory or arithmetic bounds a pass is not known: {why_no_roofline(evidence)}."
         )
     if forecast.offers:
         word = "pays" if bounds.speedup >= 1.0 else "does not pay"
@@ -164,7 +164,7 @@ def _sentences(
     if offloading is not None:
         yield f"Against offloading: {offloading.in_words()}."
     if best is None:
-        yield "None of the changes that keep the target as it is promises more than 2 %."
+        yield "No change that keeps the target's function is predicted to gain more than 2 %."
     else:
         yield (
             f"What would help most, and changes no token: {best.what} "
@@ -195,7 +195,7 @@ def _doubts(forecast: Forecast) -> Iterator[str]:
     off = forecast.off
     if off is not None and abs(off) > OFF:
         yield (
-            f"The forecast of this very run misses what was measured by {off:+.0%}: take the "
+            f"The forecast of this very run misses what was measured by {off:+.0%}: treat the "
             "predicted gains with care."
         )
 

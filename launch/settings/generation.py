@@ -29,8 +29,8 @@ def with_generation_config(configuration: Configuration) -> tuple[Configuration,
         return configuration, ""
     if (folder := _folder(settings.target.model)) is None:
         return configuration, (
-            f"{settings.target.model} is not here yet: sampling defaults of its {FILE} hold from "
-            "the next start on"
+            f"{settings.target.model} has not been downloaded yet: the sampling defaults of "
+            f"its {FILE} apply from the next start on"
         )
     file = folder / FILE
     if not file.is_file():

@@ -172,7 +172,7 @@ class Folder:
             if not there.exists():
                 if any(path.iterdir()):
                     raise UserError(
-                        f"{path} holds something else than a recording: name a new folder"
+                        f"{path} holds something other than a recording: name a new folder"
                     )
                 there.write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:

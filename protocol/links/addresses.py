@@ -44,8 +44,8 @@ class TcpPlace:
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise UserError(
-                    f"{self._address} is in use: stop who listens there, or choose another "
-                    "port (* for any free one)"
+                    f"{self._address} is in use: stop the process that listens there, or "
+                    "choose another port (* for any free one)"
                 ) from None
             raise UserError(
                 f"cannot listen at {self._address} ({error.strerror}): give the IP address of "

@@ -67,7 +67,7 @@ class AllowedPeers:
         """A key that is not allowed, in words."""
         former = self._former.get(public)
         return (
-            f"the key {former!r}, which is not allowed any more"
+            f"the key {former!r}, which is no longer allowed"
             if former is not None
             else f"a key {public!r} that is in no .pub file of {self._folder}"
         )
@@ -132,7 +132,7 @@ class _Refusals:
             self._unsaid += 1
             return
         beside = f"; {self._unsaid} more were refused before" if self._unsaid else ""
-        _log.warning("refused at the door: %s shows %s%s", address, key, beside)
+        _log.warning("connection refused: %s shows %s%s", address, key, beside)
         self._said_s, self._unsaid = now_s, 0
 
 

@@ -124,7 +124,7 @@ class ZmqHub:
             self._socket.send_multipart((peer, *frames), zmq.NOBLOCK)
         except zmq.Again:
             raise PeerBusy(
-                f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages"
+                f"peer {peer.hex()} reads nothing from its queue of {QUEUE_MESSAGES} messages"
             ) from None
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
@@ -300,7 +300,7 @@ class ZmqLink:
             self._notice()
             self._check_open()
             raise PeerBusy(
-                f"the coordinator at {self._address} takes nothing off its queue of "
+                f"the coordinator at {self._address} reads nothing from its queue of "
                 f"{QUEUE_MESSAGES} messages"
             ) from None
 

@@ -185,8 +185,8 @@ class Totals(Frozen):
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the sessions that the targets can hold which are open."""
     draft_failures: Count = 0
-    """Times that a draft could not do what was asked of it, or answered what cannot be, and its
-    session went on without."""
+    """Times that a draft could not carry out a command, or gave an invalid answer, and its
+    session continued without it."""
 
 
 class Fault(Frozen):

@@ -47,8 +47,8 @@ class CoordinatorSettings(Frozen):
     keys: str = Field("", description="folder of CURVE keys made by `dovetail keygen`")
     reuse: bool = Field(
         True,
-        description="keep what was computed of ended conversations, so that their next turns "
-        "read only what is new",
+        description="keep the caches of ended conversations, so that their next turns read "
+        "only new tokens",
     )
     recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
         "auto",

@@ -94,8 +94,8 @@ class TreeSettings(Frozen):
     )
     insist: bool = Field(
         False,
-        description="true: each round is drafted and verified as the tree is, even at a loss; "
-        "false: less of it, or none, where that is faster",
+        description="true: draft and verify the whole tree in every round, even where that is "
+        "slower; false: less of it, or none, where that is faster",
     )
     sharpening: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["auto"] = Field(
         "auto",

@@ -163,8 +163,8 @@ class Controller:
         if not self.idle:
             return None
         return (
-            f"session {self._number} is decoded without a draft: {self._names} are slower "
-            "with drafting at present"
+            f"session {self._number} is decoded without a draft: {self._names} are currently "
+            "slower with drafting"
         )
 
     @property

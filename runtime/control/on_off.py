@@ -237,7 +237,7 @@ class OnOff:
         self._experience.fruitless = True
         self._enter("off")
         return (
-            "drafting stopped because nothing was worth verifying of late: "
+            "drafting stopped because no drafted node has been worth verifying lately: "
             f"{1 / alone_s:.1f} tokens/s without a draft"
         )
 

@@ -64,9 +64,9 @@ class Admission:
             self._fail(
                 peer,
                 "session",
-                "this peer is not registered here: say Hello first, or connect anew",
+                "this peer is not registered here: send Hello first, or reconnect",
             )
-            raise StaleError("a peer that is not registered spoke of sessions")
+            raise StaleError("an unregistered peer sent a session command")
         try:
             admitted = self._registry.admit(peer, message, self._hub.user(peer), now_ns)
         except RequestError as error:
@@ -113,7 +113,7 @@ class Admission:
         farewell = Failed(
             epoch=self._service.epoch,
             code="session",
-            text="the coordinator does not allow the key of this worker any more",
+            text="the coordinator no longer allows the key of this worker",
         )
         self._hub.turn_away(worker.peer, encode(farewell))
         return True

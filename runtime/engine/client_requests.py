@@ -66,7 +66,7 @@ class ClientRequests:
     def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> Effects[None]:
         """Handle a request; `StaleError` where it is another incarnation's."""
         if request.epoch != client.hello.epoch:
-            raise StaleError("a request of another incarnation of a client")
+            raise StaleError("a request from another incarnation of a client")
         match request:
             case Submit():
                 yield from self._submit(client, request, now_ns)
@@ -92,7 +92,7 @@ class ClientRequests:
                 )
                 yield Tell(client, refusal(self._service.epoch, RequestError("role", text)))
             case Hello():
-                raise StaleError("a client said Hello again")
+                raise StaleError("a client sent Hello twice")
 
     def _look(self, client: ClientPeer, request: Look) -> Effects[None]:
         """Answer a Look: over ipc, and to an operator, with the tokens of all requests, else with
@@ -165,13 +165,15 @@ class ClientRequests:
             yield self._turn_down(client, submit, target)
         elif len(client.reading) >= MAX_READING:
             text = (
-                f"the prompts of {MAX_READING} requests of this client are being read, as "
-                "many as may be: try again when some have been"
+                f"the prompts of {MAX_READING} requests of this client are already being read, "
+                "which is the limit: try again when one is done"
             )
             yield self._turn_down(client, submit, RequestError("capacity", text))
         elif submit.request in client.sessions or submit.request in client.reading:
             yield self._turn_down(
-                client, submit, RequestError("protocol", f"request {submit.request} runs already")
+                client,
+                submit,
+                RequestError("protocol", f"request {submit.request} is already running"),
             )
         else:
             client.reading[submit.request] = True

@@ -256,8 +256,8 @@ class Coordinator:
             note(self._recorder)
         except BaseException as error:
             reraise_exits(error)
-            log.exception("nothing is recorded any more")
-            self.decide(f"nothing is recorded any more, since the recorder failed: {told(error)}")
+            log.exception("recording has stopped")
+            self.decide(f"recording has stopped because the recorder failed: {told(error)}")
             self._recorder = None
 
     # -- what is due and what follows -------------------------------------------------------------

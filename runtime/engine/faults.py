@@ -38,7 +38,7 @@ def told(error: BaseException) -> str:
 def fault(error: BaseException) -> RequestError:
     """Return what a client is told of a fault of ours; the log has the rest."""
     return RequestError(
-        "internal", f"the coordinator failed at this request ({told(error)}); its log says where"
+        "internal", f"the coordinator failed on this request ({told(error)}); see its log"
     )
 
 

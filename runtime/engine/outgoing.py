@@ -114,7 +114,7 @@ class Outgoing:
                 )
             except LinkError as error:
                 log.info(
-                    "client %s (pid %d) cannot be told any more: %s",
+                    "client %s (pid %d) can no longer be reached: %s",
                     client.hello.name,
                     client.hello.pid,
                     error,

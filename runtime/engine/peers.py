@@ -112,8 +112,8 @@ class Peers:
     def client_deaf(self, client: ClientPeer) -> None:
         """Free the sessions of a client that reads nothing, and tell it as soon as it reads."""
         words = (
-            f"this client has read nothing while {len(client.outbox)} messages waited for "
-            "it, and is let go with its requests: say Hello anew"
+            f"this client has read nothing while {len(client.outbox)} messages waited for it, "
+            "and is dropped with its requests: send Hello again"
         )
         log.warning(
             "client %s (pid %d) reads nothing and is disconnected",
@@ -171,11 +171,13 @@ class Peers:
     def lose(self, worker: Worker, why: str) -> None:
         """Take a worker for lost that is there: it is told to forget what it holds and to come
         anew."""
-        self._decide(f"{worker.whereabouts} {why}: it is taken for lost")
+        self._decide(f"{worker.whereabouts} {why}: it is considered lost")
         self._post.to_peer(
             worker.peer,
             Failed(
-                epoch=self._service.epoch, code="session", text=f"this worker {why}: say Hello anew"
+                epoch=self._service.epoch,
+                code="session",
+                text=f"this worker {why}: send Hello again",
             ),
         )
         self.worker_lost(worker, why)
@@ -184,10 +186,10 @@ class Peers:
         """Have a worker end; sessions that it still holds go on without it."""
         self._post.to_worker(worker, Drain(epoch=self._service.epoch))
         if self._registry.workers.pop(worker.peer, None) is not None:
-            log.info("%s worker %s is let go", "/".join(worker.hello.roles), worker.whereabouts)
+            log.info("%s worker %s is removed", "/".join(worker.hello.roles), worker.whereabouts)
             self._failing.forget(worker)
             self._placement.forget(worker)
-            self._gone.append((worker, "was let go"))
+            self._gone.append((worker, "was removed"))
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Tell a client that a request of its failed for our own fault; None: it was a question."""
@@ -206,7 +208,7 @@ class Peers:
     def unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Fail a request of which something could not be put into a message."""
         log.error(
-            "client %s could not be told something of request %s",
+            "client %s could not be sent a message about request %s",
             client.hello.name,
             request,
             exc_info=error,
@@ -214,9 +216,9 @@ class Peers:
         self.unanswered(client, request, error)
 
     def turn_away(self, peer: bytes, error: BaseException) -> None:
-        """Refuse a newcomer that could not be let in for our own fault."""
+        """Refuse a newcomer that could not be admitted for our own fault."""
         if (worker := self._registry.workers.get(peer)) is not None:
-            self.worker_lost(worker, "could not be let in")
+            self.worker_lost(worker, "could not be admitted")
         self._registry.clients.pop(peer, None)
         aside(self._admission.refuse, peer, fault(error))
 

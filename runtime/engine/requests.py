@@ -20,7 +20,7 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
         text = (
             f"the token ids are of the vocabulary {asked}, the target {target.model} has "
-            f"{has}: ask what the target is and read the prompt again"
+            f"{has}: query the target and tokenize the prompt again"
         )
         raise RequestError("vocabulary", text)
     context = target.limits.context
@@ -84,8 +84,8 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
         raise RequestError("settings", why)
     if isinstance(submit.tree.thresholds, str) and submit.tree.thresholds:
         text = (
-            f"tree.thresholds is the name of a file, {submit.tree.thresholds[:200]!r}, "
-            "which is not read here: send the numbers that it holds"
+            f"tree.thresholds is the name of a file, {submit.tree.thresholds[:200]!r}, which "
+            "only commands read: send the numbers in it"
         )
         raise RequestError("settings", text)
     if sampling.min_tokens > submit.max_tokens:

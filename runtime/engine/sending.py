@@ -173,7 +173,9 @@ class CommandSender:
             )
         except BaseException as error:
             reraise_exits(error)
-            log.exception("session %d is not kept", running.session.number)
+            log.exception(
+                "session %d could not be added to the prefix cache", running.session.number
+            )
             return None
 
     def forget(self, worker: Worker, command: Close) -> None:
@@ -209,7 +211,7 @@ class CommandSender:
                 reraise_exits(error)
                 if most > 1 and isinstance(worker.turns.waiting[0][1], Verify):
                     log.exception(
-                        "a pass for %s could not be asked for: each session gets one of its own",
+                        "a pass for %s could not be requested: each session gets a pass of its own",
                         worker.name,
                     )
                     most = 1

@@ -213,7 +213,7 @@ class Sessions:
         reraise_exits(error)
         error = as_raised(error)
         log.error(
-            "session %d ends for a fault of the coordinator's",
+            "session %d ends because the coordinator failed",
             running.session.number,
             exc_info=error,
         )

@@ -59,7 +59,7 @@ class WorkerEvents:
         """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other
         exception ends the session that the event is about."""
         if event.epoch != worker.hello.epoch:
-            raise StaleError(f"an event of another incarnation of {worker.name}")
+            raise StaleError(f"an event from another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
         worker.silent = False
         worker.liveness.heard()
@@ -67,7 +67,7 @@ class WorkerEvents:
             try:
                 self._observing.event(worker, event)
             except Exception:  # it changes nothing for anybody
-                log.exception("what %s says of its time could not be noted", worker.name)
+                log.exception("the spans that %s reported could not be stored", worker.name)
             if (effects := self._take(worker, event, now_ns, size)) is not None:
                 yield from effects
         except StaleError:
@@ -111,7 +111,7 @@ class WorkerEvents:
             case Fed():
                 self._fed(worker, event, now_ns, size)
             case Hello():
-                raise StaleError(f"{worker.name} said Hello again")
+                raise StaleError(f"{worker.name} sent Hello twice")
             case Closed():
                 pass
         return None
@@ -146,7 +146,7 @@ class WorkerEvents:
         """Features of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
-            raise StaleError(f"session {event.session} reads nothing of {worker.name}")
+            raise StaleError(f"session {event.session} expects no features from {worker.name}")
         yield from self._sensible(running, worker, running.session.prefilled, event)
         running.passed_on(size)
 
@@ -154,7 +154,7 @@ class WorkerEvents:
         """Take the target's scores of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
-            raise StaleError(f"session {event.session} asks {worker.name} nothing")
+            raise StaleError(f"session {event.session} has asked {worker.name} for nothing")
         running.passed_on(size)
         yield from self._believe(running, lambda: running.give(running.session.scored, event))
 
@@ -173,7 +173,7 @@ class WorkerEvents:
                 running,
                 RequestError(
                     "internal",
-                    f"the target worker {running.target.name} sent what cannot be: {error}",
+                    f"the target worker {running.target.name} sent an invalid message: {error}",
                 ),
             )
             return
@@ -193,7 +193,8 @@ class WorkerEvents:
         running = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
         if not running.session.wants_proposal(event.round):
             raise StaleError(
-                f"session {event.session} has done without the proposal of round {event.round}"
+                f"session {event.session} has already continued without the proposal of round "
+                f"{event.round}"
             )
         if worker.turns.waiting and worker is not running.target:
             yield Free(worker)  # it drafts for another session while this one's tree is handled
@@ -217,13 +218,15 @@ class WorkerEvents:
 
     def _go_on_alone(self, running: RunningRequest, worker: Worker, why: object) -> Effects[None]:
         log.warning(
-            "%s sent what cannot be (%s): session %d goes on without its draft",
+            "%s sent an invalid message (%s): session %d continues without its draft",
             worker.name,
             why,
             running.session.number,
         )
         self._dropped.refused += 1
-        yield from self._moving.draft_failed(running, f"{worker.name} sent what cannot be: {why}")
+        yield from self._moving.draft_failed(
+            running, f"{worker.name} sent an invalid message: {why}"
+        )
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> Effects[None]:
         """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
@@ -287,14 +290,14 @@ class WorkerEvents:
             worker.traffic.answered(size, len(event.items))
             worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
         except Exception:
-            log.exception("what a pass of %s took could not be noted", worker.name)
+            log.exception("the time of a pass of %s could not be recorded", worker.name)
 
     def _relieve(self, running: RunningRequest) -> Effects[None]:
         """A draft that has not been asked for long would have too much to catch up with."""
         if running.session.state is not State.DONE:
             yield Say(
-                f"session {running.session.number} gives its draft up: "
-                f"{running.session.held_bytes >> 20} MiB of features wait for it"
+                f"session {running.session.number} drops its draft: "
+                f"{running.session.held_bytes >> 20} MiB of features are waiting for it"
             )
             yield from self._moving.drop_draft(running, shun=True)
 
@@ -310,12 +313,13 @@ class WorkerEvents:
             else []
         )
         if running and worker in (running.target, running.draft) and worker not in meant:
-            raise StaleError(f"{worker.name} spoke out of its role")
+            raise StaleError(f"{worker.name} sent an event that is not of its role")
         worker.stuck &= worker.turns.owed.get(session) != answer
         wanted = worker.turns.answered(session, answer)
         if not wanted or running is None or worker not in meant:
             raise StaleError(
-                f"nobody waits for round {answer.round} of session {session} from {worker.name}"
+                f"nobody is waiting for round {answer.round} of session {session} from "
+                f"{worker.name}"
             )
         return running
 
@@ -327,7 +331,7 @@ class WorkerEvents:
             worker.round_trip_ns = min(worker.trips)
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
         if worker.liveness.has_forgotten(event, worker.turns.owed):
-            yield Lose(worker, "owes an answer and says that it has nothing to do")
+            yield Lose(worker, "owes an answer but reports that it is idle")
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:

@@ -1,4 +1,4 @@
-"""Failures of workers: what follows when one could not do what was asked of it."""
+"""Failures of workers: what follows when one could not carry out a command."""
 
 import logging
 from collections.abc import Callable
@@ -37,7 +37,9 @@ class WorkerFailures:
         running = self._running.get(event.session)
         owed = worker.turns.owed.get(event.session)
         if owed is None or event.round not in (None, owed.round):
-            raise StaleError(f"{worker.name} failed in something that was not asked of it")
+            raise StaleError(
+                f"{worker.name} reported a failure of something that it was not asked for"
+            )
         if not worker.turns.answered(event.session, owed) or running is None:
             return
         log.warning(
@@ -47,14 +49,16 @@ class WorkerFailures:
             return
         if (yield from self._changes.failed(running, worker, event.text)):
             if worker is running.target and worker.peer in self._registry.workers:
-                yield from self._moving.lose_target(running, "could not do what was asked of it")
+                yield from self._moving.lose_target(running, "could not carry out a command")
                 yield from self._moving.resettle()
             return
         if worker is running.draft and worker is not running.target:
             yield from self._moving.draft_failed(running, event.text)
         elif owed.type is Refed:
             yield from self._moving.draft_failed(
-                running, f"the target worker {worker.name} cannot show what it reads: {event.text}"
+                running,
+                f"the target worker {worker.name} cannot compute the features of its "
+                f"log again: {event.text}",
             )
         elif worker is running.target and event.code == "protocol" and running.session.doubtful:
             yield from self._verify_without_tree(running, event.text)
@@ -63,7 +67,7 @@ class WorkerFailures:
             and event.code in ("session", "prefix")
             and owed.type is Verified
         ):
-            yield from self._moving.lose_target(running, "does not have its session any more")
+            yield from self._moving.lose_target(running, "no longer has its session")
             yield from self._moving.resettle()
         elif worker is running.target:
             yield Fail(running, RequestError(event.code, event.text))
@@ -71,7 +75,7 @@ class WorkerFailures:
     def _failed_ahead(self, worker: Worker, why: str) -> None:
         """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on
         with what it answers."""
-        log.error("%s failed in what it does ahead of its orders: %s", worker.name, why)
+        log.error("%s failed while drafting ahead: %s", worker.name, why)
         now_ns = self._now_ns()
         if worker.plays("draft"):
             self._failing.failed(worker, None, why, now_ns)

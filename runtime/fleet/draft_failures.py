@@ -1,4 +1,4 @@
-"""Drafts that fail: what is said of one that could not do what was asked of it, though its sessions
+"""Drafts that fail: what is said of one that could not carry out a command, though its sessions
 go on without it.
 
 A draft counts as failing until a request that began after its last failure has been drafted for to
@@ -44,10 +44,10 @@ class FailingDrafts:
         self._failing: dict[bytes, _Failing] = {}
 
     def failed(self, draft: Worker, running: RunningRequest | None, why: str, now_ns: int) -> None:
-        """Note that a draft failed, in a session or in what it does ahead of its orders, and when
+        """Note that a draft failed, in a session or while drafting ahead, and when
         it was the session's first failure note it there."""
         where = (
-            "in what it does ahead of its orders"
+            "while drafting ahead"
             if running is None
             else f"in round {running.session.round} of session {running.session.number}"
         )

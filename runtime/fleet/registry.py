@@ -151,7 +151,7 @@ class Registry:
         ):
             return ""
         return (
-            "targets of different models serve, and a request gets any of them: "
+            "targets of different models serve, and each request goes to any of them: "
             f"{', '.join(f'{worker.name} has {worker.model}' for worker in serving)}"
         )
 

@@ -92,8 +92,7 @@ class Changes:
         if newcomer is None or not newcomer.standby:
             raise RequestError(
                 "swap",
-                "the worker that should be put in place is not on standby here any more: start "
-                "it again",
+                "the new worker is no longer on standby: start it again",
             )
         self._check_free()
         role: Role = "target" if newcomer.plays("target") else "draft"
@@ -136,7 +135,9 @@ class Changes:
     def _check_free(self) -> None:
         if self._change is not None:
             raise RequestError(
-                "swap", f"a change is under way, {self._change.words}: wait until it is over"
+                "swap",
+                f"another change of workers is in progress, {self._change.words}: wait "
+                "until it is over",
             )
 
     def _leaver(self, epoch: int) -> Worker:
@@ -144,8 +145,7 @@ class Changes:
         if worker is None:
             raise RequestError(
                 "swap",
-                "the worker that should be let go is not registered any more: `dovetail "
-                "status` shows who is",
+                "the worker to remove is no longer registered: `dovetail status` shows who is",
             )
         return worker
 
@@ -202,8 +202,7 @@ class Changes:
         if self._newcomer is not None and self._newcomer.standby:
             yield effects.LetGo(self._newcomer)
         yield from self._end(
-            f"the change was abandoned, since the coordinator failed at it ({why}); its log says "
-            "where"
+            f"the change was abandoned because the coordinator failed ({why}); see its log"
         )
 
     def lost(self, worker: Worker, why: str) -> Effects[None]:
@@ -357,7 +356,7 @@ class Changes:
             if self._old is not None:
                 yield Drained(self._old)
             yield effects.Say(
-                f"{self._old.name if self._old is not None else 'a worker'} was let go"
+                f"{self._old.name if self._old is not None else 'a worker'} was removed"
             )
             yield from self._answer(Dismissed.model_validate({**about, **what}))
         self._change = self._client = self._newcomer = self._old = None

@@ -206,11 +206,11 @@ class Change:
                 continue
             if "before" in (name, other_name):
                 return (
-                    "it has the fingerprint of a target that is here, but decides differently from "
-                    f"token {parted.position} on"
+                    "it has the fingerprint of a registered target, but chooses different "
+                    f"tokens from token {parted.position} on"
                 )
             return (
-                "with drafted tokens it decides differently than without, from token "
+                "with a draft it chooses different tokens than without, from token "
                 f"{parted.position} on"
             )
         return ""
@@ -293,13 +293,13 @@ class Change:
         self._failure, self._leaves = self._told(why), self.newcomer.name
         self.newcomer, self.old = None, self.newcomer
         self._held, self._asked, self._gone, self._waits = set(), set(), set(), False
-        return [TakeBack(), Say(f"{self._leaves} is taken back: {why}")]
+        return [TakeBack(), Say(f"{self._leaves} is withdrawn: {why}")]
 
     def abandoned(self) -> list[Action]:
         """Whoever asked for it has gone. What has been begun for the sessions is brought to its
         end."""
         return (
-            self._fail("the client that asked for it disconnected")
+            self._fail("the client that requested it disconnected")
             if self.phase is Phase.TRYING and self.newcomer is not None
             else []
         )

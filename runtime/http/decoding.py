@@ -126,4 +126,4 @@ class Run:
 def ended_early() -> ApiError:
     """Return what is said of a reply that the coordinator cancelled, which it does only when it
     ends."""
-    return unavailable("the coordinator has ended: ask again when another is there")
+    return unavailable("the coordinator has ended: try again once another is running")

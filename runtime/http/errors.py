@@ -96,14 +96,14 @@ def of_failure(failed: Failed) -> ApiError:
             )
         case "no_target":
             text = (
-                "there is no target worker: if one is starting, ask again when it has loaded its "
-                "model; /readyz tells when that is"
+                "there is no target worker: if one is starting, try again once it has loaded "
+                "its model; /readyz tells when"
             )
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":
             return unavailable(
-                "the target worker was lost while it decoded this: ask again when another is "
-                "there; /readyz tells",
+                "the target worker was lost while it decoded this: try again once another is "
+                "running; /readyz tells",
                 retry_after_s=RESTART_S,
             )
         case "memory" | "vocabulary" | "coordinator_lost" | "ending":

@@ -228,12 +228,12 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _gauge("dovetail_uptime_seconds", "Time since the coordinator began.", reported.uptime_s)
     yield _gauge(
         "dovetail_degraded",
-        "Whether something that was there is missing.",
+        "Whether a part that was available is missing.",
         float(reported.degraded),
     )
     faults = GaugeMetricFamily(
         "dovetail_fault_seconds",
-        "How long a part has not worked; a part that works has no sample.",
+        "Seconds for which a part has not been working; a working part has no sample.",
         labels=("part",),
     )
     for fault in reported.faults:
@@ -292,7 +292,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _counter("dovetail_prompt_tokens", "Tokens of prompts.", totals.prompt_tokens)
     yield _counter(
         "dovetail_reused_tokens",
-        "Tokens of prompts that were not read again.",
+        "Tokens of prompts that were taken from the prefix cache.",
         totals.reused_tokens,
     )
     yield _counter("dovetail_completion_tokens", "Tokens of replies.", totals.completion_tokens)
@@ -304,7 +304,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
         totals.let_go,
     )
     yield _counter(
-        "dovetail_moves", "Times that a request went on on another target.", totals.moves
+        "dovetail_moves", "Times that a request continued on another target.", totals.moves
     )
     yield _counter(
         "dovetail_stale_messages", "Messages that came too late or twice.", reported.stale

@@ -278,7 +278,7 @@ class Gateway:
                 Failed(
                     epoch=self._epoch,
                     code="coordinator_lost",
-                    text="the coordinator was lost while this ran: ask again",
+                    text="the coordinator was lost while this request ran: try again",
                 )
             )
 
@@ -368,7 +368,7 @@ class Gateway:
             if (tell := self._told.pop(failed.session, None)) is not None:
                 tell(failed)
         elif failed.code in ("protocol", "session", "version", "role") or not self._questions:
-            self._lose(f"the coordinator refuses us: {failed.text}")
+            self._lose(f"the coordinator refused the connection: {failed.text}")
         else:
             _, answer = self._questions.popleft()
             if not answer.done():

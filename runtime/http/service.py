@@ -70,7 +70,7 @@ class Service:
     def end(self) -> None:
         """Tell those who still wait that the server ends."""
         for run in [*self.runs]:
-            run.fail(unavailable("the server is ending: ask again when another is there"))
+            run.fail(unavailable("the server is ending: try again once another is running"))
 
     def name_of(self, target: Target) -> str:
         """Return the name under which the target is served; that of a folder says nothing of where

@@ -142,7 +142,7 @@ class Recorder:
             try:
                 write(*what)
             except Exception:
-                log.exception("something could not be recorded")
+                log.exception("a message could not be recorded")
 
     def tick(self, running: Container[int]) -> None:
         """Have everything written; what is still said of a session that has ended is noted until

@@ -181,7 +181,9 @@ class Recording:
         """Why it ends where it does."""
         last = self.entries[-1] if self.entries else None
         return (
-            last.why if isinstance(last, End) else "its coordinator was killed, or still writes it"
+            last.why
+            if isinstance(last, End)
+            else "its coordinator was killed, or is still writing it"
         )
 
     @cached_property
@@ -195,7 +197,7 @@ class Recording:
         if found is None:
             raise UserError(
                 f"the recording {self.path} ends before the tokenizer of its target: there is "
-                "nothing to play"
+                "nothing to replay"
             )
         inflater = zlib.decompressobj()
         try:

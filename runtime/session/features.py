@@ -37,7 +37,7 @@ class FeatureRows:
         features, start = event.features, event.start
         if start < self.next:
             raise StaleError(
-                f"session {self._session} did not wait for features of position {start}"
+                f"session {self._session} was not waiting for features of position {start}"
             )
         rows, until = (*features.shape, 0)[0], draft_sync.tokens if self.recomputing else length
         read = draft_sync.reads is not None and start == self.next and self.next + rows <= until

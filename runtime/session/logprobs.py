@@ -50,7 +50,7 @@ class PromptScores:
         stop = event.start + len(event.logprobs)
         if event.start < self._next:
             raise StaleError(
-                f"session {self._session} did not wait for scores of position {event.start}"
+                f"session {self._session} was not waiting for scores of position {event.start}"
             )
         if (
             not expected

@@ -63,7 +63,7 @@ class OpeningSession(SessionState):
         waits = self.state is State.OPENING or self._features.recomputing
         if event.round != self.round or not waits:
             raise StaleError(
-                f"session {self.number} did not wait for features in round {event.round}"
+                f"session {self.number} was not waiting for features in round {event.round}"
             )
         if self.draft_sync is None:
             return []
@@ -84,7 +84,7 @@ class OpeningSession(SessionState):
         """The target has computed the features of what the draft was opened with."""
         if not self._features.recomputing or event.round != self.round:
             raise StaleError(
-                f"session {self.number} did not wait for features in round {event.round}"
+                f"session {self.number} was not waiting for features in round {event.round}"
             )
         self._features.recomputing = False
         if self.draft_sync is not None and not self.draft_sync.complete:
@@ -99,7 +99,7 @@ class OpeningSession(SessionState):
         are passed on as far as the first had not sent them."""
         if self.state is not State.OPENING or event.round != self.round:
             raise StaleError(
-                f"session {self.number} did not wait for scores of position {event.start}"
+                f"session {self.number} was not waiting for scores of position {event.start}"
             )
         expected = self.request.scored and not self.tokens
         told = self._scores.take(event, self.request, expected=expected)

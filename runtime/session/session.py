@@ -58,7 +58,7 @@ class Session(OpeningSession):
         its token is the verdict of a round."""
         if self.state is not State.OPENING or event.bonus is None or event.round != self.round:
             raise StaleError(
-                f"session {self.number} did not wait for the first token of its target"
+                f"session {self.number} was not waiting for the first token of its target"
             )
         logprobs = () if event.logprobs is None else (event.logprobs,)
         check_logprobs(logprobs, 1, self.request)
@@ -124,7 +124,7 @@ class Session(OpeningSession):
         """The draft worker proposes a tree: have it verified."""
         if self.state is not State.DRAFTING or event.round != self.round:
             raise StaleError(
-                f"session {self.number} did not wait for a proposal of round {event.round}"
+                f"session {self.number} was not waiting for a proposal of round {event.round}"
             )
         tree = read_proposal(event, self.request)
         self.accounts.proposal(event)
@@ -147,7 +147,7 @@ class Session(OpeningSession):
         ones; `times`: of the round, for its record."""
         if self.state is not State.VERIFYING or item.round != self.round:
             raise StaleError(
-                f"session {self.number} did not wait for a verdict of round {item.round}"
+                f"session {self.number} was not waiting for a verdict of round {item.round}"
             )
         tree, tokens = self._tree, list[int]()
         if tree.is_path(item.accepted):

@@ -179,7 +179,7 @@ class LiveStats:
         """Return all that is shown, and the last tree of a session: of this one, or of the newest.
         `spell`: without it neither tokens nor texts are told."""
         state = self._state
-        assert state is not None, "nothing has been heard yet"
+        assert state is not None, "nothing has arrived yet"
         stats = self._sessions.get(session) if session is not None else None
         if stats is None and self._sessions:
             stats = self._sessions[max(self._sessions)]

@@ -107,7 +107,11 @@ def _named(kind: str, row: int, track: int, name: str) -> dict[str, Any]:
 def _track_label(process: str, session: int, lane: int) -> str:
     name = f"session {session}" if session else "all sessions" if process == OURS else process
     return (
-        name if not lane else f"{name}, beside it" if lane == 1 else f"{name}, beside it ({lane})"
+        name
+        if not lane
+        else f"{name}, overlapping"
+        if lane == 1
+        else f"{name}, overlapping ({lane})"
     )
 
 

@@ -42,7 +42,7 @@ RUNNING = 3
 """Requests of the healthy client at a time; `TOKENS`: of each."""
 TOKENS = 12
 PATIENCE = 50
-"""Turns in which no request ends: sessions move from a target that was let go to the next, several
+"""Turns in which no request ends: sessions move from a target that was removed to the next, several
 times if need be."""
 ANYBODY = PeerKey("anybody", ("client", "draft", "target"), "")
 """The hostile ones': they may be whatever they like but an operator, who lets workers go."""

@@ -232,7 +232,7 @@ def test_every_change_is_told_and_so_is_what_holds(talk: Callable[..., tuple[str
         random,
         "seed 3",
         random,
-        "what was said is forgotten",
+        "the conversation is cleared",
     ]
     assert told.splitlines() == held
 
@@ -273,7 +273,7 @@ def test_a_question_that_nobody_could_answer_is_kept_and_can_be_asked_again(
         Answer("End"),
     )
     said, told = talk(somebody, "Hello.", "And?", "/retry", "/retry", "Then?")
-    assert told == "no target\nthe question is kept: /retry asks it again\n" * 2
+    assert told == "no target\n/retry asks the question again\n" * 2
     assert somebody.asked == [
         ("Hello.",),
         *[("Hello.", "Hi", "And?")] * 3,

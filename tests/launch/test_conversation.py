@@ -57,7 +57,7 @@ def test_a_line_is_a_question_a_command_or_nothing(
     ("line", "words"),
     [
         ("/sats", r"there is no command /sats: did you mean /stats\?"),
-        ("/x", "there is no command /x: /help tells"),
+        ("/x", "there is no command /x: /help lists"),
         ("/save", "/save is not possible: write /save FILE"),
         ("/exot", r"did you mean /exit\?"),
         ("/draft maybe", r"/draft maybe is not possible: write /draft on\|off"),

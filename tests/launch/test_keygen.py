@@ -120,8 +120,8 @@ def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert (
-        "the coordinator does not allow the key of this worker any more; looking for it for up "
-        "to 2 s" in said
+        "the coordinator no longer allows the key of this worker; reconnecting for up to 2 s"
+        in said
     )
     assert said.splitlines()[-1].startswith(
         f"dovetail: the coordinator at {address} refuses the key 'draft': allow its public key "
@@ -130,7 +130,7 @@ def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(
     coordinator.terminate()
     assert coordinator.stderr is not None
     assert (
-        "refused at the door: 127.0.0.1 shows the key 'draft', which is not allowed any more"
+        "connection refused: 127.0.0.1 shows the key 'draft', which is no longer allowed"
         in coordinator.stderr.read()
     )
 

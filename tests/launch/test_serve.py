@@ -271,7 +271,7 @@ def test_a_part_that_is_alive_and_gone_is_replaced(name: str, start: Start, tmp_
     process = start("serve", *PAIR, "--draft", "ngram", "--coordinator.stuck_s", "3")
     found = ready(process)
     os.kill(found["pids"][name], signal.SIGSTOP)
-    told(process, f"the {name} is alive, but it did not respond for 3 s")
+    told(process, f"the {name} is alive but did not respond for 3 s")
     told(process, f"the {name} was killed by SIGKILL; it is restarted")
     for _ in range(3 if name == "coordinator" else 1):  # its workers come back to it
         told(process, "is ready again")
@@ -464,7 +464,7 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
     assert swapped.returncode == 0, swapped.stderr
     told(process, "another worker replaces the draft worker")
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker replaces the draft worker any more; it is restarted")
+    told(process, "no worker replaces the draft worker any longer; it is restarted")
     told(process, "the draft worker is ready again")
 
 
@@ -545,7 +545,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     assert not ask(found["url"], "/readyz")[1]["degraded"]
 
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker replaces the draft worker any more; it is restarted")
+    told(process, "no worker replaces the draft worker any longer; it is restarted")
     told(process, "the draft worker is ready again")
 
 

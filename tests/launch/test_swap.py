@@ -222,7 +222,7 @@ def test_a_newcomer_that_cannot_be_loaded_or_dies_leaves_everything_as_it_was() 
         assert (
             "target-2 was not put in place" in killed.stderr
             or "was killed by SIGKILL" in killed.stderr
-            or "not on standby here any more" in killed.stderr
+            or "no longer on standby" in killed.stderr
         )
         assert names(client) == ["draft", "target"]
 
@@ -266,7 +266,7 @@ def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_tri
             with pytest.raises(
                 RequestError,
                 match="crooked was not put in place: it has the fingerprint of a target that "
-                "is here, but decides differently from",
+                "registered target, but chooses different",
             ):
                 admin.changed(admin.swap(newcomer.worker_epoch, old.worker_epoch))
             assert crooked.wait(GONE_S) == 0

@@ -225,8 +225,8 @@ def test_a_question_is_asked_again_when_a_worker_has_started_again(
     with scripted(*hi, away, hi) as server:
         Chat(WebAnswerer(server.url, ""), MANNER, as_json=False).talk()
     assert (
-        "the server cannot answer now: no target worker is there\nthe question is kept: /retry "
-        "asks it again\n" in capsys.readouterr().err
+        "the server cannot answer now: no target worker is there\n/retry asks the question "
+        "again\n" in capsys.readouterr().err
     )
     asked = [[message["content"] for message in body["messages"]] for _, _, body in server.asked]
     assert asked == [

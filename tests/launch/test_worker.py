@@ -103,7 +103,7 @@ def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_end
     assert (coordinator.wait(BACK_S), worker.wait(BACK_S)) == (0, 0)
     assert worker.stderr is not None
     said = worker.stderr.read()
-    assert f"the coordinator at {address} disconnected; looking for it for up to 300 s" in said
+    assert f"the coordinator at {address} disconnected; reconnecting for up to 300 s" in said
     assert "registered anew" in said
     assert said.endswith("draft worker draft ends: its coordinator released it\n")
 
@@ -245,8 +245,8 @@ def test_a_worker_that_is_stuck_says_where_and_ends(start: Start, address: str) 
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert (
-        "draft worker draft has made no progress for 0.5 s (coordinator.stuck_s) and ends; it "
-        "was here:" in said
+        "draft worker draft has made no progress for 0.5 s (coordinator.stuck_s) and exits; "
+        "its stack:" in said
     )
     assert "in propose_for_ever" in said
 

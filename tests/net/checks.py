@@ -149,7 +149,7 @@ def lost_from_draft(house: House) -> str:
     assert all(reply.result.drafted_tokens for reply in told), (
         "the draft is back, and nobody asks it"
     )
-    return "went on alone; drafts again"
+    return "continued alone; drafts again"
 
 
 def lost_to_draft(house: House) -> str:
@@ -159,7 +159,7 @@ def lost_to_draft(house: House) -> str:
     assert all(reply.result.drafted_tokens for reply in house.again()), (
         "the draft is back, and nobody asks it"
     )
-    return "went on alone; drafts again"
+    return "continued alone; drafts again"
 
 
 def lost_from_targets(house: House) -> str:

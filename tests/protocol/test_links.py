@@ -678,7 +678,8 @@ def test_a_port_in_use_is_named(deployment: Path) -> None:
         contextlib.closing(open_hub("tcp://127.0.0.1:*", keys=deployment)) as hub,
         pytest.raises(
             UserError,
-            match=f"{hub.address} is in use: stop who listens there, or choose another port",
+            match=f"{hub.address} is in use: stop the process that listens there, or choose "
+            "another port",
         ),
     ):
         open_hub(hub.address, keys=deployment)

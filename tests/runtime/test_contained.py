@@ -480,7 +480,7 @@ def test_a_recorder_that_fails_ends_recording_and_nothing_else(
         patch.setattr(recorder, "received", lambda *_: 1 / 0)
         assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     recorder.close()
-    assert any("nothing is recorded any more" in words for words in house.report().decisions)
+    assert any("recording has stopped" in words for words in house.report().decisions)
 
 
 # -- byte-fallback tokenizers: what was found ------------------------------------------------------
@@ -608,8 +608,7 @@ def test_a_target_that_owes_an_answer_and_says_that_it_has_nothing_to_do_is_lost
     beats(house, 1.0)
     assert house.report().reasons[0] == "no target worker is registered"
     assert any(
-        "owes an answer and says that it has nothing to do" in reason
-        for reason in house.report().reasons
+        "owes an answer but reports that it is idle" in reason for reason in house.report().reasons
     )
     again(house, target)
     ends = [reply for reply in house.replies() if isinstance(reply, Finished | Failed)]

@@ -113,7 +113,7 @@ def test_work_ahead_of_orders_that_fails_is_said_and_drafting_goes_on() -> None:
     assert failure.error == WORDS
     assert finished.result.accepted_tokens > 0
     (fault,) = house.report().faults
-    assert fault.why == f"{WORDS}, in what it does ahead of its orders"
+    assert fault.why == f"{WORDS}, while drafting ahead"
 
 
 def test_a_draft_that_is_lost_is_in_the_result_of_its_request() -> None:

@@ -293,8 +293,8 @@ def test_where_nothing_is_worth_verifying_drafting_stops_and_is_tried_ever_later
         words = [on_off.drafted(1.0, 0.02, 0.02, barren=True) for _ in range(8)]
         assert words[:7] == [None] * 7
         assert words[7] == (
-            "drafting stopped because nothing was worth verifying of late: "
-            "50.0 tokens/s without a draft"
+            "drafting stopped because no drafted node has been worth verifying lately: 50.0 "
+            "tokens/s without a draft"
         )
     assert waits[:3] == [2, 512, 1024]
     assert waits[3] >= 2048

@@ -155,7 +155,7 @@ def test_what_overlaps_in_part_is_on_another_track_and_what_lies_within_is_not()
     )
     assert {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"} == {
         tracks["verify"]: "target",
-        tracks["send"]: "target, beside it",
+        tracks["send"]: "target, overlapping",
     }
 
 

@@ -308,7 +308,7 @@ def test_a_target_that_leaves_hands_its_sessions_to_another() -> None:
     assert dismissed.moved > 0
     assert dismissed.stayed == 0
     assert scene.names == ["draft", "target-2"]
-    assert "target was let go" in scene.house.coordinator.report().decisions
+    assert "target was removed" in scene.house.coordinator.report().decisions
     assert scene.house.coordinator.report().drained == (), "another one plays the role"
     scene.check_replies()
 
@@ -453,9 +453,10 @@ class Helpless(ScriptedDraft):
 BAD = [
     (
         Strange,
-        "it has the fingerprint of a target that is here, but decides differently from token 0 on",
+        "it has the fingerprint of a registered target, but chooses different tokens from "
+        "token 0 on",
     ),
-    (Fickle, "with drafted tokens it decides differently than without, from token "),
+    (Fickle, "with a draft it chooses different tokens than without, from token "),
     (Broken, "it broke the protocol"),
     (Unable, "its trial failed: out of memory"),
     (Babbling, "it offered nothing that its target could read"),
@@ -706,13 +707,9 @@ def test_what_cannot_be_changed_is_said() -> None:
     old, newcomer = scene.house.target, scene.newcomer(Mute)
     draft = scene.newcomer(ScriptedDraft)
     assert old is not None
-    with pytest.raises(
-        RequestError, match="the worker that should be put in place is not on standby here any more"
-    ):
+    with pytest.raises(RequestError, match="the new worker is no longer on standby"):
         scene.end(scene.swap(old, None))
-    with pytest.raises(
-        RequestError, match="the worker that should be let go is not registered any more"
-    ):
+    with pytest.raises(RequestError, match="the worker to remove is no longer registered"):
         scene.end(scene.admin.dismiss(4711))
     with pytest.raises(
         RequestError,
@@ -723,8 +720,8 @@ def test_what_cannot_be_changed_is_said() -> None:
     scene.house.run()
     with pytest.raises(
         RequestError,
-        match="a change is under way, target-2 takes the place of target, it is being tested: "
-        "wait until it is over",
+        match="another change of workers is in progress, target-2 takes the place of target, "
+        "it is being tested: wait until it is over",
     ):
         scene.end(scene.admin.dismiss(old.epoch))
     other = scene.house.connect()

@@ -70,7 +70,7 @@ class MemoryHub:
             inbox = self._links[peer].inbox
             if len(inbox) >= QUEUE_MESSAGES:
                 raise PeerBusy(
-                    f"peer {peer.hex()} takes nothing off its queue of {QUEUE_MESSAGES} messages"
+                    f"peer {peer.hex()} reads nothing from its queue of {QUEUE_MESSAGES} messages"
                 )
             inbox.append(list(frames))
             self._links[peer].ring()
@@ -140,7 +140,7 @@ class MemoryLink:
         with self._hub.changed:
             if self.waiting >= QUEUE_MESSAGES and not self._closed and not self._hub.closed:
                 raise PeerBusy(
-                    f"the coordinator takes nothing off its queue of {QUEUE_MESSAGES} messages"
+                    f"the coordinator reads nothing from its queue of {QUEUE_MESSAGES} messages"
                 )
             self._put(frames)
 

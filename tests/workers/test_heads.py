@@ -732,7 +732,7 @@ def test_pickled_weights_are_opened_only_when_asked_and_only_as_tensors(
         "the advice to run what is in there is not ours"
     )
     torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="holds something else than named tensors"):
+    with pytest.raises(CheckpointError, match="holds something other than named tensors"):
         open_head(str(folder), target=str(case.target), allow_bin=True)
 
 

@@ -727,7 +727,7 @@ def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_
     coordinators.send(Drain(epoch=EPOCH + 1))
     assert coordinators.end() is True
     assert coordinators.news == [
-        "the coordinator disconnected; looking for it for up to 30 s",
+        "the coordinator disconnected; reconnecting for up to 30 s",
         "registered anew",
     ]
 
@@ -742,7 +742,7 @@ def test_a_worker_that_its_coordinator_does_not_know_any_more_says_hello_again(
         Failed(
             epoch=EPOCH,
             code="session",
-            text="this peer is not registered here: say Hello first, or connect anew",
+            text="this peer is not registered here: send Hello first, or reconnect",
         )
     )
     second = coordinators.welcomes(EPOCH)

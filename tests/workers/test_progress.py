@@ -96,7 +96,7 @@ def test_a_process_that_gets_nowhere_says_where_it_is_and_ends(work: str, where:
     assert time.monotonic() - began_s >= STUCK_S
     assert said.startswith(
         f"target worker a has made no progress for {STUCK_S:g} s (coordinator.stuck_s) and "
-        "ends; it was here:\n"
+        "exits; its stack:\n"
     )
     assert f"in {where}\n" in said
 

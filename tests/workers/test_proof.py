@@ -202,5 +202,5 @@ def test_a_target_that_torch_computes_says_why_where_its_models_are_named(
     monkeypatch.setattr(fused, "FAMILIES", WITHOUT_GROWTH)
     folder = str(write(tmp_path, "Ministral3", {"sliding_window": None, **SCALED}))
     told = open_target_worker(TargetSettings(model=folder), name="target", threads=1).hello(1)
-    assert "by torch's own operations, since the C++ kernels cannot compute" in told.placement
+    assert "by torch's own operations, because the C++ kernels cannot compute" in told.placement
     assert f"differ from transformers' at position {ORIGINAL}" in told.placement

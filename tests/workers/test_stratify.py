@@ -112,7 +112,7 @@ def test_clear_steps_are_found_where_they_are() -> None:
 def test_ranks_that_fall_with_entropy_are_one_bin_and_that_is_told() -> None:
     rounds = [Round(float(entropy), 200 - entropy, True) for entropy in range(200)]
     with pytest.raises(
-        UserError, match=r"says nothing of what is accepted \(mean rank 100.5 everywhere\)"
+        UserError, match=r"does not predict what is accepted \(mean rank 100.5 everywhere\)"
     ):
         stratify(rounds, 200)
 

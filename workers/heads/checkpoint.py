@@ -150,7 +150,7 @@ def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> H
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
     ):
         raise CheckpointError(
-            f"{file} holds something else than named tensors; save the head's state_dict"
+            f"{file} holds something other than named tensors; save the head's state_dict"
         )
     if strange := [name for name, tensor in content.items() if not _is_plain(tensor)]:
         raise CheckpointError(

@@ -154,7 +154,7 @@ class LanguageModel:
         """`forward_with_states` of the first rows of a session, read by the device that there is
         for it beside those that compute the model."""
         if not isinstance(self._back_end, Staged):
-            raise TypeError(f"a back end {self.backend} reads nothing apart")
+            raise TypeError(f"back end {self.backend} has no separate reader of prompts")
         kept = self._keeping(wanted)
         logits = self._back_end.read(
             tokens, torch.arange(segment.count), segment, rows, kept

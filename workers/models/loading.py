@@ -182,7 +182,7 @@ def _on_cpu(
         )
     model = _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":
-        log.warning("%s: the library computes it, since %s", checkpoint.source, why_not)
+        log.warning("%s: the library computes it, because %s", checkpoint.source, why_not)
     return model
 
 

@@ -67,10 +67,10 @@ def open_target_worker(
     placed = ""
     if device.is_cpu and (settings.backend, model.backend) == ("auto", "library"):
         print(
-            f"{name}: torch's own operations compute this model, since {model.choice}",
+            f"{name}: torch's own operations compute this model, because {model.choice}",
             file=sys.stderr,
         )
-        placed = f"by torch's own operations, since {model.choice}"[:MOST_WORDS]
+        placed = f"by torch's own operations, because {model.choice}"[:MOST_WORDS]
     # rows that are taken over are the same bytes as rows that are computed anew
     keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
     whole = spread is None or spread.demand is None

@@ -89,9 +89,9 @@ def stratify(rounds: Sequence[Round], nodes: int) -> Strata:
     )
     if not strata.thresholds:
         raise UserError(
-            f"the entropy of {len(rounds)} rounds says nothing of what is accepted (mean rank "
-            f"{strata.bins[0].fitted_rank:.1f} everywhere): "
-            "give more prompts, of the kind that is to be decoded"
+            f"the entropy of {len(rounds)} rounds does not predict what is accepted (mean rank "
+            f"{strata.bins[0].fitted_rank:.1f} everywhere): give more prompts, of the kind "
+            "that is to be decoded"
         )
     return strata
 

@@ -106,7 +106,9 @@ class Proofs:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
-            log.warning("the proof %s cannot be read (%s): it is made anew", self._file(key), error)
+            log.warning(
+                "the proof %s cannot be read (%s): it is made again", self._file(key), error
+            )
             return None
 
     def keep(self, key: str, proof: Proof) -> None:

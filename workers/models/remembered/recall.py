@@ -67,7 +67,7 @@ class Memory:
 
     def drop(self, why: str) -> None:
         """Forget the proof, and say so."""
-        log.warning("%s: its remembered proof is dropped and made anew: %s", self._source, why)
+        log.warning("%s: its remembered proof is dropped and made again: %s", self._source, why)
         self._proofs.drop(self._key)
 
 
