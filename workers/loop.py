@@ -162,7 +162,7 @@ class _Loop:
         self._stale, self._strikes, self._busy_ns = 0, 0, 0
         self._look_s = 0.0
         self._began_s: float | None = None
-        """When the command began that it is in the midst of."""
+        """Start of the command in progress."""
         self._waiting: deque[list[bytes]] = deque()
         """Messages that arrived while something was computed."""
         self._process = psutil.Process(os.getpid())

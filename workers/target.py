@@ -64,7 +64,7 @@ class Identity:
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
     placement: str = ""
-    """In words, where it is spread over devices."""
+    """Description of how the model is spread over devices."""
     reader: str = ""
     """The device that reads prompts beside those that compute the model."""
     reads_from: int = 1

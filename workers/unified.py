@@ -44,7 +44,7 @@ from dovetail.workers.serving.registration import Worker
 from dovetail.workers.target import TargetWorker
 
 BEAT_S = 0.2
-"""Who waits for its turn says so often that it is alive."""
+"""Interval at which a role that waits for its turn reports that it is alive."""
 
 
 class Turns:

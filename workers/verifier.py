@@ -89,7 +89,7 @@ class Verifier:
         self._sessions: dict[int, TargetSession] = {}
         self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens)
         self._held: dict[tuple[Sequence[int], str], HeldPasses] = {}
-        """By the layers that are read, and the type."""
+        """Layers that are read and type -> passes that are held."""
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Slots that a session's cache has besides, for a draft that shares it."""
 

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 ASSISTED = "assisted"
 MODULE = "dovetail.launch.bench.assisted"
 MOST_CORES_FOR_ONE_THREAD = 8
-"""With more, one thread is not the faster choice, and trying it would take as long as all else."""
+"""The most cores with which a single thread is tried: with more it is not the faster choice, and
+trying it would take as long as all else."""
 TRIAL_TOKENS = 16
 HOPELESS = 3.0
 """A number of threads that takes so many times as long as another is not measured."""
@@ -244,7 +245,7 @@ def process(configuration: Configuration, cores: str, parent: int) -> None:
 
 
 def _answer(hub: Hub, peer: "_Assisted") -> None:
-    """Everything that arrives, one after the other."""
+    """Answer the questions that arrive, one after the other."""
     poller = select.poll()
     poller.register(hub.fileno(), select.POLLIN)
     while True:

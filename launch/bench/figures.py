@@ -246,7 +246,7 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def end_to_end(cell: Cell) -> dict[str, Any]:
-    """All tokens over all time, prompts included."""
+    """Return the rate of all tokens over all time, prompts included."""
     results = [run.finished.result for run in cell.runs]
     return {
         **_place(cell),

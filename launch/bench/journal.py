@@ -64,7 +64,7 @@ class Journal:
     known: dict[str, Any] = field(default_factory=dict)
     """Label -> method, threads, identity: of the run that began."""
     tasks: dict[Where, tuple[str, int, Finished]] = field(default_factory=dict)
-    """By place: the prompt, the tokens of its reply, and the reply of `none`, which sets the
+    """Place -> the prompt, the tokens of its reply, and the reply of `none`, which sets the
     length."""
     replies: dict[tuple[str, Where, int], tuple[Finished, int]] = field(default_factory=dict)
     """Label, where, number -> the reply, and the tokens that came with its first round."""

@@ -21,7 +21,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA, Settings
 
 VALUES = {"gamma": "1,2,4,6,8,12,16,24,32,48,63", "depth": "1,2,3,4,6,8,12,16,24,32,48"}
-"""By what is swept: gamma to the last tree that makes 64 rows, depth to SubSpec's."""
+"""Swept setting -> its values by default: gamma to the last tree that makes 64 rows, depth to
+SubSpec's."""
 TAKEN = (
     "tau",
     "tokens_per_s",
@@ -209,7 +210,7 @@ def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping
 
 
 def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -> str:
-    """In words, what was measured: targets, drafts and policies, each once, and the temperature
+    """Describe what was measured: targets, drafts and policies, each once, and the temperature
     where all rows have the same."""
     targets = (f"{_named(one.target.model) or 'demo'} ({_loaded(one)})" for one in settings)
     drafts = (

@@ -1,4 +1,4 @@
-"""Who answers in a conversation: a coordinator, over its own protocol.
+"""The partner of a conversation: a coordinator, over its own protocol.
 
 Both it and a server over HTTP (`web.py`) give a reply piece by piece as it comes, each piece with
 whether the draft had proposed it. Knows nothing of terminals.
@@ -30,7 +30,7 @@ class Answerer(Protocol):
     """Somebody who answers."""
 
     def models(self) -> str:
-        """In words, who that is."""
+        """Describe the models that answer."""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if there is
@@ -49,7 +49,7 @@ class CoordinatorAnswerer:
         return self._connection.models()
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
-        """As `Answerer` says. The second Ctrl-C is a KeyboardInterrupt."""
+        """Stream a reply, as `Answerer` describes. The second Ctrl-C is a KeyboardInterrupt."""
         spell, paint = self._text_codec().detokenizer(), Paint()
         with interruptible() as interrupted:
             request = self._submit(turns, manner)

@@ -142,7 +142,8 @@ class WebAnswerer:
         return f"{printable(self._model)} at {self._site.url}"
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
-        """As `answering.Answerer` says: to interrupt it, the connection is closed."""
+        """Stream a reply, as `answering.Answerer` describes; interrupting it closes the
+        connection."""
         reply = _Reply(show)
         try:
             with closing(self._stream("/v1/chat/completions", self._body(turns, manner))) as events:

@@ -62,7 +62,7 @@ class Agreement:
 
     @property
     def ok(self) -> bool | None:
-        """None: nothing was compared."""
+        """True if nothing differs; None if nothing was compared."""
         return None if not self.tokens else self.first is None
 
     @property

@@ -61,14 +61,14 @@ class Outcome:
     same_fingerprint: bool = False
     """True if that is the one of all that played then."""
     hangs_on: tuple[str, ...] = ()
-    """For a draft, what its proposals depended on beside the text, so that others are no
-    mistake."""
+    """Settings on which a draft's proposals depended besides the text, so that other proposals are
+    no mistake."""
     answers: int = 0
-    """That were compared, and were the same if there is no difference."""
+    """Answers that were compared; all are the same if there is no difference."""
     proposals: int = 0
     same_proposals: int = 0
     tokens: int = 0
-    """That a target chose, and chose then."""
+    """Tokens that a target chose, now and in the recording."""
     difference: Difference | None = None
     """The first one."""
 
@@ -360,7 +360,7 @@ def _chosen(event: Event, exchange: Exchange, session: int) -> tuple[dict[str, A
 
 
 def _features(answers: Sequence[Event]) -> Array | None:
-    """Those of a prompt, in one."""
+    """Return the features of a prompt as one array."""
     parts = [event.features for event in answers if isinstance(event, Prefilled)]
     return stack(parts) if parts else None
 

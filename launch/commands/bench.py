@@ -252,7 +252,7 @@ def _heats(configuration: Configuration, temperatures: Sequence[float]) -> list[
 def _result(
     measured: Sequence[Cell], found: Mapping[str, Contender], seed: int
 ) -> tuple[dict[str, Any], bool]:
-    """All that a run found, and whether any tokens differ by more than a near-tie."""
+    """Return the findings of a run, and whether any tokens differ by more than a near-tie."""
     cells = figures.best_of_peers(measured)
     rows = [
         figures.row(cell, figures.baseline(cells, cell), found[cell.method.label], seed)

@@ -192,7 +192,7 @@ def _clear(folders: list[Path]) -> None:
 
 
 def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
-    """All files; the result, which names them."""
+    """Write all files, and return the result that names them."""
     drawn = pictures.pictures(findings)
     made = (
         f"Made {datetime.now().astimezone().isoformat(timespec='minutes')} by dovetail "

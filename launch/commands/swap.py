@@ -37,7 +37,7 @@ MODELS: dict[Role, tuple[str, ...]] = {
     "target": ("target.model",),
     "draft": ("draft.model", "draft.kind"),
 }
-"""By which settings a model is named."""
+"""Role -> the settings that name its model."""
 LOCAL = (
     "target.model",
     "target.device",

@@ -17,7 +17,7 @@ FEW = 16
 """A command with at most so many options shows all of them at once."""
 HELP_ALL = "--help-all"
 NAMES_OF_HELP = ["-h", "--help", HELP_ALL]
-"""For groups of commands, which have little to tell."""
+"""Options of help for groups of commands, whose help has one length."""
 
 
 class Grouped(click.Option):

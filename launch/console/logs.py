@@ -31,8 +31,8 @@ def log_to_stderr(level: int, form: str = "%(asctime)s %(levelname)s %(message)s
 
 
 def keep_stderr_short() -> None:
-    """For as long as this process lives, cut the file that its stderr is appended to whenever that
-    has become long. Nobody else may write to it."""
+    """Cut the file that stderr is appended to whenever it has become long, as long as this process
+    lives. Nobody else may write to it."""
 
     def look() -> None:
         while True:

@@ -24,8 +24,7 @@ from dovetail.protocol.messages import (
 
 CANCEL_GRACE_S = 2.0
 QUIET_S = 1.0
-"""When nothing has come for so long, the coordinator is asked whether the reply waits for a
-target."""
+"""Silence after which the coordinator is asked whether the reply waits for a target."""
 
 
 # -- one prompt ------------------------------------------------------------------------------------

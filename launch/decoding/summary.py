@@ -77,7 +77,7 @@ def _predicted(result: Result) -> str:
 
 
 def missing_draft(before: Reported, after: Reported) -> str:
-    """In words, that nobody is there to draft; empty: somebody is."""
+    """Say that no draft worker is left; empty if there is one."""
     had, has = (
         any(
             "draft" in worker.roles and not (worker.standby or worker.leaving)

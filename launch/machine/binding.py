@@ -42,8 +42,8 @@ class Binding:
     reason: str = ""
 
     def __str__(self) -> str:
-        """For `status`: "full: cores 0-7, memory of node 1", "cores 0-7, memory not bound (why)",
-        "none (why)"."""
+        """Format it for `status`: "full: cores 0-7, memory of node 1", "cores 0-7, memory not bound
+        (why)", "none (why)"."""
         because = f" ({self.reason})" if self.reason else ""
         if self.level == "none":
             return f"none{because}"

@@ -39,7 +39,7 @@ class CoreLayout:
 def lay_out(
     topology: Topology, *, numa: str = "auto", threads: Threads = "auto", target_bytes: int = 0
 ) -> CoreLayout:
-    """Who gets which cores and whose memory.
+    """Assign cores and memory nodes to the processes.
 
     `numa`: auto, off (no node is told from another), or the nodes of the target as "0" or "0,2-3";
     `threads`: how many cores the target was told to take, from the first on, second hardware

@@ -41,7 +41,7 @@ class Need:
 
     what: str
     size: int
-    """In bytes."""
+    """Bytes of memory."""
     node: int | None = None
     """The only memory node that it may take memory from."""
 

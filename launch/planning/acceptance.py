@@ -146,8 +146,8 @@ class Recorded:
         ]
 
     def tokens(self, tree: Tree) -> float:
-        """As the simulator has it, but that every level is as wide as the tree allows: what
-        `dynamic` would not have expanded is in it too."""
+        """Return the tokens a round, computed as the simulator does, but that every level is as
+        wide as the tree allows: what `dynamic` would not have expanded is in it too."""
         tokens = rounds = 0
         for walks in self._replies:
             place = 0

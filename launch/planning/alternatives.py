@@ -61,8 +61,8 @@ class Alternative:
 def alternatives(
     planner: Planner, offered: Sequence[Offered], *, ahead: Callable[[Option], bool], step: Step
 ) -> list[Alternative]:
-    """All that are possible, the fastest first. `ahead`: whether target and draft of an option
-    compute at the same time."""
+    """Return all possible alternatives, the fastest first. `ahead`: whether target and draft of an
+    option compute at the same time."""
     found = [_alone(planner, name, places) for name, places in _without_draft(planner)]
     for kind in dict.fromkeys(one.candidate.kind for one in offered):
         own = [one for one in offered if one.candidate.kind == kind]

@@ -64,7 +64,7 @@ class Candidate:
     def draft(
         self, level_s: Callable[[int, int], float], proposal_s: float, *, on_device: bool
     ) -> Draft:
-        """As the planner takes it."""
+        """Return the draft in the planner's terms."""
         size = self.size.bytes
         return Draft(
             self.name,
@@ -92,14 +92,14 @@ class Candidate:
         )
 
     def _own_bytes(self, resident: int) -> int:
-        """As many as a worker leaves room for, whatever stays there of the target
+        """Return the bytes that a worker leaves room for, whatever stays there of the target
         (`workers/serving/spread.py`)."""
         return self.size.shared_bytes
 
 
 def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:
-    """Those that are looked at for a draft of a kind; of a recorded one only those that were
-    recorded."""
+    """Return the trees that are tried for a draft of a kind; of a recorded draft only recorded
+    sizes."""
     found = [
         Tree("dynamic", gamma, depth, width)
         for gamma in GAMMAS
@@ -136,7 +136,7 @@ class Reader:
         self._width = configuration.settings.tree.width if width is None else width
 
     def read(self, names: Sequence[str]) -> list[Candidate]:
-        """All candidates; `UserError` says what is wrong with a name."""
+        """Return all candidates; `UserError` says what is wrong with a name."""
         names = names or (
             ("small", "eagle", "dovetail", "substitute")
             if self._embedded

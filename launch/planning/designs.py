@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 HALF = 2
 """Bytes of a draft's number."""
 DEVICE = "cuda:0"
-"""That a draft's pass is reckoned for: a GPU takes the most for one."""
+"""The device that a draft's pass is priced for: it takes the longest on a GPU."""
 GROUP_BITS = 0.5
 """A weight, of the scale and the offset that a group of 64 has (HQQ)."""
 CONTEXT = 4096
@@ -93,7 +93,7 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
 
 
 def config_of(name: str) -> Mapping[str, Any]:
-    """As the config.json of a model of a known size has it."""
+    """Return the fields of config.json of a model of a known size."""
     size = SIZES[name]
     return {
         "model_type": "llama",
@@ -138,7 +138,7 @@ class Design:
         return replace(sizes, layer=layers // sizes.layers, matrix=largest)
 
     def target(self, weights: str, device: str) -> Target:
-        """Its parts as a target with weights of a type, some of them on a device."""
+        """Return the parts of a target with weights of a type, some of them on a device."""
         sizes = self.sizes(weights)
 
         def on_device(computed: int, resident: int) -> int:

@@ -77,7 +77,7 @@ class Hardware:
     title: str
     host: Engine | None
     device: Engine | None
-    """None: there is no device beside the CPU."""
+    """The GPU; None: there is only the CPU."""
     draft: Engine
     """The device of drafts: the device, or a core of their own."""
     link_gb_s: float = 0.0

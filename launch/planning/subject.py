@@ -68,7 +68,7 @@ class Subject:
     def search(
         self, candidates: Sequence[Candidate], step: Callable[[str], None]
     ) -> list[Alternative]:
-        """All alternatives, the fastest first."""
+        """Return all alternatives, the fastest first."""
         offered = [one for candidate in candidates for one in self.offered(candidate)]
         found = alternatives(self.planner, offered, ahead=self.ahead, step=step)
         self.left_out = [

@@ -85,8 +85,8 @@ class Here:
 
 
 def look_here(configuration: Configuration, say: Say) -> Here:
-    """All that is known of the target of the settings here; what is not is measured in a second, or
-    estimated."""
+    """Return what is known of the target of the settings on this machine; what is unknown is
+    measured in a second, or estimated."""
     settings = configuration.settings
     layout = lay_out_here(
         numa=settings.target.numa,

@@ -1,5 +1,5 @@
-"""Who holds an address that somebody wants to listen at: a look before anything is started, so that
-the complaint names the process and what to do.
+"""Finds the holder of an address before anything is started, so that the error names the process
+and what to do.
 
 Whoever listens in earnest finds out for certain; what happens between the look and that is told in
 their words.
@@ -47,8 +47,8 @@ def check_coordinator(listen: str, *, remedy: str) -> None:
 
 
 def _holder(port: int) -> str:
-    """Who listens at a port, in words; of a process that another one looks after, that one. Only
-    root sees the processes of others."""
+    """Name the process that listens at a port, or the supervisor of that process. Only root sees
+    the processes of others."""
     found = (
         c.pid
         for c in psutil.net_connections("tcp")

@@ -44,7 +44,7 @@ class Connection:
     """The address at which it was reached; empty: where it says that it is."""
 
     def models(self) -> str:
-        """In words, which models decode."""
+        """Describe the models that decode."""
         return models_of(self.state)
 
     def decode(
@@ -155,7 +155,7 @@ def _tell_of_recordings(supervisor: Supervisor, coordinator: Child) -> None:
 
 
 def models_of(state: Reported) -> str:
-    """In words, which models a coordinator has: "target demo (fp32) · draft demo"."""
+    """Describe the models of a coordinator: "target demo (fp32) · draft demo"."""
     serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
     workers = [
         (role, next((worker for worker in serving if role in worker.roles), None))
@@ -260,7 +260,7 @@ def names_models(configuration: Configuration) -> str:
 
 
 def describe(role: str, worker: WorkerState) -> str:
-    """In words, what a worker computes with in this role: "target demo (int8)"."""
+    """Describe what a worker computes with in a role: "target demo (int8)"."""
     details = ", ".join(
         filter(
             None,

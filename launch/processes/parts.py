@@ -39,7 +39,7 @@ class Outage:
     why: str
     since_s: float
     retry_s: float | None
-    """None: it has been started, and is not ready yet."""
+    """Seconds until it is restarted; None: it has been started and is not ready yet."""
 
 
 @dataclass(frozen=True)

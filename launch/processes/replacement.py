@@ -88,8 +88,8 @@ class Change:
         )
 
     def _there(self, part: Role, workers: Sequence[WorkerState]) -> WorkerState | None:
-        """Who leaves, unless it has gone, perhaps with the other role of its process; it may have
-        been lost, or only now have come back under its name."""
+        """Return the worker that leaves, if it is still registered. It may have left with the other
+        role of its process, been lost, or just come back under its name."""
         old = self._old[part]
         if self._beside:
             return None
@@ -150,7 +150,8 @@ def checkpoint(worker: WorkerState) -> str:
 
 
 def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:
-    """Who leaves: the worker that was named, or the only one of the role; None: there is none."""
+    """Return the worker to replace: the one that was named, or the only one of the role; None if
+    there is none."""
     serving = all_serving(workers, role)
     if replaced is not None:
         return named(serving, replaced)

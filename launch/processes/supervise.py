@@ -99,7 +99,7 @@ class Child:
         return self.process.returncode == USER_ERROR and bool(self.last_words())
 
     def how_it_ended(self) -> str:
-        """By a signal or with an exit code."""
+        """Say by which signal or with which exit code it ended."""
         code = self.process.returncode
         if code >= 0:
             return f"ended with exit code {code}"
@@ -307,7 +307,7 @@ class Supervisor:
             os.write(self._warden.stdin.fileno(), b"%b %b\n" % (kind, os.fsencode(value)))
 
     def _dismiss_warden(self) -> None:
-        """All is done that it is there for."""
+        """End the warden, whose work is done."""
         if self._warden is not None:
             assert self._warden.stdin is not None
             self._warden.stdin.close()

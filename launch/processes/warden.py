@@ -61,7 +61,8 @@ def _watched(pid: int) -> list[int]:
 
 
 def _alive(children: list[int], wait_s: float) -> list[int]:
-    """Those that have not ended, after one of them has, or after so long; the others are closed."""
+    """Wait until a child ends, at most `wait_s`; close those that have ended and return the
+    others."""
     poll = select.poll()
     for child in children:
         poll.register(child, select.POLLIN)

@@ -1,5 +1,5 @@
-"""When a process of a service is started, and when one that ended or is stuck is started again:
-decisions over events and times.
+"""Decides from events and times when a process of a service is started, and when one that ended or
+is stuck is started again.
 
 The first part is the root. It must know some of the others, the workers, whose work comes from it;
 when it is lost they stay, and come back to it by themselves. A part starts when those that it comes
@@ -64,13 +64,13 @@ class _State:
     ready_s: float | None = None
     """Since when it has been ready."""
     heard_s: float | None = None
-    """When it was last known to be there: of the root, when it last answered. None: not since it
-    was started, or it is being replaced."""
+    """Time at which it was last known to run; of the root, at which it last answered. None: not
+    since it was started, or it is being replaced."""
     down_s: float | None = None
     """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost
     either."""
     why: str = ""
-    """It was lost, or is about to be ended since it is stuck."""
+    """True if it was lost, or is about to be ended because it is stuck."""
     stuck: bool = False
     """True if it is about to be ended for that."""
     beside: bool = False
@@ -81,7 +81,7 @@ class _State:
     drained: bool = False
     """True from when an operator drains the part until its process ends."""
     ends: deque[float] = field(default_factory=deque)
-    """When it ended, within the last `WITHIN_S`."""
+    """Times within the last `WITHIN_S` at which it ended."""
 
     def stop(self, due_s: float) -> None:
         self.running, self.stuck, self.ready_s, self.heard_s, self.due_s = (
@@ -117,7 +117,7 @@ class _Away:
 
     part: Part
     seen_s: float | None = None
-    """When somebody was last in its place; None: nobody has been."""
+    """Time at which another worker was last in its place; None: none has been."""
 
 
 class Watch:
@@ -131,7 +131,7 @@ class Watch:
         self._filled: Collection[str] = ()
         """The parts in whose place somebody else serves, as far as the root has said."""
         self._given: Collection[str] = ()
-        """Those in whose place somebody was put who had been on standby."""
+        """Parts that a worker from standby has replaced."""
         self._looked_s = now_s
         self.serving = False
         """True if everything has been ready at one time, but for what was lost and is not

@@ -38,7 +38,7 @@ class Model:
 
     parameters: int
     weights: str
-    """Their type, as the setting target.weights has it."""
+    """Type of the weights, as the setting target.weights names it."""
     mixture: Mixture = DENSE
 
     @property

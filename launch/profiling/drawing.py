@@ -32,7 +32,7 @@ LEAST_SHOWN = 0.004
 
 @dataclass(frozen=True)
 class Colour:
-    """By day and at night."""
+    """A colour in the light and in the dark scheme."""
 
     day: str
     night: str

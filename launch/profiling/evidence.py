@@ -22,7 +22,7 @@ OTHERS = 0.1
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known of a run."""
+    """Everything that is known of a run."""
 
     slices: Sequence[Slice]
     rounds: Sequence[SeenRound]

@@ -151,8 +151,8 @@ class Facts:
                 yield Elsewhere(what, (f"--target.numa={numa}",), roofline)
 
     def _roofline(self, limits: MachineLimits | None) -> Roofline | None:
-        """None too where some of the target computes on something else than the CPU, whose limits
-        are not probed."""
+        """Return the limits of a pass; None also where a part of the target computes on a device,
+        whose limits are not probed."""
         if (
             limits is None
             or self.model is None

@@ -62,7 +62,7 @@ class Findings:
 
 
 def find(evidence: Evidence) -> Findings:
-    """Everything."""
+    """Compute all findings of a run."""
     actors = [Actor(worker.name, worker.roles) for worker in evidence.workers] + [
         Actor(timeline.COORDINATOR, ("coordinator",))
     ]
@@ -173,7 +173,8 @@ def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float]]:
 
 
 def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> Forecast:
-    """From the widest trees that were offered; without soundings from those of the run."""
+    """Make the forecast from the widest trees that were offered; without soundings from those of
+    the run."""
     records = evidence.records
     ordered = sorted(evidence.rounds, key=lambda seen: (seen.session, seen.record.round))
     own = [

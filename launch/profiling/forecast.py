@@ -145,8 +145,8 @@ def prices_of(
     costs: RowCosts,
     sessions: float = 1.0,
 ) -> Prices:
-    """From rounds with a draft and some without; `costs` has seen the passes of both, which serve
-    so many `sessions` with as many rows each."""
+    """Compute prices from rounds with a draft and some without; `costs` has seen the passes of
+    both, which serve so many `sessions` with as many rows each."""
     every = [*records, *plain]
     context = fmean(record.prefix for record in every)
     drafted = fmean(_beside(records or every))
@@ -231,7 +231,7 @@ class Forecast:
 
     @property
     def off(self) -> float | None:
-        """By how much the forecast of the settings in force misses what was measured."""
+        """Relative error of the forecast of the settings in force against the measured rate."""
         return self.now.rate / self.rate - 1.0 if self.rate else None
 
     def of(self, tree: Tree, *, ahead: bool | None = None, prices: Prices | None = None) -> Outcome:

@@ -22,7 +22,8 @@ from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.protocol.calibration import MachineLimits
 
 SECONDS = 0.6
-"""For the bandwidth, and half as long for each kind of arithmetic; as `calibrate` has it."""
+"""Duration of the probe of bandwidth; half as long for each kind of arithmetic, as in
+`calibrate`."""
 
 
 def probe(supervisor: Supervisor, place: Place) -> MachineLimits:

@@ -83,7 +83,7 @@ class Waterfall:
 
 
 def every_round(rounds: Sequence[SeenRound], slices: Sequence[Slice]) -> list[Waterfall]:
-    """All rounds that follow another one of their session, each with whatever was done between its
+    """Return the rounds that follow another one of their session, each with the spans between its
     two verdicts, cut at both."""
     ordered = sorted(slices, key=lambda piece: piece.start_ns)
     pairs = sorted(

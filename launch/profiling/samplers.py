@@ -30,7 +30,7 @@ GUESTS = ("dev/dxg", "dev/nvidia0", "dev/kfd")
 """Ways to a card that is on no bus of ours."""
 NO_CARD = "no such card is on this machine's bus"
 IMPORT_S = 20.0
-"""For a vendor's library to be imported."""
+"""Time limit for importing a vendor's library."""
 LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """The rate of a lane of PCIe one way by generation, 10^9 bytes a second: 8/10 of 2.5 and 5 GT/s,
 128/130 of 8, 16 and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
@@ -264,7 +264,7 @@ class Amd:
         )
 
     def _energy_j(self, handle: Any) -> float | None:
-        """None on the guest of a virtual machine, which is not told."""
+        """Return the energy used so far; None in a virtual machine, whose guest cannot read it."""
         try:
             energy = self._smi.amdsmi_get_energy_count(handle)
         except self._smi.AmdSmiException:
@@ -274,7 +274,7 @@ class Amd:
 
 
 class Samplers:
-    """All that this machine has, read together."""
+    """All samplers that this machine has, read together."""
 
     def __init__(self, pids: Sequence[int] = (), *, root: Path = ROOT) -> None:
         """`pids`: the processes of this machine that are looked at."""

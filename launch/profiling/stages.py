@@ -311,7 +311,7 @@ def _blocks(configuration: Configuration) -> int | None:
 
 
 def _known_limits(target: WorkerState) -> MachineLimits | None:
-    """Those that a calibration of this machine found with as many threads: the latest."""
+    """Return the limits that the latest calibration of this machine with as many threads found."""
     entries = [
         entry
         for entry in load_profile(profile_path()).entries

@@ -134,7 +134,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def percent(value: float) -> str:
-    """With a digit behind the point, and no sign before nothing."""
+    """Format a share in percent, with one decimal and no sign before zero."""
     return f"{value:.1%}" if abs(value) >= LEAST else "0.0%"
 
 

@@ -147,7 +147,7 @@ def _moments(
 
 
 def open_spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
-    """From the first to the last that was done for each session."""
+    """Return for each session the time from its first to its last span."""
     sessions: dict[int, tuple[int, int]] = {}
     for piece in slices:
         for session in [session for session, _ in piece.shared] or (
@@ -199,7 +199,7 @@ def one_by_one(rounds: Iterable[SeenRound]) -> bool:
 
 
 def passes(slices: Iterable[Slice]) -> list[Slice]:
-    """Those of the target over trees."""
+    """Return the passes of the target over trees."""
     return [piece for piece in slices if piece.name == "verify" and piece.about]
 
 
@@ -241,7 +241,7 @@ def ahead_on_the_way_ms(slices: Sequence[Slice], rounds: int) -> float | None:
 
 
 def tokens_of(records: Iterable[RoundRecord]) -> int:
-    """That rounds added to their replies."""
+    """Return the tokens that rounds added to their replies."""
     return sum(record.brought for record in records)
 
 

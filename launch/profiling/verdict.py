@@ -16,7 +16,7 @@ from dovetail.launch.profiling.rounds import (
 )
 
 OFF = 0.15
-"""By which the forecast of a run may miss it without a word."""
+"""Relative error of the forecast that is not mentioned."""
 FEW = 30
 """Rounds of which no figure should be trusted."""
 MUCH = 0.05

@@ -39,7 +39,7 @@ class Watch:
 
     @property
     def workers(self) -> Sequence[SeenWorker]:
-        """All that have been there, as they were seen last."""
+        """All workers that were registered, as they were last seen."""
         return [*self._workers.values()]
 
     def begin(self) -> None:
@@ -81,7 +81,7 @@ class Watch:
         return seen
 
     def _notice(self, workers: Sequence[SeenWorker]) -> None:
-        """Who is there now, who was, and who has become another one of the same name."""
+        """Note workers that came, left, or were replaced by another of the same name."""
         now = {worker.name: worker for worker in workers}
         for name in {*now, *self._there}:
             if name not in now:

@@ -46,7 +46,7 @@ class Setting:
 
     @cached_property
     def expected(self) -> str:
-        """In words, what the setting may be."""
+        """Describe the values that the setting takes."""
         return " or ".join(_expected(self.type))
 
     @property

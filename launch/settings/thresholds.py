@@ -148,7 +148,7 @@ def _check(path: Path, found: Thresholds, settings: Settings, local: bool) -> No
 
 
 def _is_same(facts: Mapping[str, str], made_for: Mapping[str, Any]) -> bool:
-    """By the bytes of the draft; one of a hub by its name."""
+    """Identify a draft by the bytes of its files; a model of the hub by its name."""
     digest = facts["draft_sha256"]
     return made_for.get("draft_sha256") == digest and (
         bool(digest) or made_for.get("draft") == facts["draft"]

@@ -19,7 +19,7 @@ from dovetail.protocol.spans import Spans
 from dovetail.runtime.costs.rounds import Messages
 
 EPOCH_NS = 1_000_000_000
-"""When simulations begin: not at 0, which is a time that nobody's clock shows."""
+"""Time at which simulations begin: not 0, which is a time that nobody's clock shows."""
 
 
 def in_ns(seconds: float) -> int:

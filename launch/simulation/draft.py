@@ -46,7 +46,7 @@ class Coverage:
 
 @dataclass
 class Recalled:
-    """In the place of a `Ranking`: children as they were recorded."""
+    """Stands in for a `Ranking`: gives the recorded children."""
 
     recording: Recording
     head: bool
@@ -148,8 +148,8 @@ class RecordedDrafter(Grower[RecalledSession]):
     def _move_root(
         self, session: RecalledSession, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """As a small model's or as a head's: of a head the rows of nodes are no rows of the log,
-        and the new root's children are ranked anew."""
+        """Move the root as a small model or a head does: of a head the rows of nodes are no rows of
+        the log, and the new root's children are ranked anew."""
         self._time.advance(self._costs.proposal_s)
         tree = session.tree
         if not session.head:

@@ -193,7 +193,7 @@ def _curve(least: LeastTime, beside_us: float) -> RowsSeconds:
 
 
 def machine_names() -> list[str]:
-    """Those that come with the program."""
+    """Return the names of the machines that come with the program."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 

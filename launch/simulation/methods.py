@@ -84,7 +84,7 @@ def vary(method: Method, size: str, value: int) -> Method:
 
 
 def _full_name(name: str) -> str:
-    """With its section: that of the draft for `ahead`, else of the tree."""
+    """Return the setting's name with its section: draft for `ahead`, else tree."""
     return next(
         (full for full in (f"tree.{name}", f"draft.{name}") if full in SETTINGS), f"tree.{name}"
     )

@@ -30,7 +30,7 @@ from dovetail.runtime.engine.coordinator import Coordinator
 TARGET, DRAFT, CLIENT = b"\1target", b"\2draft", b"\3client"
 EPOCH = 3
 TICK_S = 0.25
-"""As often as the coordinator's loop ticks."""
+"""Interval between two ticks of the coordinator's loop."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ def _row(
 def play_ratios(
     library: Library, costs: PlacedCosts, methods: Sequence[Method], ratios: Sequence[float]
 ) -> list[Row]:
-    """For each ratio and method, drafting ahead over not. T_D and T_V are those of the policy
-    `dynamic` with the same tree, not ahead."""
+    """Return for each ratio and method the gain of drafting ahead. T_D and T_V are those of the
+    policy `dynamic` with the same tree, not ahead."""
     rows: list[Row] = []
     with progress_bar(len(methods) * (2 + 2 * len(ratios)), "methods") as step:
         for method in methods:

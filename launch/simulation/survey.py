@@ -98,7 +98,7 @@ class Order:
 
 
 def processors(sampling: Sampling) -> Sampling:
-    """Just the processors: settings may be of a richer class."""
+    """Return the processors alone: settings may be of a richer class."""
     return Sampling(**{name: getattr(sampling, name) for name in Sampling.model_fields})
 
 

@@ -131,7 +131,7 @@ def _more(trained: "Trained", vocabulary: int) -> str:
 
 
 def log_of(kind: str, origin: "Origin", trained: "Trained") -> dict[str, Any]:
-    """Everything about a training as JSON."""
+    """Return everything about a training as JSON."""
     return {
         "kind": kind,
         "origin": {**asdict(origin), "target": public_name(origin.target)},

@@ -47,7 +47,8 @@ FEW, MORE = 2, 6
 """Layers of the models whose difference is taken; more than there are buffers, so that streamed
 ones do stream."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 288)
-"""As far as the model has positions for them; large trees have as many as the last."""
+"""Rows that are measured, as far as the model has positions for them; the last is that of large
+trees."""
 LINK_TIMES = 5
 LEAST_S = 1e-7
 PROBE_SIDE, PROBE_BYTES = 4096, 256 << 20
@@ -212,7 +213,7 @@ class Probed:
 
     read_gb_s: float
     gflop_s: float
-    """In fp32; `half_gflop_s` in fp16."""
+    """Peak of the arithmetic in fp32; `half_gflop_s`: in fp16."""
     half_gflop_s: float
     link_gb_s: float
 

@@ -13,7 +13,7 @@ from dovetail.workers.calibration.subject import Subject
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
 
 PROBE_S = 0.6
-"""For the bandwidth, and half as long for each kind of arithmetic."""
+"""Duration of the probe of bandwidth; half as long for each kind of arithmetic."""
 
 
 def measure_limits(budget_s: float) -> MachineLimits:

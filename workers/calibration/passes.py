@@ -113,8 +113,8 @@ class Passes:
 
 
 def tree_paths(rows: int) -> list[list[int]]:
-    """For each row of a tree of CHILDREN children a node, filled level by level: its ancestors, the
-    root first, and itself."""
+    """Return for each row of a tree of CHILDREN children a node, filled level by level, its
+    ancestors, root first, and itself."""
     paths: list[list[int]] = [[0]]
     for node in range(1, rows):
         paths.append([*paths[(node - 1) // CHILDREN], node])

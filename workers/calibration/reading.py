@@ -78,7 +78,7 @@ def _read_apart(model: LanguageModel, tokens: torch.Tensor) -> None:
 
 
 def _read_locally(model: LanguageModel, tokens: torch.Tensor) -> None:
-    """As a target without a reader does."""
+    """Read a prompt as a target without a separate reader does."""
     cache = model.new_cache(len(tokens))
     for start in range(0, len(tokens), PROMPT_ROWS):
         part = tokens[start : start + PROMPT_ROWS]

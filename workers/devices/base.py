@@ -47,7 +47,7 @@ class DeviceKind(ABC):
     """One kind of device; the devices of a kind are told apart by their index."""
 
     type: ClassVar[str]
-    """Its name in torch."""
+    """The name of the device in torch."""
     names: ClassVar[str] = ""
     """The names that a user may write, as an error message has them; empty: for tests alone."""
 

@@ -40,7 +40,7 @@ class HostTransfer:
         self._copies = ThreadPoolExecutor(1, "copies")
 
     def pin(self, memory: Tensor) -> None:
-        """Nothing is to be done."""
+        """Do nothing: the CPU needs no preparation."""
 
     def buffer(self, size: int) -> Tensor:
         """Return uint8 [size]."""

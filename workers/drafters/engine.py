@@ -75,7 +75,7 @@ class Reader(Protocol[ReadT]):
         tokens, all but the new root, are there."""
 
     def take_features(self, session: ReadT, features: Array, /) -> None:
-        """Those that came with a verdict; what is drafted next goes on from them."""
+        """Take the features that came with a verdict; the next proposal starts from them."""
 
 
 class Keeper(Protocol[SessionT]):

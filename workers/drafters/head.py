@@ -73,8 +73,8 @@ the embedded target, 24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 / 
 4.45; share of nodes with ten children that hold the choice, on text that the target does not know
 (GSM8K, MT-bench), with 0.5 / 0.75 / 1: 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
 FORETOLD = -2
-"""In the place of a node's row: it has children, and needs a row only when something below them is
-to be computed, ahead of the orders."""
+"""Stands in for a node's row: the node has children, and needs a row only when something below them
+is to be computed, ahead of the orders."""
 
 
 class HeadDrafter(Grower[HeadSession]):
@@ -85,7 +85,7 @@ class HeadDrafter(Grower[HeadSession]):
     below unlikely tokens it is worth next to nothing. Simulated with the embedded Dovetail head, 32
     took 0 to 2 % off the rate at each of two costs of rows and two T_D/T_V."""
     given_up = 0.02
-    """As in the simulations of `Grower.given_up`, shipped prompts and MT-bench: at 0.01 / 0.02 /
+    """Chosen from simulations of `Grower.given_up`, shipped prompts and MT-bench: at 0.01 / 0.02 /
     0.03 tau is 0.99 / 0.98 / 0.97 of what it is without growth ahead."""
 
     def __init__(
@@ -299,7 +299,7 @@ class HeadDrafter(Grower[HeadSession]):
         return torch.cat((*computed, guessed))[torch.from_numpy(order)]
 
     def _read_ahead(self, session: HeadSession, nodes: Nodes, width: int) -> Tensor:
-        """Nothing is foretold ahead: it would end there."""
+        """Predict nothing ahead: the prediction would end there."""
         return (
             self._read_log(session, Shape(0, 0, width))
             if nodes[0] == ROOT

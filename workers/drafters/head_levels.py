@@ -43,7 +43,7 @@ class Levels(Protocol):
 
 @dataclass(frozen=True)
 class FreeLevels:
-    """As they come."""
+    """Compute rows in the shape in which they come."""
 
     head: Head
     cache: Cache
@@ -77,8 +77,8 @@ class _Fixed:
 
 
 class FixedLevels:
-    """In fixed shapes. The cache's last slot is for the rows of the padding, which see nothing
-    else."""
+    """Compute rows in fixed shapes. The cache's last slot is for the rows of the padding, which see
+    nothing else."""
 
     def __init__(
         self, head: Head, cache: KVCache, capture: Capture, *, least_rows: int = 1

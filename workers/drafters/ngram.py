@@ -40,10 +40,10 @@ OCCURRENCES = 24
 """So many earlier occurrences vote at most, those of the longest indexed n-grams first, of these
 the newest."""
 ODDS = (0.0, 0.14, 0.75, 0.75, 1.0, 2.0, 2.0, 2.0, 10.0)
-"""By the length of the match, the last for all longer ones. Fitted (greatest likelihood, rounded)
-to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other kinds, at
-temperature 0 and 1: where the last token had been said before, 5,200 times, it is 1.0 bit a
-token."""
+"""Odds by the length of the match, the last for all longer ones. Fitted (greatest likelihood,
+rounded) to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other
+kinds, at temperature 0 and 1: where the last token had been said before, 5,200 times, it is 1.0 bit
+a token."""
 SHARPENING = 1.0
 LEAST = 0.07
 """The least probability that is offered where no price is told: about the share of a pass over one

@@ -47,7 +47,7 @@ class Ranking:
     looking_back: LookingBack | None
     """None: no processor looks back."""
     draws: Draws | None
-    """None: children are ranked, not drawn."""
+    """The draws of a session under rejection; None: children are ranked, not drawn."""
     score_calibration: ScoreCalibration | None
     """Gives the scales, and learns from what the target chose; None: they are fixed."""
     expected: Expectations

@@ -36,7 +36,7 @@ class WaitingTime:
     children: int = 0
     """Children that are kept of a node."""
     since_ns: int | None = None
-    """When it began; None: there was no proposal yet."""
+    """Time at which this pause began; None: there was no proposal yet."""
     done: bool = False
     """True if there is nothing left that is worth a pass."""
     joined: int = 0

@@ -35,8 +35,8 @@ class Lent:
 
     log: Sequence[int]
     cache: Cache
-    """As the substitute's layers take it. It has committed the rows of all of the log but its last
-    token."""
+    """The target's cache in the form that the substitute's layers take. It has committed the rows
+    of all of the log but its last token."""
     first: int
     """The first slot that is the draft's."""
 
@@ -50,7 +50,7 @@ class SharedSession(DraftSession):
     """One sequence."""
 
     number: int = -1
-    """By which the coordinator and the target know it."""
+    """The number by which coordinator and target know the session."""
     first: int = 0
     """Slot of the root's row; those of the tree stand behind it."""
     own: int
@@ -105,8 +105,8 @@ class SharedDrafter(Drafter):
         price: Price = FREE,
         ahead: bool = False,
     ) -> Proposal:
-        """As `Drafter.draft`, from the rows that the target has committed meanwhile; `RequestError`
-        where it does not have them."""
+        """Draft as `Drafter.draft` does, from the rows that the target has committed meanwhile;
+        `RequestError` where it does not have them."""
         assert isinstance(session, SharedSession)
         tokens = [
             *(int(session.tree.tokens[session.offered[node]]) for node in accepted),
@@ -119,8 +119,8 @@ class SharedDrafter(Drafter):
         )
 
     def grow_ahead(self, session: DraftSession) -> bool:
-        """As `Drafter.grow_ahead`, as long as the target has the session: what it lent ends with
-        that, and may be another session's by then."""
+        """Grow as `Drafter.grow_ahead` does, as long as the target has the session: what it lent
+        ends with that, and may be another session's by then."""
         assert isinstance(session, SharedSession)
         return self._is_lent(session) and super().grow_ahead(session)
 
@@ -179,8 +179,8 @@ class SharedDrafter(Drafter):
         return logits
 
     def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Tensor:
-        """Their rows go behind those of the tree; each sees what is committed, the root, its
-        ancestors and itself."""
+        """Compute nodes, whose rows go behind those of the tree; each sees what is committed, the
+        root, its ancestors and itself."""
         assert isinstance(session, SharedSession)
         tree, position, start = session.tree, len(session.log) - 1, session.first + 1
         used = tree.rows_used

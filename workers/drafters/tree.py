@@ -245,7 +245,7 @@ class Grower(ABC, Generic[SessionT]):
         return way
 
     def _grow_until(self, session: SessionT, shape: Shape, deadline_ns: int | None) -> list[_Pass]:
-        """All passes up to the first that ends after the deadline. Without the root's own children
+        """Make passes up to the first that ends after the deadline. Without the root's own children
         there is no tree."""
         passes: list[_Pass] = []
         for done in self._grow(session, shape):

@@ -59,7 +59,7 @@ class LayerWeights:
     query_norm: Tensor | None
     key_norm: Tensor | None
     attention_norm: Tensor | None
-    """None: attention reads the states as they are."""
+    """The norm before attention; None: attention reads the states as they are."""
     mlp_norm: Tensor
     gate_up: Tensor | None
     """[2 intermediate, H], the gate first."""

@@ -69,7 +69,7 @@ class HeadFiles:
     """SHA-256 of config.json and the weights, in hexadecimal."""
     shapes: Mapping[str, Shape]
     types: Mapping[str, torch.dtype | None]
-    """None: of a type that nothing here reads."""
+    """Name -> type; None: a type that no head can be read from."""
     read: Callable[[str], Tensor]
 
 

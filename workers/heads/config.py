@@ -48,7 +48,7 @@ class RotaryConfig(Read):
 
     rope_type: str | None = None
     type: str | None = None
-    """Its older name."""
+    """The older name of `rope_type`."""
     rope_theta: Base | None = None
     partial_rotary_factor: Share | None = None
     factor: Factor | None = None

@@ -59,7 +59,7 @@ class Entry:
     title: str = ""
     """The name that its paper gives it; empty: a variant of another kind."""
     setting: str = ""
-    """Its name in `draft.kind`, if it is another."""
+    """The name in `draft.kind`, if that differs."""
     what: str = ""
     """The words of `dovetail train` for it."""
     figures: Figures | None = None
@@ -177,8 +177,8 @@ ENTRIES = (
         figures=Figures((3.95,), SERVER, "Dovetail paper, Table 6: EAGLE-2 with Llama-2 7B"),
     ),
 )
-"""All kinds. A checkpoint is of the first kind that recognises its tensors, and so is the name in
-its config.json: the more particular of two kinds stands first."""
+"""All kinds of heads. A checkpoint is of the first kind that recognises its tensors, and so is the
+name in its config.json: the more particular of two kinds stands first."""
 KINDS: Mapping[str, Entry] = {entry.name: entry for entry in ENTRIES}
 
 

@@ -25,7 +25,7 @@ class Coded(IntEnum):
 
 
 KINDS = {8: Coded.CODES8, 4: Coded.CODES4, 3: Coded.CODES3, 2: Coded.CODES2}
-"""By the bits of a code."""
+"""Bits of a code -> kind of matrix."""
 
 
 def groups_of(inputs: int) -> int:

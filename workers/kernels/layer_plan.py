@@ -148,11 +148,11 @@ class LayerPlan:
     MLP there are experts alone."""
     down: PackedMatrix | None
     attention_norm: Norm | None
-    """None: attention reads the hidden states as they are, as in the first layer of an EAGLE
-    head."""
+    """The norm before attention; None: attention reads the hidden states as they are, as in the
+    first layer of an EAGLE head."""
     mlp_norm: Norm | None
-    """None: the MLP reads the hidden states as they are, or what attention reads; parallel to
-    attention it is a norm of what that norms."""
+    """The norm before the MLP; None: the MLP reads the hidden states as they are, or what attention
+    reads; parallel to attention it is a norm of what that norms."""
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
     query_norm: Norm | None = None
@@ -228,7 +228,7 @@ class CacheRows:
     start: int
     count: int
     paths: "Paths | None" = None
-    """None: row i sees slots 0 .. start + i."""
+    """Slots that each row sees; None: row i sees slots 0 .. start + i."""
 
 
 @dataclass(frozen=True)

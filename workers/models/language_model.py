@@ -53,7 +53,7 @@ class BackEnd(Protocol):
         afterwards."""
 
     def finish(self, model: Any) -> None:
-        """All layers are taken, and what is not a layer has its numbers."""
+        """Finish the back end once it has all layers and the rest of the model has its weights."""
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""

@@ -245,7 +245,7 @@ def _free_bytes(device: torch.device) -> int | None:
 def _on_gpu(
     checkpoint: Checkpoint, digest: str, wanted: Wanted, device: torch.device
 ) -> LanguageModel:
-    """As transformers has it, in one type."""
+    """Load a model as transformers computes it, in one type."""
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
         raise CheckpointError(
             f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "

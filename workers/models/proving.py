@@ -24,7 +24,7 @@ of two to six."""
 
 
 class TriedError(UnsupportedError):
-    """As many layers were computed as a trial takes."""
+    """Raised when as many layers have been computed as a trial takes."""
 
 
 class Trial(Library):

@@ -107,4 +107,4 @@ class Segment:
     start: int
     count: int
     paths: Paths | None = None
-    """None: every row sees the slots up to its own."""
+    """Slots that each row sees; None: every row sees those up to its own."""

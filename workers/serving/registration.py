@@ -38,7 +38,7 @@ class Worker(Protocol):
 
     @property
     def spans(self) -> Spans:
-        """In which it measures itself, and this loop itself."""
+        """The spans of the worker and of its loop."""
 
     @property
     def sessions(self) -> int:

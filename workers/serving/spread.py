@@ -46,7 +46,7 @@ class Spread:
     """A target that is spread over devices. Its placement is known once its sizes are."""
 
     demand: Demand | None
-    """None: every layer is on the CPU."""
+    """The layers for a device; None: every layer is on the CPU."""
     device: Device | None
     """The device of the layers that are not on the CPU."""
     reader: Device | None
@@ -116,15 +116,15 @@ class Spread:
 
     @property
     def split(self) -> str:
-        """For the fingerprint: what computes the last layers, where their bytes are others. Whether
-        they are resident or streamed changes none."""
+        """The part of the fingerprint that says what computes the last layers, if their bytes
+        differ. Whether they are resident or streamed changes none."""
         if self.placement is None or self.device is None or not _is_gpu(self.device):
             return ""
         return f"{len(self.placement.places) - self.placement.first}@{self.device.library}"
 
     @property
     def prefill(self) -> str:
-        """For the fingerprint: what reads prompts."""
+        """The part of the fingerprint that says what reads prompts."""
         return (
             "local"
             if self.reader is None or not _is_gpu(self.reader)
@@ -248,8 +248,8 @@ def _room(memory: MemorySettings, device: Device) -> int:
 def _reader(
     settings: TargetSettings, threads: int, device: Device, readings: Sequence[Reading]
 ) -> tuple[Device | None, int]:
-    """Who reads prompts beside the CPU, and from how many rows on; nobody where all layers are on
-    another device."""
+    """Return the device that reads prompts for layers on the CPU, and from how many rows on; None
+    where the CPU reads them."""
     if settings.prefill == "local" or (settings.prefill == "auto" and not device.is_cpu):
         return None, 0
     if settings.prefill != "auto":

@@ -32,7 +32,7 @@ class First:
     token: int
     margin: float
     logprobs: TokenLogprobs | None
-    """None: they were not asked for."""
+    """Log-probabilities of the token; None: not requested."""
     apart: bool = False
     """True if the model's reader read the prompt."""
 

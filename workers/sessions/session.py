@@ -28,9 +28,9 @@ class TargetSession:
     tree: TreeSettings
     key: bytes
     noise: NoiseCache | None
-    """None: greedy, or nothing is coupled."""
+    """The noise of the session; None: greedy, or not coupled."""
     looking_back: LookingBack | None
-    """None: no processor looks back."""
+    """Processors that look back at earlier tokens; None: there are none."""
     reads: Reads | None
     """The features of this target that the session's draft reads."""
     logprobs: int | None

@@ -32,7 +32,7 @@ Nodes = NDArray[np.intp]
 
 NO_ROW = -1
 ALL = 1 << 30
-"""As a number of children: however many there are."""
+"""A number of children that stands for all of them."""
 LEAST_HIDDEN = math.log(1e-3)
 """Hidden children of smaller gains are left out."""
 FEW = 4
@@ -42,8 +42,8 @@ SMALLEST_POOL = 256
 TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)
 """The columns of integers."""
 GAINS, SCORES = range(2)
-"""Those of float32: the log-probability given the parent, at most 0, and the sum of these from the
-root down."""
+"""The columns of float32: the log-probability given the parent, at most 0, and the sum of these
+from the root down."""
 
 
 class Branches(NamedTuple):
@@ -129,7 +129,7 @@ class GrowingTree:
         return self._floats[SCORES, 1 : self._stop]
 
     def probabilities(self, nodes: Nodes) -> Floats:
-        """That each of `nodes` lies on the target's path."""
+        """Return the probability of each of `nodes` to lie on the target's path."""
         probabilities: Floats = np.exp(self.scores[nodes])
         return probabilities
 
@@ -187,7 +187,7 @@ class GrowingTree:
         )
 
     def show(self, width: int) -> None:
-        """From now on policies see of every node's children the best `width`."""
+        """Let policies see the best `width` children of every node from now on."""
         if width != self.shown:
             self.shown = width
             self._pass_down()

@@ -71,7 +71,7 @@ class Beam:
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """All that is kept, or the best of it."""
+        """Select all that is kept, or the best of it."""
         return best_first(_kept(tree, shape.depth, shape.width), tree.scores, shape.nodes)
 
 
@@ -84,8 +84,7 @@ class BestFirst:
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """As many passes as it takes until everything offered that may have children has been
-        expanded."""
+        """Yield passes until every offered node that may have children has been expanded."""
         yield from root_pass(tree, shape)
         while True:
             best = self.select(tree, shape)

@@ -40,7 +40,7 @@ class Recent:
     def __init__(self) -> None:
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
         self.median_ns: float | None = None
-        """None: there was none yet."""
+        """Median of the remembered passes; None: there was none yet."""
 
     def add(self, duration_ns: int) -> None:
         """One more."""

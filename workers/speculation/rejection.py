@@ -63,7 +63,7 @@ class ProposalProbabilities:
 
     @classmethod
     def nothing(cls) -> "ProposalProbabilities":
-        """For a tree without nodes."""
+        """Return the probabilities of a tree without nodes."""
         return cls(torch.zeros(1, 0, dtype=torch.int32), torch.zeros(1, 0))
 
     def check(self, tree: TokenTree, vocabulary_size: int) -> "ProposalProbabilities":

@@ -52,7 +52,7 @@ WORK = 1 << 17
 """Exponentials that one call of `learn` takes at most, one point of the grid at least: half a
 millisecond of a core."""
 BACKLOG = 1 << 20
-"""With so many logits waiting to be learned from a round is left out, whole: leaving out a part
+"""Logits waiting to be learned from above which a round is left out, whole: leaving out a part
 would favour hits or misses."""
 REMEMBERED = 1 << 22
 """Logits of one session's passes that are kept until the root moves, 16 MiB; passes beyond are not
@@ -193,7 +193,7 @@ class ScoreCalibration:
         return tuple(fit.nodes for fit in self._fits[sampled])
 
     def add(self, observations: Sequence[Observation]) -> None:
-        """Those of a round; they are learned from later, all or none."""
+        """Add the observations of a round; all or none of them are learned from later."""
         if sum(len(observation.logits) for observation in self._waiting) < BACKLOG:
             self._waiting.extend(observations)
 

@@ -23,7 +23,7 @@ from dovetail.workers.training.plan import Recipe
 from dovetail.workers.training.target_parts import Frozen
 
 NOISE_COLUMNS = 512
-"""For rows of so many columns `Recipe.noise` is meant."""
+"""Columns of the rows that `Recipe.noise` refers to."""
 CACHED_LOGITS = 1 << 20
 """Logits that are computed at a time on a CPU: few enough to stay in its caches, enough for fast
 products."""

@@ -21,8 +21,8 @@ def plan_for(kind: str, hidden: int, preset: Preset | None = None) -> Plan:
 
 
 def _tiny(paper: Plan) -> Plan:
-    """For minutes on one core, as found on the embedded target (tau of simulated chains after 25 to
-    60 s, one decoder layer).
+    """A plan for minutes on one core, as found on the embedded target (tau of simulated chains
+    after 25 to 60 s, one decoder layer).
 
     A rate of 4e-3 (twice and half as much are worse), features weighed 5 (tau 2.07 for 1.93 with 1:
     a chain lives on its own states), and one step for the first part of the run, then two (2.53 for

@@ -38,7 +38,7 @@ class Round(NamedTuple):
     """The observation of one round."""
 
     entropy: float
-    """In nats."""
+    """Cumulative entropy of the tree's levels, in nats."""
     rank: int
     """Terminal confidence rank."""
     full: bool

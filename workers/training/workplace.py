@@ -26,10 +26,10 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 
 OS_ERROR = re.compile(r"os error (\d+)")
-"""As safetensors says what the system refused it."""
+"""Matches the error number in a message of safetensors."""
 OURS = {"checkpoint.safetensors", "checkpoint.safetensors.new", "result", "replaced"}
 TORN = ".tmp"
-"""With this begin the files that safetensors leaves behind when it is killed."""
+"""Prefix of the files that safetensors leaves behind when it is killed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Workplace:
 
     @property
     def folder(self) -> Path:
-        """Everything that is not finished."""
+        """The folder of everything that is not finished."""
         return self.out.with_name(self.out.name + ".unfinished")
 
     @property

@@ -126,7 +126,7 @@ def keep_silent() -> Any:
 
 
 def answer(said: TextIO, decode: Callable[..., Mapping[str, Any]]) -> None:
-    """Everything that is asked, until nobody is there to ask."""
+    """Answer each line of standard input until it ends."""
     for line in sys.stdin:
         try:
             told = decode(**json.loads(line))

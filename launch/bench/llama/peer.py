@@ -45,7 +45,7 @@ class LlamaOptions:
     """The options of `--method llama.cpp` beside settings."""
 
     threads: int | None = None
-    """None: as many as are the fastest of a few."""
+    """The number of threads; None: the fastest of a few numbers."""
     draft: str = ""
     """`lookup`, the one draft that the package has."""
     lookup: int = LOOKED_UP
@@ -137,7 +137,8 @@ class Preparation:
     _made: dict[str, _Prepared] = field(default_factory=dict)
 
     def of(self, configuration: Configuration) -> _Prepared:
-        """Those of a target; the GGUF itself is written by whoever is the first to load it."""
+        """Return the files of a target; the GGUF itself is written by whoever is the first to load
+        it."""
         key = configuration.settings.target.model_dump_json()
         if key not in self._made:
             self._made[key] = self._make(configuration)

@@ -53,7 +53,7 @@ class Seen(Protocol):
 
     @property
     def turn(self) -> "Turn | None":
-        """By how much queries and keys are turned; None where they are not."""
+        """The rotation of queries and keys; None if they are not rotated."""
 
     def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write key and value [kv_heads, T, head_dim], attend with query [heads, T, head_dim];
@@ -91,8 +91,8 @@ class FixedRows:
     slots: Tensor
     """int64 [T]: where the rows are written; rows that are the same may share one."""
     masks: Mapping[int, Tensor]
-    """By the window of a layer (0: none) [groups * T, S] of 0 and -inf for the first S slots, once
-    for each query head of a key head."""
+    """Window of a layer (0: none) -> [groups * T, S] of 0 and -inf for the first S slots, once for
+    each query head of a key head."""
 
     def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]

@@ -261,7 +261,7 @@ class Kernels:
         self._layers.append(DecoderLayer(replace(plan, cached_before=before)))
 
     def _together(self) -> Any:
-        """All layers as one module with a `run`, as `FusedLayers` has it."""
+        """Return all layers as one module with a `run`, like `FusedLayers`."""
         return FusedLayers(self._layers)
 
     def _final_norm(self, kind: NormKind, norm: Norm, epsilon: float) -> nn.Module:

@@ -13,7 +13,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.workers.models.backends.sizes import NUMBER_BYTES, WEIGHT_BYTES, Sizes
 
 BUFFERS = 2
-"""That streamed layers pass through: one is computed from while the next is filled."""
+"""Buffers that streamed layers pass through: one is computed from while the next is filled."""
 CACHED_ROWS = 4096
 """Rows of keys and values that a limit leaves room for: a long conversation, and a prompt of it
 that is read at once."""
@@ -90,11 +90,11 @@ class Placement:
 
     @property
     def buffers(self) -> int:
-        """That streamed layers pass through."""
+        """Buffers that streamed layers pass through."""
         return min(BUFFERS, self.streamed)
 
     def __str__(self) -> str:
-        """In words: cpu 0-4, cuda:0 5-7 (1 resident, 2 streamed) and head."""
+        """Describe the placement: cpu 0-4, cuda:0 5-7 (1 resident, 2 streamed) and head."""
         layers, first = len(self.places), self.first
         if first == layers:
             return f"cpu 0-{layers - 1} and head"

@@ -149,7 +149,7 @@ class LayerProof:
         index: int,
         parts: LayerParts,
     ) -> None:
-        """To be made before the weights of its parts are dropped."""
+        """Prepare the proof; call this before the weights of the parts are dropped."""
         self._order, linears = parts.order, parts.linears
         self._oracle, self._index, self._what = (
             oracle,

@@ -78,7 +78,7 @@ class KnownTables(RotaryTables):
         raise UnsupportedError(f"the proof has no rotary table {rope.table!r}")
 
     def _check(self, table: Rotary, rope: Rope) -> None:
-        """Nothing is to be checked."""
+        """Check nothing: the table comes with the proof."""
 
 
 def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) -> None:
@@ -108,7 +108,7 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
 
 
 class NoAngles(nn.Module):
-    """In the place of transformers' rotary embedding: the kernels have a table of all angles."""
+    """Stands in for transformers' rotary embedding: the kernels have a table of all angles."""
 
     def forward(self, *unused: Any, **also_unused: Any) -> None:
-        """Nothing is computed."""
+        """Compute nothing."""

@@ -39,7 +39,7 @@ ROW_CLASSES = (3, 64, 1 << 20)
 prompt."""
 TIMED_ROWS = (1, 16, 128)
 BUDGET_S = 1.5
-"""For the measurements of all shapes of a model together."""
+"""Time limit for measuring all shapes of a model together."""
 TIMED_WEIGHTS = 1 << 24
 """Weights of a larger matrix that are timed, 64 MiB of fp32, beyond the caches of nearly all
 CPUs."""

@@ -101,8 +101,7 @@ class Stage:
 
     @property
     def settled(self) -> Mapping[int, SettledLayer]:
-        """By their numbers in this stage, the layers whose weights stay, where torch computes
-        them."""
+        """Number in this stage -> layer whose weights stay and which torch computes."""
         return {
             index: layer
             for index, layer in enumerate(self._layers)
@@ -117,7 +116,7 @@ class Stage:
         return {index: owner for index, owner in owners.items() if isinstance(owner, DecoderLayer)}
 
     def finish(self) -> None:
-        """All layers are there: fetch the first that are streamed."""
+        """Fetch the first streamed layers, once all layers have been added."""
         if self._blobs:
             assert self._transfer is not None
             self._ring = Ring(self._transfer, self._blobs, min(BUFFERS, len(self._blobs)))
@@ -338,12 +337,12 @@ class Staged(Kernels):
 
     @property
     def settled(self) -> Mapping[int, SettledLayer]:
-        """Those that stay on a device where torch computes."""
+        """Layers that stay on a device and are computed by torch."""
         return self._stages[0].settled if self.in_one_stage else {}
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
-        """Those that stay on a device that the CPU stands for."""
+        """Layers that stay on a device for which the CPU stands in."""
         return self._stages[0].resident if self.in_one_stage and self._first == 0 else {}
 
     def _see(self, positions: Tensor, segments: Sequence[Segment]) -> StagedPass:

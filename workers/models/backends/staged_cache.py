@@ -18,7 +18,7 @@ class StagedPass:
     """True if the reader computes the layers on the CPU."""
 
     def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Tensor, Sequence[Segment]]]:
-        """For a stage, a part of the rows at a time: which they are, their positions, and their
+        """Yield a part of the rows of a stage at a time: which rows, their positions, and their
         segments with the stage's own caches."""
         segments = [
             replace(segment, cache=part_of(segment.cache, stage)) for segment in self.segments

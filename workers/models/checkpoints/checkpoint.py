@@ -60,7 +60,7 @@ class Stored:
     """safetensors' name of the type: F32, F16, BF16, ..."""
     shape: tuple[int, ...]
     offset: int
-    """In bytes, from the beginning of the file."""
+    """Offset in bytes from the beginning of the file."""
     size_bytes: int
     identity: Identity
     """The identity of the file when its header was read: from one that has been changed since

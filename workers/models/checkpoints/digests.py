@@ -65,8 +65,8 @@ class Identity:
     size: int
     modified_ns: int
     changed_ns: int
-    """When anything about the file was changed last, its name and its rights included: nobody can
-    set this time."""
+    """Time of the last change of anything about the file, its name and its rights included: nobody
+    can set this time."""
 
     @classmethod
     def of(cls, file: IO[bytes]) -> "Identity":

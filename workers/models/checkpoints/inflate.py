@@ -52,8 +52,8 @@ class Plan:
     """The shape of an inflated model."""
 
     sources: tuple[int, ...]
-    """For each layer the real one that it is, or that it is a copy of: the first of several is the
-    real one."""
+    """Return for each layer the real one that it is, or that it is a copy of: the first of several
+    is the real one."""
     units: int
     linear_bytes: int
 

@@ -66,8 +66,7 @@ class Skeleton:
     buffers: frozenset[str] = frozenset()
     """Buffers that the checkpoint holds."""
     stored: Mapping[str, str] | None = None
-    """For each parameter the tensor of the checkpoint that it is; None: they are made of several,
-    or by transformers."""
+    """Parameter -> tensor of the checkpoint; None: they are made of several, or by transformers."""
 
     def fill(
         self, module: nn.Module, prefix: str, types: Types, *, but: nn.Module | None = None
@@ -268,7 +267,8 @@ def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """For each tied tensor the one that it is tied to, both ways: a checkpoint holds either."""
+    """Return for each tied tensor the one that it is tied to, both ways: a checkpoint holds
+    either."""
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     return {**{source: target for target, source in tied.items()}, **tied}
 

@@ -30,4 +30,4 @@ NAMINGS: Mapping[str, Naming] = {
     "ernie4_5_moe": Naming(renamed=_STATICS),
     "granitemoe": Naming(renamed=_GRANITE),
 }
-"""By model type, the models whose tensors are read from pieces."""
+"""Model type -> the naming of a model whose tensors are read from pieces."""

@@ -1,4 +1,4 @@
-"""All descriptions, by the model type of a configuration."""
+"""Model type of a configuration -> description of the family."""
 
 from collections.abc import Mapping
 

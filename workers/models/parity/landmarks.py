@@ -58,7 +58,7 @@ def short_text(config: Mapping[str, Any], context: int) -> int:
 
 
 def landmarks(value: Any, named: bool = False) -> Iterator[int]:
-    """All whole numbers under names that speak of positions, however deep they lie."""
+    """Yield all whole numbers under names that speak of positions, however deep they lie."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from landmarks(part, named or bool(LANDMARK.search(str(name))))

@@ -50,7 +50,7 @@ class Recalled(Kernels):
         return nn.Identity()
 
     def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
-        """Nothing is to be proved."""
+        """Prove nothing: the remembered proof covers it."""
 
     def _nothing_else(self) -> bool:
         """Return True: only such models are remembered."""

@@ -52,10 +52,10 @@ class Proof:
     embedding: str
     head: str
     stored: Mapping[str, str]
-    """For each parameter the tensor of the checkpoint that it is."""
+    """Parameter -> tensor of the checkpoint."""
     transposed: Sequence[str]
     angles: Mapping[str, tuple[Sequence[float], float]]
-    """For each rotary table its frequencies and the factor of cosines and sines."""
+    """Rotary table -> its frequencies and the factor of cosines and sines."""
     attention: Sequence[Mapping[str, Any]]
     """The arguments with which each layer calls its attention, as `attention.Noted` has them."""
     logits: str

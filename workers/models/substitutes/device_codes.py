@@ -72,7 +72,7 @@ class SharedLayer:
 
 
 class _Nothing(PackedMatrix):
-    """In the place of a matrix that lies elsewhere: its shape."""
+    """Stands in for a matrix that lies elsewhere, with its shape."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k

@@ -21,7 +21,7 @@ GROUPS = (64, 128, 32)
 """Inputs that share a scale in 4 bits; the first that divides the inputs is taken. 64 is HQQ's and
 SubSpec's."""
 ROWS = 16
-"""Their products take rows in multiples of it."""
+"""Rows of a matrix come in multiples of this."""
 TILES = (8, 4, 2)
 """torch's CUDA layout takes so many tiles of 16 inputs together."""
 

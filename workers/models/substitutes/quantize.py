@@ -22,7 +22,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels.coded import GROUP, groups_of
 
 BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
-"""By the type of a substitute's weights."""
+"""Type of a substitute's weights -> bits."""
 SCHEME = f"hqq-axis1-group{GROUP}-2"
 """The version of what `quantise` computes; part of what caches are named by."""
 CPU = torch.device("cpu")

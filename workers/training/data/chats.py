@@ -192,8 +192,8 @@ class Renderer:
         return cast(str, template if isinstance(template, str) else template["default"])
 
     def _marked(self, messages: Sequence[Message], whole: bool) -> Example:
-        """By the marks of the template, and the ids that end the answers even where those lie
-        outside of the marks."""
+        """Find the answers by the marks of the template, and the ids that end the answers even
+        where those lie outside of the marks."""
         rendered = self._apply(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -211,7 +211,7 @@ class Renderer:
     def _compared(
         self, messages: Sequence[Message], answers: Sequence[int], whole: bool
     ) -> Iterator[Example]:
-        """By comparing the texts before and behind each answer."""
+        """Find the answers by comparing the texts before and behind each of them."""
         text, spans = "", list[tuple[int, int]]()
         for number in answers:
             before, behind = (

@@ -77,8 +77,8 @@ class Features(Protocol):
         """Drawn rows [size, length], the same for the same state of `rng`."""
 
     def split(self, held: float) -> "tuple[Features, Features]":
-        """All but a share `held` of the sequences, and these; all answers to a prompt are on the
-        same side."""
+        """Return all but a share `held` of the sequences, and that share; all answers to a prompt
+        are on the same side."""
 
     def counts(self) -> Tensor:
         """[V] int64: how often each token is learned."""

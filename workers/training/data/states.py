@@ -56,7 +56,7 @@ class StatesReader(Protocol):
     origin: Origin
 
     def read(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each sequence of ids [n] in turn its states [n, origin.row] in the origin's type, on
+        """Yield for each sequence of ids [n] its states [n, origin.row] in the origin's type, on
         the CPU."""
 
 
