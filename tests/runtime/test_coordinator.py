@@ -645,7 +645,7 @@ def test_a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back(
     other.submit(tokens=PROMPT, max_tokens=1)
     failed = other.receive(0)
     assert isinstance(failed, Failed)
-    assert "say Hello" in failed.text
+    assert "send Hello" in failed.text
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
 
 
@@ -1128,7 +1128,7 @@ def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(
     house.coordinator._sessions.plan = lambda live: None  # type: ignore[method-assign]
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     report = house.report()
-    assert [line for line in report.decisions if "gives its draft up" in line] == [
+    assert [line for line in report.decisions if "drops its draft" in line] == [
         report.decisions[-1]
     ]
     assert house.draft is not None
