@@ -58,8 +58,8 @@ class Controller:
         self._fixed = tree.insist or drawn
         self._now = Situation(pair, costs)
         self._pricing = Pricing(tree, self._now)
-        self._begun = Begun()
-        """The round that runs."""
+        self.begun = Begun()
+        """The round that runs; only the controller changes it."""
         self._priced: tuple[int, Plan] | None = None
         """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
@@ -98,7 +98,7 @@ class Controller:
         """Look up what decides on drafting at the present load."""
         now = self._now
         now.crowd, now.on_off, self._priced = None, self._own, None
-        self._begun = Begun(now.load)
+        self.begun = Begun(now.load)
         if self._own is not None and now.pair is not None and not now.load.alone:
             now.crowd = now.pair.crowd(greedy=self._greedy, load=now.load)
             now.on_off = now.crowd.on_off
@@ -136,16 +136,6 @@ class Controller:
     def predicted_tokens_per_s(self) -> float | None:
         """Return the predicted rate of all rounds that could be predicted, None if none could."""
         return self.expected_tokens / self.predicted_s if self.predicted_s > 0.0 else None
-
-    @property
-    def sampled(self) -> bool:
-        """Return whether the round that runs is learned from."""
-        return self._begun.sampled
-
-    @property
-    def deciding(self) -> bool:
-        """Return whether what the next rounds teach may turn drafting on or off."""
-        return self._now.on_off is not None and self._now.on_off.deciding
 
     @property
     def cuts(self) -> bool:
@@ -230,16 +220,16 @@ class Controller:
                 now.crowd.on_off.begin()
         sampled = now.crowd is None or now.crowd.due(load.draft)
         if (on_off := now.on_off) is None:
-            self._begun = Begun(load, sampled=sampled)
+            self.begun = Begun(load, sampled=sampled)
             return now.pair is not None
-        self._begun = Begun(load, on_off.era, sampled)
+        self.begun = Begun(load, on_off.era, sampled)
         return on_off.drafting
 
     def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
         """Return how to draft for the round that has begun; None: not at all. `ready`: the draft is
         there for it, and has read the prompt; `patient`: it is waited for until it has, which only
         a request that insists does, unless it `awaits_draft`."""
-        load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self._begun
+        load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self.begun
         begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
             return None
@@ -250,7 +240,7 @@ class Controller:
                 pair.controls += 1
                 self.controls += 1
                 return None
-        begun.exposed_s = pair.costs.order_s if pair.costs.exposed_s.known else None
+        begun.ordered = True
         era = on_off.era if on_off is not None else 0
         (priced_in, plan), self._priced = self._priced or (-1, None), None
         return plan if plan is not None and priced_in == era else self._price(context, pair, on_off)
@@ -287,22 +277,23 @@ class Controller:
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
         """Predict the round whose nodes of these scores are verified in a pass of so many rows,
         behind `context` tokens in the mean of all who share it."""
-        begun, costs = self._begun, self._now.costs
+        begun, costs, pair = self.begun, self._now.costs, self._now.pair
         begun.nodes = nodes = sum(map(exp, scores))
         begun.expected = None
         known = costs.target.known and costs.target_hop_s.known
-        if begun.sampled and known and begun.exposed_s is not None:
+        if begun.ordered and begun.sampled and known and pair and pair.costs.exposed_s.known:
             begun.expected = (
                 1.0 + self._calibration.factor * nodes,
-                costs.round_s(rows=rows, context=context, exposed_s=begun.exposed_s),
+                costs.round_s(rows=rows, context=context, exposed_s=pair.costs.order_s),
             )
 
     # -- after it ----------------------------------------------------------------------------------
 
     def end_round(self) -> Begun:
         """End the round that runs: what was expected of it counts among the predictions."""
-        ended = self._begun
-        self._begun = Begun(ended.load, ended.era, ended.sampled)
+        ended, on_off = self.begun, self._now.on_off
+        self.begun = Begun(ended.load, ended.era, ended.sampled)
+        ended.deciding = on_off is not None and on_off.deciding
         if ended.expected is not None:
             self.expected_tokens += ended.expected[0]
             self.predicted_s += ended.expected[1]

@@ -1,6 +1,7 @@
 """The load: sessions that run at once on the same workers. Pure: counts in, words out."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,5 @@ class Load:
 
 
 ALONE = Load()
+load_of = cache(Load)
+"""Returns the load of these counts, of which there are few: they are asked for in every round."""

@@ -31,8 +31,10 @@ class Begun:
     """True if it is to be learned from."""
     unready: bool = False
     """True if it would have been drafted, had the draft read the prompt."""
-    exposed_s: float | None = None
-    """Seconds that it waits for its draft; None: not known."""
+    ordered: bool = False
+    """True if its draft is asked."""
+    deciding: bool = False
+    """True if what it teaches, once it has ended, may turn drafting on or off."""
     nodes: float = 0.0
     """Nodes that are expected to be accepted."""
     expected: tuple[float, float] | None = None

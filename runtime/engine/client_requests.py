@@ -28,10 +28,10 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.engine import effects
+from dovetail.runtime.engine.census import waits
 from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.requests import attempt
-from dovetail.runtime.engine.running import waits
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry

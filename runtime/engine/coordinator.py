@@ -15,6 +15,7 @@ what is done elsewhere or later, are handed in: `loop.py` runs it for real.
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -32,13 +33,14 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.admission import Admission
 from dovetail.runtime.engine.carrier import Carrier, Elsewhere
+from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
 from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Outgoing
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.replies import Replies
-from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.shared import Shared
@@ -115,7 +117,7 @@ class Coordinator:
 
     def _open_rooms(self, later: Later) -> None:
         """Make the parts that take messages, and those that send."""
-        shared = Shared(
+        shared = self._shared = Shared(
             self._hub,
             self._settings,
             self.service,
@@ -130,6 +132,7 @@ class Coordinator:
             self._tally,
             self._dropped,
             self.now_ns,
+            deque(),
         )
         post = self._post = Outgoing(
             self._hub,
@@ -189,7 +192,6 @@ class Coordinator:
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
         """Handle one message; whatever goes wrong with it concerns the session or the request that
         it is about, and nobody else."""
-        self._census.forget()
         worker, client = self.registry.workers.get(peer), self.registry.clients.get(peer)
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
@@ -265,7 +267,6 @@ class Coordinator:
     def tick(self) -> None:
         """Do what is due: probes to workers that have answered the last one, drafts that are too
         late, sessions that have waited, replies that clients have not taken."""
-        self._census.forget()
         self._peers.handle(self._admission.let_revoked_go)
         aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
@@ -292,15 +293,16 @@ class Coordinator:
 
     def _resume(self, effects: Effects[None]) -> None:
         """Go on behind what was done elsewhere."""
-        self._census.forget()
         self.carry_out(effects)
         self._conclude()
 
     def _conclude(self) -> None:
-        """Do what waits until workers have been asked: part with those that have gone, and tell
-        clients."""
+        """Do what waits until workers have been asked: part with those that have gone, keep the
+        books, and tell clients."""
         self._peers.part()
+        self._shared.keep_books()
         self._sessions.settle()
+        self._census.forget()
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ to which that has been done. Times are handed in.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, VerifiedItem, Verify
@@ -18,7 +19,7 @@ from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
-from dovetail.runtime.telemetry.event_log import EventLog, Waits
+from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
 
 P = ParamSpec("P")
@@ -87,6 +88,8 @@ class RunningRequest:
     sent: bool = False
     observing: EventLog | None = None
     """Hears where its time goes."""
+    notes: deque[Callable[[], object]] = field(default_factory=deque)
+    """Bookkeeping that is done once workers have been asked; the coordinator's own."""
     recorded: Heard | None = None
     """Called with every event of the session."""
     times: RoundTimes = field(default_factory=RoundTimes)
@@ -208,17 +211,27 @@ class RunningRequest:
             times.verify_ns += worked
             times.target_hop_ns += waited - worked
         if self.observing is not None:
-            # When the worker began says how long the command was on its way, as far as its clock is
-            # known; the rest was the answer's.
-            began_ns = min((start for _, start, _ in spans), default=0) - worker.clock.ahead_ns
-            there_ns = min(max(0, began_ns - self.mark_ns), waited - worked)
-            back_ns = waited - worked - there_ns
-            self.observing.add_ours(
-                (("link", self.mark_ns, there_ns), ("link", now_ns - back_ns, back_ns)),
-                session.number,
-                session.round,
-            )
+            hops = self.mark_ns, now_ns, waited - worked
+            self.notes.append(partial(self._note_hops, session.round, worker, spans, *hops))
         self.mark_ns, self.sent = now_ns, False
+
+    def _note_hops(
+        self,
+        round: int,
+        worker: Worker,
+        spans: Sequence[Span],
+        left_ns: int,
+        back_ns: int,
+        hops_ns: int,
+    ) -> None:
+        """Have whoever looks hear how long a command of a round was on its way, and its answer:
+        when the worker began tells them apart, as far as its clock is known."""
+        assert self.observing is not None
+        began_ns = min((start for _, start, _ in spans), default=0) - worker.clock.ahead_ns
+        there_ns = min(max(0, began_ns - left_ns), hops_ns)
+        return_ns = hops_ns - there_ns
+        hops = ("link", left_ns, there_ns), ("link", back_ns - return_ns, return_ns)
+        self.observing.add_ours(hops, self.session.number, round)
 
     def interrupted(self, now_ns: int) -> None:
         """The session waits no longer for what it waited for."""
@@ -270,7 +283,7 @@ class RunningRequest:
                 times,
                 session.length,
                 1 + len(item.accepted),
-                session.verifying,
+                len(session.tree.tokens),
                 session.proposal,
                 self.other_rows,
                 load,
@@ -278,7 +291,7 @@ class RunningRequest:
                 self.unread,
                 begun,
             )
-        if self.controller.deciding:
+        if begun.deciding:
             self.learn()
         return times
 
@@ -330,10 +343,10 @@ class RunningRequest:
         self.session.accounts.add(account, now_ns - self.mark_ns)
         self._time(account, now_ns - self.mark_ns)
         if self.observing is not None:
-            self.observing.add_ours(
-                ((SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns),),
-                self.session.number,
-                self.session.round,
+            span = SPAN_OF[account], self.mark_ns, now_ns - self.mark_ns
+            session = self.session
+            self.notes.append(
+                partial(self.observing.add_ours, (span,), session.number, session.round)
             )
         self.mark_ns = now_ns
 
@@ -350,47 +363,3 @@ class RunningRequest:
             times.draft_queue_ns += duration_ns
         else:
             times.target_queue_ns += duration_ns
-
-
-class Census:
-    """Counts the sessions that run on the same workers as another one. What was counted holds until
-    `forget` is called, since many ask while one message is handled."""
-
-    def __init__(self, running: Mapping[int, RunningRequest]) -> None:
-        """`running`: the sessions by their numbers."""
-        self._running = running
-        self._counted: dict[tuple[int, int, bool], Load] = {}
-
-    def forget(self) -> None:
-        """Count anew from now on, because sessions may have begun, ended or moved."""
-        self._counted.clear()
-
-    def load(self, running: RunningRequest, *, opening: bool = False) -> Load:
-        """Return how much runs on a session's workers. `opening`: sessions whose prompts are being
-        read count, too."""
-        key = id(running.target), id(running.draft), opening
-        if (known := self._counted.get(key)) is None:
-            known = self._counted[key] = self._count(running, opening)
-        return known
-
-    def _count(self, running: RunningRequest, opening: bool) -> Load:
-        states = (*RUNNING, State.OPENING) if opening else RUNNING
-        on_target = on_draft = 0
-        for other in self._running.values():
-            if other.session.state in states:
-                on_target += other.target is running.target
-                on_draft += other.draft is running.draft
-        return Load(max(1, on_target), max(1, on_draft if running.draft is not None else 0))
-
-
-def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:
-    """Return what a worker waits for: nothing while it owes an answer; else what the sessions wait
-    for that it holds."""
-    if worker.turns.owed:
-        return ""
-    states = {one.session.state for one in requests if worker in one.workers}
-    if states & {State.VERIFYING, State.OPENING, State.WAITING}:
-        return "target"
-    if State.DRAFTING in states:
-        return "draft"
-    return "coordinator" if states else "no work"

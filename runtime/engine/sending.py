@@ -235,7 +235,7 @@ class CommandSender:
         if isinstance(message, Open) and message.base is not None:
             worker.shelf.taken(message.base)
         if isinstance(message, Draft | Verify):
-            worker.traffic.ordered(size)
+            worker.traffic.order_bytes = size
         worker.prompts += isinstance(message, Open | Feed | Refeed)
         rows, context = 0, 0.0
         if isinstance(message, Verify):

@@ -48,6 +48,7 @@ class Sessions:
         begun: Callable[[RunningRequest], None],
     ) -> None:
         """`begun` hears of each session before its first event."""
+        self._shared = shared
         self._epoch, self._running, self._census = shared.epoch, shared.running, shared.census
         self._registry, self._moving, self._tally = shared.registry, shared.moving, shared.tally
         self._observing, self._now_ns = shared.observing, shared.now_ns
@@ -74,7 +75,7 @@ class Sessions:
 
     def _start(self, running: RunningRequest) -> None:
         self._observing.begin(running.session, trace=running.trace)
-        running.observing = self._observing
+        running.observing, running.notes = self._observing, self._shared.notes
         self._carry_out(observe(self._observing, self._registry, self._epoch))
         self._begun(running)
         self.perform(running, running.give(running.session.begin))
@@ -94,10 +95,11 @@ class Sessions:
             self._unsettled.append(running)
         over = running.session.state is State.DONE
         if over:
+            self._shared.keep_books()
             self._settle(running)
             self._forget(running)
-        if actions and isinstance(actions[-1], NextRound):
-            actions = self._next_round(running)
+        if actions and isinstance(last := actions[-1], NextRound):
+            actions = self._next_round(running, last)
         self._dispatch.ask(running, [action for action in actions if isinstance(action, Ask)])
         if not over and not running.sent and not running.queued:
             running.waits(self._now_ns())
@@ -122,20 +124,20 @@ class Sessions:
             running.untold.clear()
             raise
 
-    def _next_round(self, running: RunningRequest) -> Sequence[Action]:
+    def _next_round(self, running: RunningRequest, asked: NextRound) -> Sequence[Action]:
         """Begin a session's next round, with another draft if there is one that it should get."""
-        joining = (
-            self._carry_out(self._moving.seek(running)) if self._moving.seeks(running) else None
-        )
-        plan = self.plan(running) if joining is None and running.session.may_draft else None
+        joining = None
+        if running.drafts and (running.draft is None or not running.draft.available):
+            joining = self._carry_out(self._moving.seek(running))
+        plan = self.plan(running, asked) if joining is None and asked.may_draft else None
         controller = running.controller
-        if controller.sampled:
+        if controller.begun.sampled:
             running.watch_reading()
         return running.give(
             running.session.next_round, plan, joining, plan is None and controller.idle
         )
 
-    def plan(self, running: RunningRequest) -> Plan | None:
+    def plan(self, running: RunningRequest, asked: NextRound) -> Plan | None:
         """Return how to draft for a session's next round."""
         if (draft := running.draft) is None:
             return None
@@ -150,7 +152,7 @@ class Sessions:
             if not self._dispatch.can_draft(running):
                 return controller.plan(session.length, ready=False)
             self._dispatch.resume(running)
-        if session.holding:  # what the draft is yet to read comes with the next verdict
+        if asked.holding:  # what the draft is yet to read comes with the next verdict
             return controller.plan(session.length, ready=False, patient=False)
         worth_waiting = session.round == 1 and controller.awaits_draft(
             session.length, session.new_tokens

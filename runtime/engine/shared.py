@@ -1,11 +1,14 @@
 """The state that the parts of a coordinator share: who is here, what runs, and what is counted."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from dovetail.protocol.links import Hub
 from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.engine.census import Census
+from dovetail.runtime.engine.faults import aside
+from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.placement import Placement
@@ -35,6 +38,14 @@ class Shared:
     tally: Tally
     dropped: Dropped
     now_ns: Callable[[], int]
+    notes: deque[Callable[[], object]]
+    """Bookkeeping that nobody waits for: it is done once workers have been asked."""
+
+    def keep_books(self) -> None:
+        """Do the bookkeeping that has been noted; what goes wrong there changes nothing for
+        anybody."""
+        while self.notes:
+            aside(self.notes.popleft())
 
     @property
     def epoch(self) -> int:

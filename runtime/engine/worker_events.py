@@ -9,6 +9,7 @@ scheduler's business, what an event means to a request is the session's.
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 from dovetail.protocol.arrays import Array
@@ -37,6 +38,7 @@ from dovetail.runtime.engine.worker_failures import WorkerFailures
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.scheduler import Owed
 from dovetail.runtime.session.actions import Action
+from dovetail.runtime.session.features import UnreadableFeatures
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 from dovetail.runtime.telemetry.metrics import extent_ns
 
@@ -53,6 +55,7 @@ class WorkerEvents:
     ) -> None:
         self._running, self._census, self._moving = shared.running, shared.census, shared.moving
         self._observing, self._dropped = shared.observing, shared.dropped
+        self._shared, self._notes = shared, shared.notes
         self._failures = WorkerFailures(shared, self._go_on_alone)
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None]:
@@ -61,13 +64,9 @@ class WorkerEvents:
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event from another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
-        worker.silent = False
-        worker.liveness.heard()
+        worker.silent, worker.liveness.silent_ns = False, 0
+        self._notes.append(partial(self._observing.event, worker, event))
         try:
-            try:
-                self._observing.event(worker, event)
-            except Exception:  # it changes nothing for anybody
-                log.exception("the spans that %s reported could not be stored", worker.name)
             if (effects := self._take(worker, event, now_ns, size)) is not None:
                 yield from effects
         except StaleError:
@@ -198,7 +197,7 @@ class WorkerEvents:
             )
         if worker.turns.waiting and worker is not running.target:
             yield Free(worker)  # it drafts for another session while this one's tree is handled
-        worker.traffic.answered(size, 1)
+        self._notes.append(partial(worker.traffic.answered, worker.traffic.order_bytes + size, 1))
         running.answered(worker, now_ns, size, event.spans)
         yield from self._sensible(running, worker, running.session.drafted, event)
 
@@ -268,29 +267,27 @@ class WorkerEvents:
     ) -> Effects[None]:
         running.answered(worker, now_ns, size, spans)
         times = running.end_round(item, self._census.load(running))
-        if not running.session.readable(item, features):
-            yield from self._go_on_alone(
-                running,
-                worker,
-                f"features {features and features.shape} with {item.held} held rows and a path of "
-                f"{len(item.accepted)}",
-            )
-        yield Follow(running, running.give(running.session.verified, item, features, times))
+        verified = running.session.verified
+        try:
+            actions = running.give(verified, item, features, times)
+        except UnreadableFeatures as error:
+            yield from self._go_on_alone(running, worker, error)
+            actions = running.give(verified, item, features, times)
+        yield Follow(running, actions)
         if running.session.held_bytes > MAX_HELD_BYTES:
             yield from self._relieve(running)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
-        """Remember what the pass took that these are the first verdicts of; what goes wrong there
-        changes nothing for anybody."""
+        """Note what the pass took that these are the first verdicts of."""
         owed = worker.turns.owed
         if worker.passing is None or not any(item.session in owed for item in event.items):
             return
-        (rows, context), worker.passing = worker.passing, None
-        try:
-            worker.traffic.answered(size, len(event.items))
-            worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
-        except Exception:
-            log.exception("the time of a pass of %s could not be recorded", worker.name)
+        passed, worker.passing = worker.passing, None
+        size += worker.traffic.order_bytes
+        self._notes.append(partial(worker.traffic.answered, size, len(event.items)))
+        self._notes.append(partial(_observe_pass, worker, passed, event))
+        if not worker.verifying.profiled:  # the next round may be one that measures the target
+            self._shared.keep_books()
 
     def _relieve(self, running: RunningRequest) -> Effects[None]:
         """A draft that has not been asked for long would have too much to catch up with."""
@@ -332,6 +329,12 @@ class WorkerEvents:
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
         if worker.liveness.has_forgotten(event, worker.turns.owed):
             yield Lose(worker, "owes an answer but reports that it is idle")
+
+
+def _observe_pass(worker: Worker, passed: tuple[int, float], event: Verified) -> None:
+    """Learn what a pass over so many rows, behind a context of so many tokens, has taken."""
+    rows, context = passed
+    worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:

@@ -32,15 +32,11 @@ class Liveness:
     sent_ns: int = -1
     """When that was."""
     silent_ns: int = 0
-    """For so long it has not answered it, nor said anything else."""
+    """For so long it has not answered it, nor said anything else; 0 again with its next word."""
 
     def probed(self, owed: Mapping[int, Owed], now_ns: int) -> None:
         """A probe leaves."""
         self.owed, self.sent_ns = dict(owed), now_ns
-
-    def heard(self) -> None:
-        """It has said something."""
-        self.silent_ns = 0
 
     def missed(self, since_ns: int) -> None:
         """It has been looked at, and has not answered."""

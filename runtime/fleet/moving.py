@@ -49,13 +49,9 @@ class Moving:
 
     # -- drafts ------------------------------------------------------------------------------------
 
-    def seeks(self, running: RunningRequest) -> bool:
-        """Return whether a session is in want of a draft: its own was lost or is not available any
-        more, or it never had one."""
-        return running.drafts and (running.draft is None or not running.draft.available)
-
     def seek(self, running: RunningRequest) -> Effects[Joining | None]:
-        """Find a draft for a session that `seeks` one, where that is worth it."""
+        """Find a draft for a session whose own was lost or is not available any more, or that never
+        had one, where that is worth it."""
         draft = self._placement.joining(running)
         if draft is None and (running.draft is None or running.draft.serves):
             return None

@@ -35,15 +35,13 @@ class Traffic:
     received_bytes: int = 0
     round_bytes: Average = field(default_factory=Average)
     """Bytes of a session's order and its answer."""
-    _order_bytes: int = 0
-
-    def ordered(self, size: int) -> None:
-        """Count a message of this size that asks for what a round needs."""
-        self._order_bytes = size
+    order_bytes: int = 0
+    """Size of the last message that asked for what a round needs."""
 
     def answered(self, size: int, rounds: int) -> None:
-        """Count the answer, of this size and about so many rounds."""
-        self.round_bytes.add((self._order_bytes + size) / rounds)
+        """Count an order and its answer, which have this size together and are about so many
+        rounds."""
+        self.round_bytes.add(size / rounds)
 
 
 @dataclass

@@ -178,28 +178,39 @@ class Turns:
             self.waiting.popleft()
             self._sent = [(session, command)]
             return command, (session,)
-        first: dict[int, Command] = {}
-        for s, c in self.waiting:
-            first.setdefault(s, c)  # what a session asked for before is done before
-        ready = {
-            s: c
-            for s, c in first.items()
-            if isinstance(c, Verify) and _candidates(c) == _candidates(command)
-        }
-        ready = dict([*ready.items()][:most])
-        if most == MAX_SESSIONS and len(first) == len(ready) and self.hold((*ready,)):
+        ready, mixed = self._ready(command, most)
+        if most == MAX_SESSIONS and not mixed and self.hold((*ready,)):
             return None
         together = self._together(
             [*ready.values()]
         )  # nothing is owed and nothing is dropped for a message that cannot be built
-        self.waiting = deque(
-            entry
-            for entry in self.waiting
-            if not (isinstance(entry[1], Verify) and entry[0] in ready)
-        )
+        if len(ready) == len(self.waiting):
+            self.waiting.clear()
+        else:
+            self.waiting = deque(
+                entry
+                for entry in self.waiting
+                if not (isinstance(entry[1], Verify) and entry[0] in ready)
+            )
         self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())
         self._sent = [*ready.items()]
         return together, tuple(ready)
+
+    def _ready(self, command: Verify, most: int) -> tuple[dict[int, Verify], bool]:
+        """Return the verdicts that may be asked for in one pass with that of `command`, by session,
+        and whether other sessions wait for something else."""
+        if len(self.waiting) == 1:
+            return {self.waiting[0][0]: command}, False
+        first: dict[int, Command] = {}
+        for session, asked in self.waiting:
+            first.setdefault(session, asked)  # what a session asked for before is done before
+        width = _candidates(command)
+        ready = [
+            (session, asked)
+            for session, asked in first.items()
+            if isinstance(asked, Verify) and _candidates(asked) == width
+        ][:most]
+        return dict(ready), len(first) > len(ready)
 
     def take_back(self) -> None:
         """Have what `next` returned wait again, before everything else, since it was not sent."""

@@ -47,6 +47,11 @@ class NextRound:
     """A round is over and the request is not: the session waits for `next_round`. The last of its
     actions."""
 
+    may_draft: bool = False
+    """True if the session's draft can be asked for a tree."""
+    holding: bool = False
+    """True if the target holds features that the draft has to read first."""
+
 
 @dataclass(frozen=True)
 class Finish:

@@ -7,6 +7,10 @@ from dovetail.protocol.messages import Prefilled
 from dovetail.runtime.session.draft_sync import DraftSync
 
 
+class UnreadableFeatures(ProtocolError):
+    """The features of a verdict are not what the draft reads; the verdict itself may be right."""
+
+
 class FeatureRows:
     """Follows the rows of features that a target shows, one for each position of the log."""
 

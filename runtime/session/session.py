@@ -41,6 +41,7 @@ from dovetail.protocol.tree import TokenTree
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.session.actions import Action, Ask, Emit, Finish, NextRound, Note
 from dovetail.runtime.session.draft_sync import DraftSync, Joining
+from dovetail.runtime.session.features import UnreadableFeatures
 from dovetail.runtime.session.kept import Base
 from dovetail.runtime.session.logprobs import check_logprobs
 from dovetail.runtime.session.opening import OpeningSession
@@ -78,7 +79,9 @@ class Session(OpeningSession):
             return self._finish("length")
         if self.draft_sync is not None:
             self.draft_sync.bonus = event.bonus
-        return self._commit([event.bonus], margins, logprobs, drafted=0)
+        actions = self._commit([event.bonus], margins, logprobs, drafted=0)
+        self.accounts.committed(len(self.tokens))
+        return actions
 
     def _take_over(self) -> None:
         """The target serves the session from now on."""
@@ -101,16 +104,17 @@ class Session(OpeningSession):
         return self.state is State.DRAFTING and round == self.round
 
     @property
-    def verifying(self) -> int:
-        """Return how many nodes the target is asked for, or was."""
-        return len(self._tree.tokens)
+    def holding(self) -> bool:
+        """Return whether the target holds features that the draft has to read before it can be
+        asked."""
+        return self.draft_sync is not None and self.draft_sync.held > 0
 
     @property
     def scores(self) -> Sequence[float]:
-        """Return the scores of these nodes."""
-        return self.proposal.scores[: len(self._tree.tokens)] if self.proposal is not None else ()
+        """Return the scores of the nodes that the target is asked for, or was."""
+        return self.proposal.scores[: len(self.tree.tokens)] if self.proposal is not None else ()
 
-    def readable(self, item: VerifiedItem, features: Array | None) -> bool:
+    def _readable(self, item: VerifiedItem, features: Array | None) -> bool:
         """Return whether the features that came with a verdict, or came not, are what the draft
         needs to go on."""
         if self.draft_sync is None or self.draft_sync.reads is None:
@@ -136,20 +140,25 @@ class Session(OpeningSession):
     def sent(self, nodes: int) -> list[Action]:
         """The first so many nodes of the proposal have gone to the target: the verdict is about
         these."""
-        if nodes < len(self._tree.tokens):
-            self._tree = self._tree.prefix(nodes)
+        if nodes < len(self.tree.tokens):
+            self.tree = self.tree.prefix(nodes)
         return []
 
     def verified(
         self, item: VerifiedItem, features: Array | None = None, times: RoundTimes | None = None
     ) -> list[Action]:
-        """The target's verdict: commit the accepted path and the bonus. `features`: `readable`
-        ones; `times`: of the round, for its record."""
+        """The target's verdict: commit the accepted path and the bonus. Nothing is changed by one
+        with `UnreadableFeatures`. `times`: of the round, for its record."""
         if self.state is not State.VERIFYING or item.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for a verdict of round {item.round}"
             )
-        tree, tokens = self._tree, list[int]()
+        if not self._readable(item, features):
+            raise UnreadableFeatures(
+                f"features {features and features.shape} with {item.held} held rows and a path of "
+                f"{len(item.accepted)}"
+            )
+        tree, tokens = self.tree, list[int]()
         if tree.is_path(item.accepted):
             tokens = [*(tree.tokens[node] for node in item.accepted), item.bonus]
         in_vocabulary = item.bonus < self.request.vocabulary_size
@@ -171,7 +180,7 @@ class Session(OpeningSession):
         times: RoundTimes | None,
     ) -> list[Action]:
         """End a round in which these nodes were accepted; `tokens` are theirs and the bonus."""
-        before, drafted = len(self.tokens), len(self._tree.tokens)
+        before, drafted = len(self.tokens), len(self.tree.tokens)
         ended = RoundFacts(
             self.round,
             self.length,
@@ -185,7 +194,7 @@ class Session(OpeningSession):
             self.draft_sync.committed(accepted, tokens[-1], features, ordered=self._ordered)
         actions = self._commit(tokens, margins, logprobs, drafted=len(accepted))
         committed = len(self.tokens) - before
-        self.accounts.verdict(drafted, min(len(accepted), committed))
+        self.accounts.verdict(drafted, min(len(accepted), committed), committed)
         self.ended = replace(ended, committed=committed) if committed < len(tokens) else ended
         if self.request.record:
             actions.insert(1, Note(self.ended.record()))
@@ -225,7 +234,7 @@ class Session(OpeningSession):
     def target_lost(self) -> list[Action]:
         """Wait for another target. What the draft was asked for in this round it may do; nobody
         waits for it, and none of it will be accepted."""
-        self.state, self._tree, self._features.recomputing = State.WAITING, NO_TREE, False
+        self.state, self.tree, self._features.recomputing = State.WAITING, NO_TREE, False
         self._features.forget_root()
         return []
 
@@ -273,15 +282,13 @@ class Session(OpeningSession):
         self.length += count
         self.margins += margins[:count]
         self.logprobs += logprobs[:count]
-        self.accounts.committed(count)
         if reason:
             return self._finish(reason, begin, drafted, shown)
-        self.reply.show(shown)
         self.state = State.BETWEEN if self.state is State.VERIFYING else State.READY
         self.round, self.proposal = self.round + 1, None
         return [
             Emit(tuple(self.tokens[begin:]), drafted, shown, tuple(self.logprobs[begin:])),
-            NextRound(),
+            NextRound(self.may_draft, self.holding),
         ]
 
     def _join(self, joining: Joining) -> list[Action]:
@@ -311,7 +318,7 @@ class Session(OpeningSession):
     ) -> list[Action]:
         """Have the target verify a tree. `drawn`: the proposal, if the target needs to know what
         its nodes were drawn from; `hold`: it holds the features that the draft reads."""
-        self.state, self._tree = State.VERIFYING, tree
+        self.state, self.tree = State.VERIFYING, tree
         self._hold = hold and self.draft_sync is not None and self.draft_sync.reads is not None
         item = VerifyItem(
             session=self.number,
@@ -337,7 +344,6 @@ class Session(OpeningSession):
         by_stop_string = reason == "stop" and self.tokens[-1] not in self.request.end
         if not by_stop_string:
             shown += self.reply.left()
-        self.reply.show(shown)
         new = tuple(self.tokens[begin:])
         emitted = (
             [Emit(new, min(drafted, len(new)), shown, tuple(self.logprobs[begin:]))]

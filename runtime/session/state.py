@@ -64,8 +64,8 @@ class SessionState:
     """The proposal of this round; None if nothing was asked for."""
     ended: RoundFacts | None = None
     """The round that has ended last, until somebody takes it."""
-    _tree: TokenTree = NO_TREE
-    """The tree that is being verified."""
+    tree: TokenTree = NO_TREE
+    """The tree that is being verified, or was."""
     _ordered: bool = False
     """True if the draft was asked in this round."""
     _hold: bool = False
@@ -139,12 +139,6 @@ class SessionState:
         return self.draft_sync.held_bytes if self.draft_sync is not None else 0
 
     @property
-    def holding(self) -> bool:
-        """Return whether the target holds features that the draft has to read before it can be
-        asked."""
-        return self.draft_sync is not None and self.draft_sync.held > 0
-
-    @property
     def complete(self) -> bool:
         """Return whether the target has shown all that the draft reads of an opening."""
         unread = self.draft_sync is None or self.draft_sync.reads is None
@@ -163,7 +157,7 @@ class SessionState:
     @property
     def doubtful(self) -> bool:
         """Return whether a proposal is being verified, in which the target may find a fault."""
-        return self.state is State.VERIFYING and len(self._tree) > 0
+        return self.state is State.VERIFYING and len(self.tree) > 0
 
     # -- for others --------------------------------------------------------------------------------
 

@@ -251,11 +251,13 @@ class Accounts:
         self.tally.moves += 1
 
     def committed(self, tokens: int) -> None:
+        """So many tokens were committed without a verdict."""
         self.tally.completion_tokens += tokens
 
-    def verdict(self, drafted: int, accepted: int) -> None:
-        """One target pass: `accepted` of its drafted nodes were committed."""
+    def verdict(self, drafted: int, accepted: int, committed: int) -> None:
+        """One target pass: so many tokens were committed, `accepted` of them drafted nodes."""
         tally = self.tally
+        tally.completion_tokens += committed
         self.rounds += 1
         self.plain += drafted == 0
         self.drafted += drafted

@@ -249,8 +249,14 @@ class ReplyText:
         return "".join(self._shown)
 
     def read(self, tokens: Sequence[int], room: int) -> tuple[int, str, FinishReason | None]:
-        """Return how many of these tokens belong to the reply, the text that they complete, and
-        why the reply ends with them, if it does. `room`: tokens that it may still have."""
+        """Return how many of these tokens belong to the reply, the text that they complete, which
+        counts as shown, and why the reply ends with them, if it does. `room`: tokens that it may
+        still have."""
+        count, text, reason = self._read(tokens, room)
+        self._shown.append(text)
+        return count, text, reason
+
+    def _read(self, tokens: Sequence[int], room: int) -> tuple[int, str, FinishReason | None]:
         kept, reason = tokens[:room], _LENGTH if len(tokens) >= room else None
         count, writer = len(kept), self.detokenizer
         for place, token in enumerate(kept):
@@ -270,14 +276,11 @@ class ReplyText:
                 return place, shown, _STOP
         return count, shown, reason
 
-    def show(self, text: str) -> None:
-        """Note what the client is told."""
-        self._shown.append(text)
-
     def left(self) -> str:
-        """Return what was held back, when no token will follow."""
+        """Return what was held back, which counts as shown, when no token will follow."""
         last, _ = self._stops.push(self.detokenizer.flush())
-        return last + self._stops.flush()
+        self._shown.append(last + self._stops.flush())
+        return self._shown[-1]
 
 
 def _byte_letters() -> Mapping[str, int]:

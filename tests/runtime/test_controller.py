@@ -172,6 +172,6 @@ def test_a_session_that_loses_its_draft_beside_others_is_learned_from_again() ->
     controller = controller_of(pair_of())
     for _ in range(3):
         controller.begin_round(Load(4, 4))
-    assert not controller.sampled
+    assert not controller.begun.sampled
     controller.leave()
-    assert controller.sampled
+    assert controller.begun.sampled

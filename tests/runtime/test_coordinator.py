@@ -47,6 +47,7 @@ from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import MAX_CLIENTS, MAX_WORKERS, Registry
+from dovetail.runtime.session.actions import NextRound
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import RoundTimes
 from support.houses import PROMPT, House, pumped
@@ -1093,9 +1094,9 @@ def flickering(house: House, seed: int) -> list[int]:
     rng, planned = random.Random(seed), []
     plan = house.coordinator._sessions.plan
 
-    def decide(live: RunningRequest) -> Plan | None:
+    def decide(live: RunningRequest, asked: NextRound) -> Plan | None:
         planned.append(live.session.round)
-        return plan(live) if rng.random() < 0.4 else None
+        return plan(live, asked) if rng.random() < 0.4 else None
 
     house.coordinator._sessions.plan = decide  # type: ignore[method-assign]
     return planned
@@ -1125,7 +1126,7 @@ def test_a_draft_that_would_have_too_much_to_catch_up_with_is_given_up(
 ) -> None:
     monkeypatch.setattr(worker_events, "MAX_HELD_BYTES", 10 * READS.row * 2)
     house = House(reads=READS)
-    house.coordinator._sessions.plan = lambda live: None  # type: ignore[method-assign]
+    house.coordinator._sessions.plan = lambda live, asked: None  # type: ignore[method-assign]
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     report = house.report()
     assert [line for line in report.decisions if "drops its draft" in line] == [
@@ -1139,7 +1140,7 @@ def test_a_draft_whose_session_ends_is_not_given_up_once_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     house = House(reads=READS)
-    house.coordinator._sessions.plan = lambda live: None  # type: ignore[method-assign]
+    house.coordinator._sessions.plan = lambda live, asked: None  # type: ignore[method-assign]
     rounds = 20
     monkeypatch.setattr(
         worker_events, "MAX_HELD_BYTES", (rounds - 1) * READS.row * 2
@@ -1169,7 +1170,7 @@ def test_a_score_that_no_probability_has_costs_its_session_the_draft_and_the_oth
     house.add(Boastful, "draft")
     tree = TreeSettings(policy="goodput")
     house.complete(tree=tree)  # finds out what a pass costs
-    house.coordinator._sessions.plan = lambda live: Plan()  # type: ignore[method-assign]
+    house.coordinator._sessions.plan = lambda live, asked: Plan()  # type: ignore[method-assign]
     prompts = {house.submit((i, 9), max_tokens=30, tree=tree): (i, 9) for i in range(1, 5)}
     finished = [r for r in house.replies() if isinstance(r, Finished)]
     assert {r.request: list(r.result.token_ids) for r in finished} == {
