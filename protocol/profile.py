@@ -62,6 +62,8 @@ class ProfileKey(Frozen):
     threads: Positive
     shapes: str
     """`shapes_key()` of the model."""
+    cache: str = "fp32"
+    """The type of keys and values."""
 
 
 class LinearChoice(Frozen):

@@ -264,23 +264,34 @@ def test_the_inflated_target_with_another_draft_writes_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("weights", "backend"),
-    [("half", "kernels"), ("int8", "kernels"), ("half", "library"), ("fp32", "library")],
+    ("weights", "backend", "cache"),
+    [
+        ("half", "kernels", "fp32"),
+        ("half", "kernels", "half"),
+        ("int8", "kernels", "auto"),
+        ("half", "library", "auto"),
+        ("fp32", "library", "auto"),
+    ],
 )
 def test_every_type_of_weights_is_lossless_on_every_back_end(
-    client: Client, weights: str, backend: str
+    client: Client, weights: str, backend: str, cache: str
 ) -> None:
     """`client` computes fp32 as `auto` does; the checkpoint is in fp16, so that half weights are
-    the same function."""
+    the same function, but for keys and values in 16 bits."""
     if backend == "kernels" and not kernels.available():
         pytest.skip("the C++ kernels are not built")
     trees = {name: TREES[name] for name in ("6/5/10", "64/12/8")}
     with running(
-        {"target.weights": weights, "target.backend": backend, "draft.device": "cpu"}
+        {
+            "target.weights": weights,
+            "target.backend": backend,
+            "target.cache": cache,
+            "draft.device": "cpu",
+        }
     ) as other:
         for temperature in (0.0, 1.0):
             check_all(other, PROMPTS[:3], trees, temperature=temperature, seed=4)
-        if weights != "int8":
+        if weights != "int8" and cache != "half":
             wrong = difference(
                 complete(other, PROMPTS[0]), complete(client, PROMPTS[0]).result.token_ids
             )
@@ -409,12 +420,14 @@ def check_combination(
 def test_the_embedded_head_and_half_weights_that_are_split_and_streamed_change_nothing(
     client: Client,
 ) -> None:
-    """The checkpoint is in fp16, so that half weights are the same function. The CPU stands for the
-    device that has some layers, streams others, and reads prompts."""
+    """The checkpoint is in fp16, so that half weights are the same function, with keys and values
+    in fp32. The CPU stands for the device that has some layers, streams others, and reads
+    prompts."""
     flags = {
         "draft.kind": "dovetail",
         "draft.device": "cpu",
         "target.weights": "half",
+        "target.cache": "fp32",
         "target.split.device": "cpu",
         "target.split.layers": "4",
         "target.resident": "1",

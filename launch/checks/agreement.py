@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.files.prompts import Prompt
-from dovetail.launch.processes.connection import Connection, weights_of
+from dovetail.launch.processes.connection import Connection, cache_of, weights_of
 from dovetail.protocol.errors import CheckpointError, DovetailError
 from dovetail.protocol.messages import (
     Emitted,
@@ -42,6 +42,10 @@ EXACT = 2e-3
 rounding alone."""
 MEAN = {"int8": 0.1, "bf16": 0.05, "fp16": 0.05}
 """Largest accepted mean difference, where matrices or states are rounded."""
+
+
+HALF_CACHE = 0.01
+"""Largest accepted mean difference where keys and values alone are rounded, to 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,12 @@ def compare(
     replied: int,
     rows: Iterator[Any],
     weights: str,
+    cache: str = "fp32",
 ) -> Agreement:
     """Scores of tokens[1:], of which the last `replied` were chosen greedily, beside reference
     logits [part, V] of all tokens, a part after the other."""
-    of_mean, tolerance = weights in MEAN, MEAN.get(weights, EXACT)
+    rounded = MEAN if cache == "fp32" else {"fp32": HALF_CACHE, "half": HALF_CACHE, **MEAN}
+    of_mean, tolerance = weights in rounded, rounded.get(weights, EXACT)
     largest = total = 0.0
     count, first = 0, None
     reference = (row for part in rows for row in part.double().log_softmax(-1))
@@ -173,6 +179,7 @@ def agreement_of(
             len(reply),
             reference_logits(checkpoint, whole, context, tell),
             weights_of(target),
+            cache_of(target),
         )
     except UnprovableError as error:
         return Agreement(why=str(error))

@@ -84,9 +84,9 @@ FLAGS = (
     Foreign(
         ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"),
         LLAMA,
-        "not supported: keys and values are not quantised",
+        "`--target.cache fp32` or `half`, for keys and values together; no fewer bits",
     ),
-    Foreign(("--kv-cache-dtype",), VLLM, "not supported: keys and values are not quantised"),
+    Foreign(("--kv-cache-dtype",), VLLM, "`--target.cache fp32` or `half`; no fewer bits"),
     Foreign(("-t", "--threads", "-tb", "--threads-batch"), LLAMA, "`--target.threads N`"),
     Foreign(("--numa",), LLAMA, "`--target.numa auto`, a node, a list of nodes, or `off`"),
     Foreign(

@@ -198,7 +198,10 @@ class Reader:
         return True
 
     def _substitute(self) -> Candidate:
-        weights = self._configuration.settings.draft.weights
+        weights, target = (
+            self._configuration.settings.draft.weights,
+            self._configuration.settings.target,
+        )
         bits = BITS.get(weights, 4)
         settings: dict[str, Any] = {"kind": "substitute"} | (
             {"weights": weights} if weights in BITS else {}
@@ -207,7 +210,7 @@ class Reader:
         return self._candidate(
             "substitute",
             f"substitute of {bits} bits",
-            substitute_size(self._target, bits, self._configuration.settings.target.weights),
+            substitute_size(self._target, bits, target.weights, target.cached),
             settings,
             lacks=lacks,
         )

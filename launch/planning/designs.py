@@ -125,9 +125,10 @@ class Design:
         whole = self.weighed.weights
         return replace(mixture, share=mixture.share * whole / max(1, whole - vocabulary))
 
-    def sizes(self, weights: str) -> Sizes:
-        """Return the sizes of its parts in weights of a type; with experts, of the mean layer."""
-        sizes = sizes_of(self.config, weights)
+    def sizes(self, weights: str, cache: str = "fp32") -> Sizes:
+        """Return the sizes of its parts in weights of a type, with keys and values of another; with
+        experts, of the mean layer."""
+        sizes = sizes_of(self.config, weights, cache)
         if self.weighed is None:
             return sizes
         shapes = list(self.weighed.shapes)
@@ -137,9 +138,10 @@ class Design:
         largest = max(matrix_bytes(weights, n, k) for n, k in matrices)
         return replace(sizes, layer=layers // sizes.layers, matrix=largest)
 
-    def target(self, weights: str, device: str) -> Target:
-        """Return the parts of a target with weights of a type, some of them on a device."""
-        sizes = self.sizes(weights)
+    def target(self, weights: str, device: str, cache: str = "fp32") -> Target:
+        """Return the parts of a target with weights of a type, some of them on a device, and keys
+        and values of a type."""
+        sizes = self.sizes(weights, cache)
 
         def on_device(computed: int, resident: int) -> int:
             return needed_bytes(sizes, computed, resident, device)
@@ -238,10 +240,11 @@ def _in_16_bits(own: Design, layers: int, fusion: int) -> DraftSize:
     )
 
 
-def substitute_size(target: Design, bits: int, weights: str) -> DraftSize:
-    """A target's own layers in a few bits, and its head in 16; `weights`: the target's."""
+def substitute_size(target: Design, bits: int, weights: str, cache: str = "fp32") -> DraftSize:
+    """A target's own layers in a few bits, and its head in 16; `weights` and `cache`: the
+    target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
-    shared = coded_bytes(sizes_of(target.config, weights), weights, bits)
+    shared = coded_bytes(sizes_of(target.config, weights, cache), weights, bits)
     beside = (
         substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE)
         - target.layers * layer_bytes

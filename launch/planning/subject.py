@@ -48,7 +48,8 @@ class Subject:
             hardware = replace(hardware, device=None)
         self.configuration, self.design, self.hardware = configuration, design, hardware
         self.device, self.draft_device, self.weights = device, draft_device, weights
-        self.target = design.target(weights, device or GPU)
+        target = configuration.settings.target.model_copy(update={"weights": weights})
+        self.target = design.target(weights, device or GPU, target.cached)
         self.embedded = self.unnamed = False
         self.left_out: list[str] = []
         """Kinds of placements for which there is too little memory."""

@@ -214,6 +214,11 @@ def weights_of(worker: WorkerState) -> str:
     return worker.fingerprint.split("/")[1] if worker.fingerprint else ""
 
 
+def cache_of(worker: WorkerState) -> str:
+    """The type of a target's keys and values, from its fingerprint; empty for a draft."""
+    return worker.fingerprint.rpartition("/")[2]
+
+
 def _tell_of_losses(workers: Iterable[WorkerState]) -> None:
     """A worker that we started has said so where nobody reads it."""
     if any(is_lossy(worker) for worker in workers):
@@ -266,6 +271,7 @@ def describe(role: str, worker: WorkerState) -> str:
             None,
             (
                 weights_of(worker),
+                "cache half" if cache_of(worker) == "half" else "",
                 f"inflated to {worker.inflation}" if worker.inflation else "",
                 worker.placement,
             ),

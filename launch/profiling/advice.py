@@ -283,6 +283,7 @@ def _weights(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
         factor = forecast.prices.scaled(
             lambda rows, there=there: there.least_s(rows) / here.least_s(rows)  # type: ignore[misc]
         )
+        same = ("--target.cache=fp32",) if weights == "half" else ()
         what = (
             "weights in the 16 bits of the checkpoint: the same function"
             if weights == "half"
@@ -291,7 +292,7 @@ def _weights(forecast: Forecast, situation: Situation) -> Iterator[Advice]:
         advice = _advice(
             "weights",
             what,
-            (f"--target.weights={weights}",),
+            (f"--target.weights={weights}", *same),
             forecast.of(forecast.tree, prices=factor),
             forecast.now,
         )

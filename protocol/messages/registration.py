@@ -40,11 +40,12 @@ class Fingerprint(Frozen):
     change a rounding."""
     split: Label = ""
     prefill: Label = "local"
+    cache: Label = "fp32"
+    """The type of keys and values."""
 
     def __str__(self) -> str:
-        return "/".join(
-            (self.checkpoint[:16], self.weights, self.kernels, self.split or "whole", self.prefill)
-        )
+        parts = (self.weights, self.kernels, self.split or "whole", self.prefill, self.cache)
+        return "/".join((self.checkpoint[:16], *parts))
 
 
 class Limits(Frozen):

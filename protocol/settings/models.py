@@ -12,6 +12,7 @@ HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 DRAFT_KINDS = ("auto", "small", *HEAD_KINDS, "ngram", "substitute", "none")
 WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
 BACKENDS = ("auto", "kernels", "library")
+CACHES = ("auto", "fp32", "half")
 Proving = Literal["auto", "anew", "off"]
 """The ways to prove a model against transformers as it is loaded."""
 PROVING = (
@@ -27,6 +28,13 @@ HOST_DEVICES = ("cpu", "pretended")
 MODELLESS_KINDS = ("ngram", "substitute", "none")
 """The draft kinds that name no model of their own: none at all, or the target."""
 DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|pretended")
+
+
+def cache_of(cache: str, weights: str) -> str:
+    """The type of keys and values, fp32 or half, that is asked for with weights of a type."""
+    if cache != "auto":
+        return cache
+    return "half" if weights in ("half", "int8") else "fp32"
 
 
 class SplitSettings(Frozen):
@@ -66,6 +74,11 @@ class TargetSettings(Frozen):
         "auto",
         description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto "
         "(kernels where they can)",
+    )
+    cache: str = Field(
+        "auto",
+        description="keys and values: fp32 or half (fp16, which takes half the memory and changes "
+        "logits by about a rounding); auto: half with half and int8 weights on the kernels",
     )
     device: str = Field(
         "cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests"
@@ -125,6 +138,17 @@ class TargetSettings(Frozen):
     @classmethod
     def _weights(cls, value: str) -> str:
         return one_of(value, WEIGHTS, "type of target weights")
+
+    @field_validator("cache")
+    @classmethod
+    def _cache(cls, value: str) -> str:
+        return one_of(value, CACHES, "type of keys and values")
+
+    @property
+    def cached(self) -> str:
+        """Return the type of keys and values on a CPU, as far as the settings tell."""
+        library = self.backend == "library" and self.cache == "auto"
+        return "fp32" if library else cache_of(self.cache, self.weights)
 
     @field_validator("backend")
     @classmethod

@@ -527,7 +527,7 @@ def _prefill(bench: Bench) -> None:
     rows, few = (64, 2) if bench.report.quick else (PROMPT_ROWS, 4)
     layers = [(plan, ready._blob) for plan, ready in bench.layers[:few]]
     bench.place(0)
-    reader = Reader(bench.transfer, layers)
+    reader = Reader(bench.transfer, layers, torch.float32)
     stage = Stage(0, 0, KernelEngine(), None)
     for plan, blob in layers:
         stage.take(plan, blob, streamed=False)

@@ -296,7 +296,7 @@ def test_rounds_that_were_recorded_take_the_place_of_the_assumption(
 
 def test_what_has_no_room_is_named_and_is_not_called_too_slow(invoke: Run) -> None:
     shown = invoke(
-        "plan", "--machine", "dovetail-laptop", "--target-size", "7B", "--memory.ram", "10GB"
+        "plan", "--machine", "dovetail-laptop", "--target-size", "7B", "--memory.ram", "7GB"
     )
     assert shown.returncode == 0, shown.stderr
     assert "none fits beside the target" in shown.stdout

@@ -89,6 +89,7 @@ def _facts(m: Any, array: Any, settings: Any) -> SimpleNamespace:
             kernels="torch 2.13 avx512 2 threads",
             split="",
             prefill="local",
+            cache="half",
         ),
         vocabulary=m.VocabularyFacts(
             digest="ab" * 32,

@@ -28,6 +28,14 @@ def llama(llama_folder: Path) -> LanguageModel:
     return load_language_model(str(llama_folder), weights="fp32", device="cpu")
 
 
+@pytest.fixture(scope="session")
+def halved_llama(llama_folder: Path) -> LanguageModel:
+    """The same with keys and values in 16 bits."""
+    return load_language_model(
+        str(llama_folder), weights="fp32", device="cpu", backend="kernels", cache="half"
+    )
+
+
 @pytest.fixture
 def kernels_as_before() -> Iterator[None]:
     """Whatever a test chooses of the kernels, instructions or threads, is undone after it."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.workers import kernels
-from dovetail.workers.models.backends.blocked_cache import BlockedCache, MixedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache, MixedCache, cache_of
 from dovetail.workers.models.cache import KVCache
 from support.models import cache_row
 
@@ -190,6 +190,44 @@ def test_the_bytes_of_a_row_are_told_even_of_an_empty_cache() -> None:
         assert cache.row_bytes == expected
         cache.resize(0)
         assert cache.row_bytes == expected
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("heads", [[(3, 4), (3, 4)], [(2, 8), (1, 24)]], ids=str)
+def test_keys_and_values_in_16_bits_keep_and_move_their_rows_in_half_the_memory(
+    heads: list[tuple[int, int]],
+) -> None:
+    whole, half = (cache_of(heads, 20, dtype) for dtype in (torch.float32, torch.float16))
+    for cache in (whole, half):
+        for keys, values in cache._views(cache.keys, cache.values):
+            for part in (keys, values):
+                part.copy_(torch.arange(part.numel()).view(part.shape) % 1999)
+        cache.keep([0, 1, 5, 19], 4)
+        cache.resize(5000)
+        assert cache.row_slots > 5000
+    assert 2 * half.row_bytes == whole.row_bytes
+    pairs = zip(
+        half._views(half.keys, half.values), whole._views(whole.keys, whole.values), strict=True
+    )
+    for found, expected in pairs:
+        assert torch.equal(found[0][..., 0, :, :4].float(), expected[0][..., 0, :, :4])
+        assert torch.equal(found[1][..., :4, :].float(), expected[1][..., :4, :])
+
+
+def test_a_cache_of_halves_is_given_the_nearest_and_none_that_is_infinite() -> None:
+    cache = KVCache(
+        layers=1,
+        kv_heads=1,
+        head_dim=4,
+        capacity=1,
+        dtype=torch.float16,
+        device=torch.device("cpu"),
+    )
+    numbers = torch.tensor([[[1 / 3, 1e9, -1e9, 65519.0]]])
+    cache.write(0, numbers, -numbers, 0)
+    expected = torch.tensor([1 / 3, 65504.0, -65504.0, 65504.0]).half()
+    assert torch.equal(cache.rows[0, 0, 0, 0], expected)
+    assert torch.equal(cache.rows[0, 1, 0, 0], -expected)
 
 
 def test_layers_whose_heads_differ_keep_and_move_their_rows_each_for_itself() -> None:

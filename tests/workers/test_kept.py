@@ -213,13 +213,19 @@ def next_prompt(log: Sequence[int], kept: int, more: int, rng: random.Random) ->
     seed=st.integers(0, 1 << 32),
     sampling=st.sampled_from([GREEDY, WARM]),
     cut=st.sampled_from(["one", "all", "some", "prompt", "none"]),
+    halved=st.booleans(),
 )
 @settings(deadline=None, max_examples=25)
 def test_a_conversation_of_a_target_that_keeps_its_rows_is_the_same_bytes(
-    llama: LanguageModel, seed: int, sampling: Sampling, cut: str
+    llama: LanguageModel,
+    halved_llama: LanguageModel,
+    seed: int,
+    sampling: Sampling,
+    cut: str,
+    halved: bool,
 ) -> None:
-    rng = random.Random(seed)
-    keeping, anew = Verifier(llama, Spans(), kept_tokens=KEPT), Verifier(llama, Spans())
+    rng, model = random.Random(seed), halved_llama if halved else llama
+    keeping, anew = Verifier(model, Spans(), kept_tokens=KEPT), Verifier(model, Spans())
     prompt, base, kept = (
         tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 30))),
         None,

@@ -1,11 +1,12 @@
 """Our pass computes what transformers computes, for every family and in every order of slots."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
@@ -234,6 +235,43 @@ def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(
         torch.tensor(TOKENS), torch.arange(10), [Segment(model.new_cache(10), 0, 10)]
     )
     torch.testing.assert_close(logits, reference_logits(tmp_path, TOKENS), **TOLERANCE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2], ids=lambda make: make.__name__)
+def test_keys_and_values_in_16_bits_move_logits_by_a_rounding(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    folder, tokens = make(tmp_path), torch.tensor(TOKENS * 4)
+    models = [
+        load_language_model(
+            str(folder), weights="fp32", device="cpu", backend="kernels", cache=cache
+        )
+        for cache in ("fp32", "half")
+    ]
+    caches = [model.new_cache(40) for model in models]
+    whole, half = (
+        model.forward(tokens, torch.arange(40), [Segment(cache, 0, 40)])
+        for model, cache in zip(models, caches, strict=True)
+    )
+    moved = float(((half - whole).norm(dim=-1) / whole.norm(dim=-1)).max())
+    assert 1e-6 < moved < 5e-3
+    assert 2 * caches[1].row_bytes == caches[0].row_bytes
+
+
+@needs_kernels
+def test_keys_that_16_bits_cannot_hold_are_refused_with_the_setting_that_can(
+    tmp_path: Path,
+) -> None:
+    folder = tiny_llama(tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    for name, factor in (("k_proj", 1e6), ("q_proj", 1e-6)):
+        stored |= {key: factor * part for key, part in stored.items() if name in key}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    given = {"weights": "fp32", "device": "cpu", "backend": "kernels"}
+    load_language_model(str(folder), **given, cache="fp32")
+    with pytest.raises(CheckpointError, match=r"move the logits .*: use target\.cache fp32"):
+        load_language_model(str(folder), **given, cache="half")
 
 
 @needs_kernels

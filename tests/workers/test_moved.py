@@ -200,17 +200,17 @@ def moved(
 
 @needs_kernels
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@given(seed=st.integers(0, 1 << 32))
+@given(seed=st.integers(0, 1 << 32), halved=st.booleans())
 @settings(deadline=None, max_examples=12)
 def test_a_session_that_moves_in_the_middle_of_rounds_is_the_same_bytes(
-    llama: LanguageModel, sampling: str, seed: int
+    llama: LanguageModel, halved_llama: LanguageModel, sampling: str, seed: int, halved: bool
 ) -> None:
-    rng = random.Random(seed)
+    rng, model = random.Random(seed), halved_llama if halved else llama
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30)))
     lives = [Life(prompt, SAMPLINGS[sampling], seed) for _ in range(2)]
     undisturbed, pair = (
-        Verifier(llama, Spans()),
-        (Verifier(llama, Spans()), Verifier(llama, Spans())),
+        Verifier(model, Spans()),
+        (Verifier(model, Spans()), Verifier(model, Spans())),
     )
     expected = alone(undisturbed, lives[0], 40)
     last = pair[moved(pair, lives[1], expected, 30, rng)]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings import cache_of
 from dovetail.workers.kernels.layer_plan import LANES
 from dovetail.workers.models.backends.blob import gather
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
@@ -169,13 +170,16 @@ def test_sizes_by_the_configuration_are_those_that_are_loaded(
 ) -> None:
     """Within a bias, which is counted whether there is one, and the norms."""
     folder = FAMILIES[family](tmp_path, dtype=dtype)
-    sizes = sizes_of(json.loads((folder / "config.json").read_text()), weights)
-    model = load_language_model(str(folder), weights=weights, device="cpu", backend="kernels")
+    cache = cache_of("auto", weights)
+    sizes = sizes_of(json.loads((folder / "config.json").read_text()), weights, cache)
+    model = load_language_model(
+        str(folder), weights=weights, device="cpu", backend="kernels", cache=cache
+    )
     plan = model._back_end._layers[0].plan  # type: ignore[attr-defined]
     blob, norms = gather(plan).memory.numel(), 4 * 4 * model.hidden_size
     outputs = plan.qkv.n + plan.output.n + plan.gate_up.n + plan.down.n
     assert blob + norms <= sizes.layer <= blob + norms + 4 * outputs + 4 * 64
-    cache = model.new_cache(LANES)
-    assert isinstance(cache, BlockedCache)
-    assert sizes.row * sizes.layers == cache.row_bytes
+    rows = model.new_cache(LANES)
+    assert isinstance(rows, BlockedCache)
+    assert sizes.row * sizes.layers == rows.row_bytes
     assert (sizes.layers, sizes.context) == (model.layers, model.context)

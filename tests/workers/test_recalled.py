@@ -30,10 +30,12 @@ for proof in sys.argv[2:]:
 """
 
 
-def load(folder: Path, proof: str, weights: str = "fp32", inflate: int = 0) -> LanguageModel:
+def load(
+    folder: Path, proof: str, weights: str = "fp32", inflate: int = 0, cache: str = "fp32"
+) -> LanguageModel:
     """Return the model of a folder."""
     return load_language_model(
-        str(folder), weights=weights, device="cpu", inflate_bytes=inflate, proof=proof
+        str(folder), weights=weights, device="cpu", inflate_bytes=inflate, cache=cache, proof=proof
     )
 
 
@@ -84,7 +86,7 @@ def test_a_proof_that_does_not_hold_is_dropped_and_said(
 ) -> None:
     made = load(folder, "auto")
     proofs = Proofs((folder / "config.json").read_bytes())
-    key = f"{open_checkpoint(str(folder)).digest} FP32"
+    key = f"{open_checkpoint(str(folder)).digest} FP32 torch.float32"
     proof = proofs.find(key)
     assert proof is not None
     proofs.keep(key, dataclasses.replace(proof, **{field: changed(proof, field)}))
@@ -111,6 +113,14 @@ def changed(proof: Proof, field: str) -> object:
             return {**proof.config, "hidden_act": "nobody knows it"}
     names = {name: "model.layers.0.mlp.up_proj.weight" for name in proof.stored if "gate" in name}
     return {**proof.stored, **names}
+
+
+def test_a_proof_holds_for_one_type_of_keys_and_values(folder: Path) -> None:
+    whole = load(folder, "auto")
+    assert not load(folder, "auto", cache="half").proved
+    half = load(folder, "auto", cache="half")
+    assert half.proved
+    assert not torch.equal(logits(half), logits(whole))
 
 
 def test_a_damaged_file_counts_as_none(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

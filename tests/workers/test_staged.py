@@ -47,8 +47,9 @@ PLACES = {
     "last streamed": [C, C, C, S],
 }
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
-TOLERANCE = {"fp32": 1e-5, "half": 1e-5, "int8": 3e-2}
-"""Of the largest logit: rounding; a rounding of an input of int8 that falls on the other side of a
+TOLERANCE = {"fp32": 1e-5, "half": 1e-3, "int8": 3e-2}
+"""Of the largest logit: rounding; a key or a value that is rounded to the other half is 1/2048 off,
+and a rounding of an input of int8 that falls on the other side of a
 half is a step of 1/127."""
 GREEDY = Sampling(temperature=0.0)
 TREE = TreeSettings(policy="dynamic", gamma=12, depth=6)
@@ -75,12 +76,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(
     folder: Path, weights: str, places: Sequence[Place] | None = None, *, reader: bool = False
 ) -> LanguageModel:
-    """The model as a whole, or in stages."""
+    """The model as a whole, or in stages; with half and int8 weights over a cache of halves."""
     if places is None:
-        return load_language_model(str(folder), weights=weights, device="cpu", backend="kernels")
+        return load_language_model(
+            str(folder), weights=weights, device="cpu", backend="kernels", cache="auto"
+        )
     staging = Staging(places, HostTransfer(), HostTransfer() if reader else None)
     return load_language_model(
-        str(folder), weights=weights, device="cpu", stage=lambda config, kind: staging
+        str(folder),
+        weights=weights,
+        device="cpu",
+        stage=lambda config, kind: staging,
+        cache="auto",
     )
 
 
@@ -261,14 +268,16 @@ def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
 
 
 @pytest.mark.usefixtures("by_torch")
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 300])
+@pytest.mark.parametrize(
+    ("length", "weights"), [*((n, "fp32") for n in (1, 15, 16, 17, 300)), (17, "half")]
+)
 def test_the_keys_and_values_that_torch_computes_are_handed_over(
-    folders: dict[str, Path], length: int
+    folders: dict[str, Path], length: int, weights: str
 ) -> None:
     tokens = torch.arange(length) % 40
     whole, found = (
-        load(folders["fp32"], "fp32"),
-        load(folders["fp32"], "fp32", [C] * LAYERS, reader=True),
+        load(folders[weights], weights),
+        load(folders[weights], weights, [C] * LAYERS, reader=True),
     )
     expected, cache = whole.new_cache(length), found.new_cache(length)
     whole.forward(tokens, torch.arange(length), [Segment(expected, 0, length)])
@@ -279,7 +288,10 @@ def test_the_keys_and_values_that_torch_computes_are_handed_over(
         left, right = getattr(part, name), getattr(expected, name)
         if name == "keys":  # blocks of 16 slots side by side, as slots
             left, right = (blocks.transpose(3, 4).flatten(2, 3) for blocks in (left, right))
-        torch.testing.assert_close(left[:, :, :length], right[:, :, :length], rtol=1e-4, atol=1e-4)
+        error = 1e-4 if weights == "fp32" else 1e-3
+        torch.testing.assert_close(
+            left[:, :, :length], right[:, :, :length], rtol=error, atol=error
+        )
 
 
 def test_a_draft_reads_the_same_states_of_any_placement(folders: dict[str, Path]) -> None:

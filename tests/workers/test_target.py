@@ -36,6 +36,7 @@ from dovetail.workers.sessions.features import (
 )
 from dovetail.workers.sessions.wire import to_tensor
 from dovetail.workers.target import TargetWorker
+from support.kernels import needs_kernels
 from support.models import VOCABULARY, reference_tokens, tiny_llama
 
 
@@ -51,6 +52,41 @@ def test_the_same_settings_give_the_same_fingerprint_and_an_inflation_another(
     inflated = fingerprint(model=str(llama_folder), inflate="1MB")
     assert inflated != plain
     assert fingerprint(model=str(llama_folder), inflate="1MB") == inflated
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("settings", "cache"),
+    [
+        ({}, "half"),
+        ({"weights": "int8"}, "half"),
+        ({"weights": "fp32"}, "fp32"),
+        ({"weights": "fp32", "cache": "half"}, "half"),
+        ({"cache": "fp32"}, "fp32"),
+        ({"backend": "library"}, "fp32"),
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_part_of_the_fingerprint_and_in_16_bits_as_weights_are(
+    tmp_path: Path, settings: dict[str, str], cache: str
+) -> None:
+    folder = tiny_llama(tmp_path, dtype=torch.float16)
+    worker = open_target_worker(
+        TargetSettings(**{"model": str(folder), "weights": "half", **settings}), name="t", threads=1
+    )
+    print_ = worker.hello(1).fingerprint
+    assert print_ is not None
+    assert (print_.cache, str(print_).split("/")[-1]) == (cache, cache)
+    other = print_.model_copy(update={"cache": "half" if cache == "fp32" else "fp32"})
+    assert other != print_
+    assert str(other) != str(print_)
+
+
+def test_keys_and_values_in_16_bits_are_refused_where_the_library_computes(
+    llama_folder: Path,
+) -> None:
+    with pytest.raises(CheckpointError, match=r"target\.cache = 'half' needs the C\+\+ kernels"):
+        fingerprint(model=str(llama_folder), backend="library", cache="half")
 
 
 def test_the_limits_are_those_of_the_model(llama_folder: Path) -> None:

@@ -101,6 +101,7 @@ def keys_of(settings: TargetSettings) -> Iterator[ProfileKey]:
                 weights=weights,
                 threads=torch.get_num_threads(),
                 shapes=shapes_key(shapes),
+                cache=settings.cached,
             )
         if weights in CANDIDATES:
             yield profile_key(shapes, weights=weights)
@@ -191,6 +192,7 @@ class _Bench:
             backend=backend,
             layers=layers,
             stage=lambda _config, _weights: staging,
+            cache=self._settings.cache,
         )
 
 

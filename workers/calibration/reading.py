@@ -42,6 +42,7 @@ def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -
         backend=settings.backend,
         inflate_bytes=inflate_bytes,
         stage=stage,
+        cache=settings.cache,
     )
     local: dict[int, float] = {}
     streamed: dict[int, float] = {}

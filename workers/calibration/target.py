@@ -123,6 +123,7 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
     return {
         "model": subject.model.checkpoint.source,
         "weights": subject.model.weights,
+        "cache": subject.model.cache,
         "random_weights": subject.random,
         "layers": subject.whole.layers,
         "layers_measured": subject.measured.layers,
@@ -185,6 +186,7 @@ def open_subject(
             backend=settings.backend,
             inflate_bytes=inflate_bytes,
             profile=profile,
+            cache=settings.cache,
         )
         return Subject(model, design, design, random=False)
     if inflate_bytes:
@@ -206,6 +208,7 @@ def open_subject(
         backend=settings.backend,
         layers=part.layers,
         profile=profile,
+        cache=settings.cache,
     )
     return Subject(model, part, design, random=True)
 
@@ -224,6 +227,7 @@ def calibration_key(subject: Subject) -> ProfileKey:
         weights=model.weights,
         threads=torch.get_num_threads(),
         shapes=shapes,
+        cache=model.cache,
     )
 
 

@@ -291,7 +291,9 @@ def _attend_block(
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
     cache.write(layer, key[:, rows], value[:, rows], segment.start)
     low, mask = block.view(window)
-    keys, values = cache.view(layer, low, segment.start + segment.count)
+    keys, values = (
+        part.to(query.dtype) for part in cache.view(layer, low, segment.start + segment.count)
+    )
     heads, _, size = query.shape
     packed = query[:, rows].reshape(1, keys.shape[0], -1, size)
     if cap is None and sinks is None:

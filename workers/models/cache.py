@@ -13,6 +13,22 @@ from torch import Tensor
 
 from dovetail.workers.models.segment import check_truncation, has_to_move, slots_in_place
 
+HALF = torch.float16
+"""The type of 16-bit keys and values. A number keeps three bits more than in bfloat16, and what is
+beyond the largest, 65504, is held there, so that none becomes infinite."""
+
+CACHE_NAMES = {torch.float32: "fp32", torch.float16: "half", torch.bfloat16: "half"}
+"""The types of keys and values as the setting target.cache calls them."""
+
+
+def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values in the type of a cache, as the kernels round them: to the nearest number, the
+    even one of two; none becomes infinite."""
+    if dtype != HALF or numbers.dtype == HALF:
+        return numbers.to(dtype)
+    largest = torch.finfo(HALF).max
+    return numbers.clamp(-largest, largest).to(HALF)
+
 
 class KVCache:
     """One tensor [layers, 2, kv_heads, capacity, head_dim] and the number of its rows that are
@@ -33,15 +49,16 @@ class KVCache:
         self.rows = torch.empty(layers, 2, kv_heads, capacity, head_dim, dtype=dtype, device=device)
 
     def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
-        """Put key, value [kv_heads, T, head_dim] into slots start..start+T-1 of a layer."""
+        """Put key, value [kv_heads, T, head_dim] into slots start..start+T-1 of a layer, rounded to
+        the cache's type."""
         stop = start + key.shape[1]
         if not self.length <= start <= stop <= self.capacity:
             raise ValueError(
                 f"slots {start}..{stop - 1} lie outside {self.length}..{self.capacity - 1}, "
                 "the slots that may be written"
             )
-        self.rows[layer, 0, :, start:stop] = key
-        self.rows[layer, 1, :, start:stop] = value
+        self.rows[layer, 0, :, start:stop] = rounded(key, self.rows.dtype)
+        self.rows[layer, 1, :, start:stop] = rounded(value, self.rows.dtype)
 
     def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, stop - start, head_dim] of slots start..stop-1 of a layer;

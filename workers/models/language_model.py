@@ -48,6 +48,10 @@ class BackEnd(Protocol):
     def kernels(self) -> str:
         """Return what computes, as it stands in a fingerprint."""
 
+    @property
+    def cache(self) -> str:
+        """Return the type of keys and values: fp32, or half for 16 bits."""
+
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """Return what is to stand in the layer's place; the layer itself is not needed
         afterwards."""
@@ -91,6 +95,7 @@ class LanguageModel:
         self.weights = weights
         """fp32, fp16, bf16, int8 or int8-per-tensor; `half` is what the checkpoint has."""
         self.backend, self.kernels = back_end.backend, back_end.kernels
+        self.cache = back_end.cache
         self.prompt_rows, self.reads_apart = back_end.prompt_rows, back_end.reads_apart
         self.choice = choice
         """Why this back end."""

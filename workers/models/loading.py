@@ -19,6 +19,7 @@ from dovetail.workers.models.backends.library import Library, prove_whole
 from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
 from dovetail.workers.models.backends.selection import select
 from dovetail.workers.models.backends.staged import Staged
+from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
 from dovetail.workers.models.checkpoints.files import read_bytes
@@ -71,6 +72,7 @@ def load_language_model(
     inflate_bytes: int = 0,
     profile: Path | None = None,
     stage: Stager | None = None,
+    cache: str = "fp32",
     proof: str = "off",
 ) -> LanguageModel:
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
@@ -78,7 +80,8 @@ def load_language_model(
 
     `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file
     that remembers what was measured of the library. `stage`: how it is spread over devices, in
-    place of `device`; only a model that the kernels can compute is. `proof`: auto, a proof that is
+    place of `device`; only a model that the kernels can compute is. `cache`: the type of keys and
+    values, one of `protocol.settings.CACHES`. `proof`: auto, a proof that is
     remembered is enough; anew, it is made anew and remembered; off, it is made and not remembered.
     """
     check_names(weights, backend)
@@ -87,7 +90,7 @@ def load_language_model(
         read_config(file)  # what cannot be decoded is refused before all weights are read
     checkpoint = open_checkpoint(source)
     wanted = Wanted(
-        weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage, proof
+        weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage, cache, proof
     )
     digest = (
         inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
@@ -105,12 +108,13 @@ def random_language_model(
     layers: int | None = None,
     profile: Path | None = None,
     stage: Stager | None = None,
+    cache: str = "fp32",
 ) -> LanguageModel:
     """A model of random weights from a config.json alone, for measurements before a download;
     `layers`: so many in place of the configured number."""
     check_names(weights, backend)
     folder = Path(config_folder)
-    wanted = Wanted(weights, _configured_type(weights, folder), backend, 0, profile, stage)
+    wanted = Wanted(weights, _configured_type(weights, folder), backend, 0, profile, stage, cache)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
     return _on_cpu(
@@ -156,6 +160,11 @@ def _on_cpu(
             f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, "
             f"and {why_not}; "
             "leave target.split, target.resident, target.prefill and memory.vram out"
+        )
+    if wanted.cache == "half":
+        raise CheckpointError(
+            f"{checkpoint.source}: target.cache = 'half' needs the C++ kernels, and {why_not}: "
+            "leave it out, or use fp32"
         )
     rounded = wanted.weights == "int8" or (wanted.weights == "bf16" and wanted.asked == "half")
     if (
@@ -228,10 +237,19 @@ def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bo
     if kernels and wanted.stage is not None:
         staging = wanted.stage(model.config.to_dict(), wanted.weights)
         return Staged(
-            model, KINDS[wanted.weights], context=context_of(model.config), staging=staging
+            model,
+            KINDS[wanted.weights],
+            context=context_of(model.config),
+            staging=staging,
+            cache=wanted.cache_type,
         )
     if kernels:
-        return Kernels(model, KINDS[wanted.weights], context=context_of(model.config))
+        return Kernels(
+            model,
+            KINDS[wanted.weights],
+            context=context_of(model.config),
+            cache=wanted.cache_type,
+        )
     selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
     return Library(selection, device=torch.device("cpu"), oracle=oracle_of(model))
 
@@ -250,6 +268,12 @@ def _on_gpu(
         raise CheckpointError(
             f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "
             f"end {wanted.backend}; use weights fp32"
+        )
+    own = CACHE_NAMES[GPU_TYPES[wanted.weights]]
+    if wanted.cache not in ("auto", own):
+        raise CheckpointError(
+            f"{checkpoint.source}: on {device} keys and values have the type of the weights "
+            f"({own}), and target.cache = {wanted.cache!r}: leave it out"
         )
     if (free := _free_bytes(device)) is not None and (
         why := against_device(checkpoint, wanted.weights, device, free)

@@ -61,6 +61,7 @@ def open_target_worker(
         inflate_bytes=inflation_bytes(settings.inflate),
         profile=profile,
         stage=None if spread is None else spread.stage,
+        cache=settings.cache,
         proof=settings.proof,
     )
     tell_proof(model.proved, name)
@@ -113,7 +114,11 @@ def _fingerprint(
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
     return Fingerprint(
-        checkpoint=model.checkpoint_digest, weights=settings.weights, kernels=family, **others
+        checkpoint=model.checkpoint_digest,
+        weights=settings.weights,
+        kernels=family,
+        cache=model.cache,
+        **others,
     )
 
 

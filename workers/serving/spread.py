@@ -57,6 +57,8 @@ class Spread:
     host_room: int | None = None
     """Bytes of the host's memory that there are; None: no limit was set."""
     placement: Placement | None = None
+    cache: str = "fp32"
+    """The type of keys and values."""
     beside: int = 0
     """Bits of the codes of a substitute of all layers that the device has to hold too; 0: there is
     none."""
@@ -69,7 +71,7 @@ class Spread:
                 f"the config.json of a {kind} model has no sizes that layers could be placed "
                 "by: leave target.split and target.resident out"
             )
-        sizes = sizes_of(config, weights)
+        sizes = sizes_of(config, weights, self.cache)
         demand = self.demand
         if demand is not None and self.beside and demand.device_bytes is not None:
             demand = replace(
@@ -187,6 +189,7 @@ def spread_of(
         reads_from,
         room,
         host_room=memory.ram_bytes,
+        cache=settings.cached,
         beside=beside,
     )
 
@@ -208,6 +211,7 @@ def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]
             weights=weights,
             threads=torch.get_num_threads(),
             shapes=shapes,
+            cache=settings.cached,
         )
         if found := known.find(key).readings:
             return found
@@ -224,7 +228,7 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
     config = text_part(read_json(find_folder(settings.model) / "config.json"))
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
         return False
-    sizes = sizes_of(config, settings.weights)
+    sizes = sizes_of(config, settings.weights, settings.cached)
     return needed_bytes(sizes, sizes.layers, sizes.layers, device.name) > _room(memory, device)
 
 

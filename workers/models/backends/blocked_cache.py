@@ -29,11 +29,24 @@ class BlockedCache:
     """A session's keys and values in the layout of the kernels: keys sixteen slots side by side, so
     that lanes run along slots."""
 
-    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`dtype`: float32 or float16."""
         self.capacity = capacity
         self.length = 0
         self.keys, self.values = new_cache(
-            layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=with_room(capacity)
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=with_room(capacity),
+            dtype=dtype,
         )
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
@@ -89,7 +102,13 @@ class BlockedCache:
     def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
         """Fresh keys and values for so many rows."""
         layers, kv_heads, _, head_dim = self.values.shape
-        return new_cache(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
+        return new_cache(
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=capacity,
+            dtype=self.values.dtype,
+        )
 
     def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys [..., blocks, head_dim, 16] and values [..., slots, head_dim] of layers with the
@@ -101,9 +120,15 @@ class MixedCache(BlockedCache):
     """The keys and values of layers whose heads differ, those of one layer behind the other: `keys`
     and `values` are [numbers of a row, slots]."""
 
-    def __init__(self, heads: Sequence[tuple[int, int]], *, capacity: int) -> None:
+    def __init__(
+        self,
+        heads: Sequence[tuple[int, int]],
+        *,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """`heads`: of each layer, how many key heads, and their size."""
-        self._heads = heads
+        self._heads, self._dtype = heads, dtype
         self.capacity, self.length = capacity, 0
         self.keys, self.values = self._open(with_room(capacity))
 
@@ -118,7 +143,9 @@ class MixedCache(BlockedCache):
 
     def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
         numbers = self._numbers
-        parts = new_cache(layers=1, kv_heads=1, head_dim=numbers, capacity=capacity)
+        parts = new_cache(
+            layers=1, kv_heads=1, head_dim=numbers, capacity=capacity, dtype=self._dtype
+        )
         slots = parts[1].shape[2]
         return parts[0].view(numbers, slots), parts[1].view(numbers, slots)
 
@@ -133,12 +160,14 @@ class MixedCache(BlockedCache):
             first = own.stop
 
 
-def cache_of(heads: Sequence[tuple[int, int]], capacity: int) -> BlockedCache:
+def cache_of(heads: Sequence[tuple[int, int]], capacity: int, dtype: torch.dtype) -> BlockedCache:
     """An empty cache for layers with so many key heads of such a size each."""
     if len(set(heads)) > 1:
-        return MixedCache(heads, capacity=capacity)
+        return MixedCache(heads, capacity=capacity, dtype=dtype)
     kv_heads, head_dim = heads[0]
-    return BlockedCache(layers=len(heads), kv_heads=kv_heads, head_dim=head_dim, capacity=capacity)
+    return BlockedCache(
+        layers=len(heads), kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype
+    )
 
 
 def cache_rows(segment: Segment) -> CacheRows:

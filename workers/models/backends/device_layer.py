@@ -34,6 +34,7 @@ from dovetail.workers.kernels.layer_plan import (
 )
 from dovetail.workers.models.attention import Block, attend_blocks, attend_by_scores
 from dovetail.workers.models.backends.blob import Matrix
+from dovetail.workers.models.cache import rounded
 
 TILE_WEIGHTS = 1 << 24
 """So many 16-bit weights are widened at a time: 64 MiB of fp32."""
@@ -96,13 +97,13 @@ class FixedRows:
 
     def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
-        keys.index_copy_(1, self.slots, key)
-        values.index_copy_(1, self.slots, value)
+        keys.index_copy_(1, self.slots, rounded(key, keys.dtype))
+        values.index_copy_(1, self.slots, rounded(value, values.dtype))
         heads, rows, size = query.shape
         mask = self.masks[plan.window]
         keys, values = (
-            keys[:, : mask.shape[1]].unsqueeze(0),
-            values[:, : mask.shape[1]].unsqueeze(0),
+            keys[:, : mask.shape[1]].to(query.dtype).unsqueeze(0),
+            values[:, : mask.shape[1]].to(query.dtype).unsqueeze(0),
         )
         packed = query.reshape(1, plan.kv_heads, -1, size)
         if plan.softcap:

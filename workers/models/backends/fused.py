@@ -38,16 +38,14 @@ from dovetail.workers.models.backends.proof import (
     LayerProof,
     Product,
     check_attention,
+    prove_cache,
 )
 from dovetail.workers.models.backends.rotary_tables import NoAngles, RotaryTables
+from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.segment import (
-    PROMPT_ROWS,
-    Cache,
-    Segment,
-)
+from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
 from dovetail.workers.models.timing import asked, timing
 from dovetail.workers.progress import beat
@@ -128,8 +126,11 @@ class Kernels:
     _computes_here = True
     """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
-    def __init__(self, model: Any, kind: Kind, *, context: int) -> None:
-        """`model`: the skeleton, where all that is not a layer has its numbers."""
+    def __init__(
+        self, model: Any, kind: Kind, *, context: int, cache: torch.dtype = torch.float32
+    ) -> None:
+        """`model`: the skeleton, where all that is not a layer has its numbers. `cache`: the type
+        of keys and values, float32 or float16."""
         from dovetail.workers.models.parity.oracle import Oracle  # transformers comes in here
 
         kernels.set_threads(torch.get_num_threads())
@@ -142,11 +143,11 @@ class Kernels:
             raise UnsupportedError(
                 "transformers computes something between its layers, or not each of them in turn"
             )
-        self._begin(model, kind, RotaryTables(model, context))
+        self._begin(model, kind, RotaryTables(model, context), cache)
 
-    def _begin(self, model: Any, kind: Kind, tables: RotaryTables) -> None:
+    def _begin(self, model: Any, kind: Kind, tables: RotaryTables, cache: torch.dtype) -> None:
         """Have nothing taken over yet."""
-        self._model, self._kind, self._tables = model, kind, tables
+        self._model, self._kind, self._tables, self._cache = model, kind, tables, cache
         self._layers: list[DecoderLayer] = []
         self._taken = 0
         self.noted: list[Noted] = []
@@ -222,12 +223,27 @@ class Kernels:
         widen_embeddings(model)
         self.direct = self._nothing_else()
         """True if logits are embedding, layers, norm and head, and nothing else."""
+        if self._cache != torch.float32:
+            self._prove_cache()
 
     def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
         """`UnsupportedError` where the final norm or the packed head is not transformers'."""
         states, product = self._finally(norm), Product("head", [head])
         product.use(matrix)
         product(states)
+
+    def _rows_over(self, cache: torch.dtype) -> tuple[Tensor, Tensor, Any]:
+        """Tokens, positions and rows of the oracle, over keys and values of a type."""
+        tokens, positions = self._oracle.tokens, self._oracle.positions
+        segment = Segment(self._open_cache(len(tokens), cache), 0, len(tokens))
+        return tokens, positions, self._see(positions, [segment])
+
+    @torch.inference_mode()
+    def _prove_cache(self) -> None:
+        """`CheckpointError` where keys and values in 16 bits move logits by more than rounding."""
+        by_type = map(self._rows_over, (torch.float32, self._cache))
+        exact, found = (self._pass(*rows, None, Kept()) for rows in by_type)
+        prove_cache(exact, found, self._oracle.positions)
 
     def _finally(self, norm: KernelNorm) -> Tensor:
         """The final states [T, hidden] of the oracle, which this norm has to give too."""
@@ -276,8 +292,17 @@ class Kernels:
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""
+        return self._open_cache(capacity, self._cache)
+
+    def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
+        """An empty cache with keys and values of a type."""
         heads = [(layer.plan.kv_heads, layer.plan.head_dim) for layer in self._layers]
-        return cache_of(heads, capacity)
+        return cache_of(heads, capacity, dtype)
+
+    @property
+    def cache(self) -> str:
+        """Return the type of keys and values."""
+        return CACHE_NAMES[self._cache]
 
     def compute(
         self,
@@ -316,9 +341,7 @@ class Kernels:
     def _nothing_else(self) -> bool:
         """Return whether the direct way gives the bytes of transformers' own forward: it does not
         where logits are capped or positions have embeddings."""
-        tokens, positions = self._oracle.tokens, self._oracle.positions
-        cache = self.new_cache(len(tokens))
-        seen = self._see(positions, [Segment(cache, 0, len(tokens))])
+        tokens, positions, seen = self._rows_over(self._cache)
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
 

@@ -16,7 +16,7 @@ from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.backends.embedding import widen_embeddings
 from dovetail.workers.models.backends.linear import PackedLinear
 from dovetail.workers.models.backends.selection import Selection
-from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.cache import CACHE_NAMES, KVCache
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.parity.following import (
     EAGER,
@@ -130,6 +130,11 @@ class Library:
             dtype=self._dtype,
             device=self._device,
         )
+
+    @property
+    def cache(self) -> str:
+        """Return the type of keys and values: that of the states."""
+        return CACHE_NAMES[self._dtype]
 
     def compute(
         self,

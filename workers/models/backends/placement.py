@@ -186,7 +186,11 @@ def pass_bytes(sizes: Sizes, device: str, *, head: bool = True) -> int:
     within a layer, so many at a time, and logits."""
     on_gpu = device != "cpu"
     chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], _rows(sizes))
-    seen = chunk * sizes.groups * _rows(sizes) * NUMBER_BYTES + WIDENED_BYTES if on_gpu else 0
+    seen = (
+        (chunk * sizes.groups * NUMBER_BYTES + sizes.widened) * _rows(sizes) + WIDENED_BYTES
+        if on_gpu
+        else 0
+    )
     return (
         2 * _rows(sizes) * sizes.state
         + chunk * sizes.inner

@@ -8,6 +8,7 @@ difference in the scores, which would be lost in what a layer adds, shows there.
 packs nothing.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, new_cache
@@ -35,6 +37,8 @@ from dovetail.workers.models.parity.following import (
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
 
+log = logging.getLogger(__name__)
+
 ATTENTION_TOLERANCE = 1e-4
 LAYER_TOLERANCE = 2e-4
 """The tolerance of what a layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
@@ -42,6 +46,10 @@ ROUNDED_TOLERANCE = 2e-2
 """The tolerance where a matrix rounds its inputs to integers, so that a rounding of 1e-7 before it
 may become one of 1e-3."""
 EXACT = (Kind.FP32, Kind.FP16, Kind.BF16)
+CACHE_TOLERANCE = 0.1
+"""The distance by which keys and values in 16 bits may move logits, relative to their norm: 1e-3 is
+usual, several times that with weights in 8 bits, and keys that are too large move them by as much
+as they are."""
 
 
 class Product:
@@ -133,6 +141,19 @@ def check_attention(said: Attention, noted: Noted, index: int) -> None:
             raise UnsupportedError(
                 f"layer {index} is described with {what} {ours}; transformers has {theirs}"
             )
+
+
+def prove_cache(exact: Tensor, found: Tensor, positions: Tensor) -> None:
+    """`CheckpointError` where logits [T, V] over keys and values in 16 bits are not, but for
+    rounding, the `exact` ones over fp32."""
+    moved = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
+    most, position = float(moved.max()), int(positions[moved.argmax()])
+    log.info("keys and values in 16 bits move the logits by %.1e of them at most", most)
+    if not most <= CACHE_TOLERANCE:
+        raise CheckpointError(
+            f"keys and values in 16 bits move the logits of this model at position {position} by "
+            f"{most:.1e} of them: use target.cache fp32"
+        )
 
 
 class _Enough(Exception):

@@ -6,7 +6,9 @@ from typing import Any
 
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
 NUMBER_BYTES = 4
-"""Bytes of states, norms, biases, keys and values: fp32."""
+"""Bytes of states, norms and biases: fp32."""
+CACHE_BYTES = {"fp32": 4, "half": 2}
+"""Bytes of keys and values of a type."""
 MOST = 1 << 24
 """The bound of any number of a config.json: none of a model that there is comes near."""
 
@@ -36,6 +38,9 @@ class Sizes:
     """Query heads of a key head: a GPU has what a row sees once for each."""
     logits: int
     """Bytes of one row."""
+    widened: int = 0
+    """Bytes of a token's keys and values in one layer as a GPU computes with them, where they are
+    cached in fewer."""
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
@@ -62,9 +67,10 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
 
-def sizes_of(config: Mapping[str, Any], weights: str) -> Sizes:
-    """The sizes of a model by its config.json (a dense decoder's) with these weights; an embedding
-    is as the checkpoint has it, 2 or 4 bytes a number."""
+def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Sizes:
+    """The sizes of a model by its config.json (a dense decoder's) with these weights, and keys and
+    values of the type `cache` (fp32 or half); an embedding is as the checkpoint has it, 2 or 4
+    bytes a number."""
     gpt2 = config.get("model_type") == "gpt2"
 
     def number(name: str) -> int:
@@ -92,13 +98,14 @@ def sizes_of(config: Mapping[str, Any], weights: str) -> Sizes:
         matrix=max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
         embedding=vocabulary * hidden * stored,
-        row=2 * kv_heads * head_dim * NUMBER_BYTES,
+        row=2 * kv_heads * head_dim * CACHE_BYTES[cache],
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
         inner=(3 * hidden + 2 * queries + heads * head_dim + (2 if gpt2 else 3) * units)
         * NUMBER_BYTES,
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,
+        widened=0 if cache == "fp32" else 2 * kv_heads * head_dim * NUMBER_BYTES,
     )
 
 

@@ -62,8 +62,8 @@ class Engine(Protocol):
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         """A layer, but for its matrices."""
 
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> Cache:
-        """An empty cache of so many layers like this one."""
+    def new_cache(self, layers: int, plan: LayerPlan, capacity: int, dtype: torch.dtype) -> Cache:
+        """An empty cache of so many layers like this one, with keys and values of a type."""
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
         """The rows of a pass as the layers take them."""
@@ -94,9 +94,15 @@ class KernelEngine:
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         return _KernelReady(plan, blob)
 
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> BlockedCache:
+    def new_cache(
+        self, layers: int, plan: LayerPlan, capacity: int, dtype: torch.dtype
+    ) -> BlockedCache:
         return BlockedCache(
-            layers=layers, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=capacity
+            layers=layers,
+            kv_heads=plan.kv_heads,
+            head_dim=plan.head_dim,
+            capacity=capacity,
+            dtype=dtype,
         )
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> LayerPass:
@@ -162,7 +168,7 @@ class TorchEngine:
             )
         return _TorchReady(plan, blob, self.device)
 
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int) -> KVCache:
+    def new_cache(self, layers: int, plan: LayerPlan, capacity: int, dtype: torch.dtype) -> KVCache:
         """Return a cache of zeros: who reads it in fixed shapes multiplies slots that nobody has
         written by 0."""
         cache = KVCache(
@@ -170,7 +176,7 @@ class TorchEngine:
             kv_heads=plan.kv_heads,
             head_dim=plan.head_dim,
             capacity=capacity,
-            dtype=torch.float32,
+            dtype=dtype,
             device=self.device,
         )
         cache.rows.zero_()

@@ -121,9 +121,9 @@ class Stage:
             assert self._transfer is not None
             self._ring = Ring(self._transfer, self._blobs, min(BUFFERS, len(self._blobs)))
 
-    def new_cache(self, capacity: int) -> Cache:
+    def new_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache for `capacity` rows."""
-        return self.engine.new_cache(len(self._layers), self._plans[0], capacity)
+        return self.engine.new_cache(len(self._layers), self._plans[0], capacity, dtype)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
         """states [T, hidden] through all layers, on the stage's device."""
@@ -173,8 +173,11 @@ class Reader:
     """Computes the rows of a prompt for layers that lie on the CPU: their weights stream through a
     device, and each layer's keys and values come back."""
 
-    def __init__(self, transfer: Transfer, layers: Sequence[tuple[LayerPlan, Blob]]) -> None:
-        self._engine = engine_of(transfer)
+    def __init__(
+        self, transfer: Transfer, layers: Sequence[tuple[LayerPlan, Blob]], cache: torch.dtype
+    ) -> None:
+        """`cache`: the type of keys and values."""
+        self._engine, self._cache = engine_of(transfer), cache
         for _, blob in layers:
             transfer.pin(blob.memory)
         self._plans = [replace(plan, index=0) for plan, _ in layers]
@@ -190,7 +193,7 @@ class Reader:
         (segment,) = seen.segments
         cache = part_of(segment.cache, 0)
         assert isinstance(cache, BlockedCache)
-        own = self._engine.new_cache(1, self._plans[0], segment.count)
+        own = self._engine.new_cache(1, self._plans[0], segment.count, self._cache)
         parts = [
             (rows, self._engine.see(seen.positions[rows], part))
             for rows, part in chunks_of([replace(segment, cache=own)], self._engine.chunk)
@@ -269,8 +272,16 @@ class Staged(Kernels):
 
     _mixes = False
 
-    def __init__(self, model: Any, kind: Kind, *, context: int, staging: Staging) -> None:
-        super().__init__(model, kind, context=context)
+    def __init__(
+        self,
+        model: Any,
+        kind: Kind,
+        *,
+        context: int,
+        staging: Staging,
+        cache: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(model, kind, context=context, cache=cache)
         self._staging = staging
         self.reads_apart = 0 if staging.reader is None else LONG_PROMPT_ROWS
         self.prompt_rows = LONG_PROMPT_ROWS if Place.STREAMED in staging.places else PROMPT_ROWS
@@ -309,7 +320,9 @@ class Staged(Kernels):
         for stage in self._stages:
             stage.finish()
         reader = (
-            None if self._staging.reader is None else Reader(self._staging.reader, self._on_cpu)
+            None
+            if self._staging.reader is None
+            else Reader(self._staging.reader, self._on_cpu, self._cache)
         )
         return StagedLayers(self._stages, reader)
 
@@ -348,9 +361,8 @@ class Staged(Kernels):
     def _see(self, positions: Tensor, segments: Sequence[Segment]) -> StagedPass:
         return StagedPass(positions, segments)
 
-    def new_cache(self, capacity: int) -> StagedCache:
-        """An empty cache for `capacity` rows."""
-        return StagedCache([stage.new_cache(capacity) for stage in self._stages])
+    def _open_cache(self, capacity: int, dtype: torch.dtype) -> StagedCache:
+        return StagedCache([stage.new_cache(capacity, dtype) for stage in self._stages])
 
     def _pass(
         self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept

@@ -25,13 +25,14 @@ class Recalled(Kernels):
         kind: Kind,
         *,
         context: int,
+        cache: torch.dtype,
         noted: Sequence[Noted],
         angles: Mapping[str, tuple[Sequence[float], float]],
     ) -> None:
         """`noted`: the attention of each layer; `angles`: frequencies and factor of each rotary
         table."""
         kernels.set_threads(torch.get_num_threads())
-        self._begin(model, kind, KnownTables(angles, context))
+        self._begin(model, kind, KnownTables(angles, context), cache)
         self._family = FAMILIES[model.config.model_type]
         self._known = noted
 
@@ -51,6 +52,9 @@ class Recalled(Kernels):
 
     def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
         """Prove nothing: the remembered proof covers it."""
+
+    def _prove_cache(self) -> None:
+        """Nothing is to be proved."""
 
     def _nothing_else(self) -> bool:
         """Return True: only such models are remembered."""

@@ -50,7 +50,7 @@ class Memory:
         self._source = checkpoint.source
         if self._mode != "off":
             self._proofs = Proofs(read_bytes(file))
-        self._key = f"{digest} {kind.name}"
+        self._key = f"{digest} {kind.name} {wanted.cache_type}"
 
     def proof(self) -> Proof | None:
         """Return the proof that is enough to load the model, if there is one."""
@@ -83,6 +83,7 @@ def recall(
             model,
             KINDS[wanted.weights],
             context=context_of(model.config),
+            cache=wanted.cache_type,
             noted=[Noted(**noted) for noted in proof.attention],
             angles=proof.angles,
         )

@@ -167,8 +167,9 @@ class DeviceSubstitute(Kernels):
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` rows."""
-        cache: KVCache = self._engine.new_cache(len(self._plans), self._plans[0], capacity)
-        return cache
+        return self._engine.new_cache(
+            len(self._plans), self._plans[0], capacity, self._target._cache
+        )
 
     def compute(
         self,

@@ -184,7 +184,7 @@ class KernelSubstitute(Kernels):
     def share(self, target: Kernels) -> int:
         """Compute with the embedding, the norm, the head and the resident layers of this target
         from now on; how many layers these are."""
-        self._norm, self._head = target._norm, target._head
+        self._norm, self._head, self._cache = target._norm, target._head, target._cache
         base = self._model.base_model
         for name, module in target._model.base_model.named_children():
             if module is target._norm:
