@@ -27,6 +27,7 @@ from dovetail.launch.processes.worker import thread_count
 from dovetail.launch.settings.embedded import with_draft
 from dovetail.protocol.messages import Finished, RoundRecord
 from dovetail.protocol.settings import Sampling
+from dovetail.workers.models.checkpoints.gguf.view import files_of
 
 MODEL_SUFFIXES = (".json", ".safetensors", ".bin")
 
@@ -157,7 +158,8 @@ def digest_of(model: str) -> str:
     if not model or not folder.is_dir():
         return model
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES):
+    own = (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES)
+    for path in [*sorted(own), *files_of(folder)]:
         with path.open("rb") as file:
             digest.update(
                 f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode()

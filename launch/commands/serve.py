@@ -25,6 +25,7 @@ from dovetail.launch.processes.connection import models_of
 from dovetail.launch.processes.service import Service
 from dovetail.launch.processes.stack import check_stack
 from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.launch.settings.generation import with_generation_config
@@ -60,8 +61,9 @@ def command(configuration: Configuration, as_json: bool) -> None:
     configuration, taken = with_generation_config(configuration)
     _check_addresses(configuration)
     check_stack(configuration)
-    if taken:
-        note(taken)
+    for said in (taken, blocks_in_words(configuration.settings.target)):
+        if said:
+            note(said)
     with Supervisor() as supervisor, Service(supervisor, configuration) as service:
         try:
             with spinner() as say:

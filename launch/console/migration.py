@@ -21,9 +21,7 @@ class Foreign:
     here: str
 
 
-MODEL = (
-    "`--target MODEL`, a folder in the Hugging Face layout or a hub id (GGUF files are not read)"
-)
+MODEL = "`--target MODEL`: a GGUF file, a folder in the Hugging Face layout or a hub id"
 CONTEXT = "no such limit: the context is the model's own; `--max-tokens N` bounds a reply"
 LAYERS = (
     "`--target.split.device cuda:0 --target.split.layers N` computes the last N layers on the GPU; "

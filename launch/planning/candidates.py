@@ -31,6 +31,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
 from dovetail.runtime.planner import Draft, Tree
 from dovetail.workers.heads.registry import kind_of_architecture, setting_of
+from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GAMMAS = (1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 31, 47, 63)
@@ -285,7 +286,7 @@ class Reader:
 def kind_of(folder: Path) -> str:
     """small, or the kind of head, that a folder holds: by its tensors, or by the architecture that
     a config.json alone names."""
-    if any(folder.glob("*.safetensors")):
+    if weight_paths(folder):
         from dovetail.workers.heads.checkpoint import classify  # torch comes in here
 
         found = classify(str(folder))

@@ -20,6 +20,7 @@ from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimit
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import Settings
+from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 
 PROBE_S = 0.5
 STAND_IN_SHARE = 0.5
@@ -63,7 +64,7 @@ class Here:
 
         target = with_target(self.configuration.settings.target)
         if candidate.kind == "substitute" and not any(
-            Path(target.model).expanduser().glob("*.safetensors")
+            weight_paths(Path(target.model).expanduser())
         ):
             return None
         library = open_device(self.draft_device, len(self.layout.draft.cores)).library

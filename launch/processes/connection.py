@@ -13,9 +13,11 @@ from dovetail.launch.files.directory import announcements, only_announcement
 from dovetail.launch.processes.child_output import Ear
 from dovetail.launch.processes.stack import Stack, start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
+from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
+from dovetail.protocol.files import cache_folder
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import (
     Failed,
@@ -27,6 +29,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from dovetail.workers.models.checkpoints.gguf.view import VIEWS
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
 """The codes of `messages.Failed` that say that the user can do better."""
@@ -130,6 +133,8 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
             f"starting separate processes: {models_named} cannot change the workers that "
             "already run"
         )
+    if said := blocks_in_words(configuration.settings.target):
+        note(said)
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
         with spinner() as say:
@@ -284,9 +289,12 @@ def shorten_model(model: str) -> str:
     """Return how a model is called in a summary: "demo" for one of the embedded pair, "demo
     dovetail" for an embedded head.
 
-    A substitute says of what it is one, and behind that which: "demo (int4 substitute)".
+    A GGUF file is called by its name. A substitute says of what it is one, and behind that which:
+    "demo (int4 substitute)".
     """
     path = Path(model)
+    if path.is_relative_to(cache_folder() / VIEWS):
+        return path.name
     if not path.is_relative_to(DEMO_FOLDER):
         return model
     _, bracket, which = path.name.partition(" (")

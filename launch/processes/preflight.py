@@ -6,6 +6,7 @@ and fits, its worker finds out. Knows nothing of what is in a file.
 """
 
 import json
+import math
 import resource
 from pathlib import Path
 
@@ -27,6 +28,11 @@ from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.gguf.view import (
+    described_tensors,
+    local_folder,
+    weight_paths,
+)
 
 MAX_CONFIG_BYTES = 16 << 20
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
@@ -117,6 +123,7 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
     if not is_path(source) and not path.exists():
         check_source(role, source, pickled=pickled)
         return
+    path = local_folder(path) or path
     if not path.is_dir():
         why = (
             why_no_folder(source)
@@ -126,12 +133,7 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
         raise CheckpointError(f"the {role} model {source} {why}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")
-    if not any(path.glob("*.safetensors")) and any(path.glob("*.gguf")):
-        raise CheckpointError(
-            f"the {role} model {source} has only GGUF weights, which llama.cpp reads; take the "
-            "model's folder of safetensors"
-        )
-    if not any(path.glob("*.safetensors")) and not (pickled and any(path.glob("*.bin"))):
+    if not weight_paths(path) and not (pickled and any(path.glob("*.bin"))):
         allowed = (
             ", or if it is a head allow them with --draft.pickled true" if role == "draft" else ""
         )
@@ -195,8 +197,11 @@ def estimated_bytes(target: TargetSettings) -> int:
         return 0
     if folder is None or not folder.is_dir():
         return size
+    bytes_each = WEIGHT_BYTES.get(target.weights, 4)
+    if found := described_tensors(folder):
+        return size + bytes_each * sum(math.prod(shape) for _, shape in found.values())
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return size + files * WEIGHT_BYTES.get(target.weights, 4) // _stored_bytes(folder)
+    return size + files * bytes_each // _stored_bytes(folder)
 
 
 def draft_bytes(settings: Settings) -> int:

@@ -20,6 +20,7 @@ from dovetail.protocol.calibration import WEIGHT_BYTES, LeastTime, MachineLimits
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
+from dovetail.workers.models.checkpoints.gguf.view import described_tensors
 
 FP32_BYTES = 4
 MAX_HEADER = 100 << 20
@@ -72,12 +73,7 @@ def has_16_bits(folder: Path | None) -> bool:
     """Return whether the matrices of a checkpoint are stored in 16 bits."""
     if folder is None:
         return False
-    kinds = {
-        entry["dtype"]
-        for file in folder.glob("*.safetensors")
-        for name, entry in _header(file).items()
-        if name != "__metadata__"
-    }
+    kinds = {kind for kind, shape in _tensors(folder).values() if len(shape) > 1}
     return bool(kinds & {"F16", "BF16"})
 
 
@@ -95,13 +91,11 @@ def linears_of(folder: Path, weights: str) -> Model | None:
     unknown."""
     sizes: dict[str, int] = {}
     stacked = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(file).items():
-            shape = () if name == "__metadata__" else tuple(entry["shape"])
-            if len(shape) in (2, 3, 4) and not name.endswith(("_bias", "_scales")):
-                # Blocks of MXFP4 have two weights a byte.
-                sizes[name] = prod(shape) * (2 if name.endswith("_blocks") else 1)
-                stacked |= {name} if len(shape) > 2 else set()
+    for name, (_, shape) in _tensors(folder).items():
+        if len(shape) in (2, 3, 4) and not name.endswith(("_bias", "_scales")):
+            # Blocks of MXFP4 have two weights a byte.
+            sizes[name] = prod(shape) * (2 if name.endswith("_blocks") else 1)
+            stacked |= {name} if len(shape) > 2 else set()
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if is_composite(content):
@@ -119,6 +113,16 @@ def linears_of(folder: Path, weights: str) -> Model | None:
     count, chosen = count_experts(content)
     mixture = Mixture(count, chosen, routed / total) if count > 1 and routed else DENSE
     return Model(total, weights, mixture)
+
+
+def _tensors(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor of a checkpoint, by its name."""
+    return described_tensors(folder) or {
+        name: (str(entry["dtype"]), tuple(entry["shape"]))
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, entry in _header(file).items()
+        if name != "__metadata__"
+    }
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from dovetail.launch.settings.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import decode
 from dovetail.protocol.settings import Settings, misfit
+from dovetail.workers.models.checkpoints.gguf.view import resolved
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
 
@@ -107,6 +108,9 @@ def configure(
     for origin, layer in layers:
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
+    for name in ("target.model", "draft.model"):
+        if demo and isinstance(model := values.get(name), str):
+            values[name] = resolved(model)
     merged = _validated(values, origins, demo)
     return merged.stratified() if stratified else merged
 

@@ -28,6 +28,7 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode, writing
 from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings
+from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 
 MADE_FOR = ("depth", "width", "sharpening")
 """The tree's settings that an entropy depends on."""
@@ -184,7 +185,7 @@ def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in (
         folder / "config.json",
-        *sorted(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)),
+        *sorted([*weight_paths(folder), *folder.glob("*.bin")]),
     ):
         try:
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())

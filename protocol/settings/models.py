@@ -63,7 +63,8 @@ class TargetSettings(Frozen):
     """The model whose output is decoded."""
 
     model: str = Field(
-        "", description="id, id@revision or folder; empty: the embedded demonstration target"
+        "",
+        description="id, id@revision, folder or GGUF file; empty: the embedded demo target",
     )
     weights: str = Field(
         "fp32",
@@ -167,7 +168,7 @@ class DraftSettings(Frozen):
         "or none (the target alone)",
     )
     model: str = Field(
-        "", description="id, id@revision or folder; empty: the embedded one of that kind"
+        "", description="id, id@revision, folder or GGUF file; empty: the embedded one of that kind"
     )
     weights: str = Field(
         "auto",

@@ -190,7 +190,7 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(
         ),
         (
             ("--target", "{file}.gguf"),
-            "is a GGUF file, which llama.cpp reads; take the model's folder",
+            "is no GGUF file: it does not begin with the letters GGUF",
         ),
     ],
 )

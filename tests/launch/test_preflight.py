@@ -45,7 +45,7 @@ def test_a_path_that_is_no_folder_of_a_model_is_named_with_what_it_lacks(tmp_pat
         "/no/such/model": "is not there",
         "./no-such-model": "is not there",
         "~/no-such-model": "is not there",
-        str(file): "is a file; a model is a folder",
+        str(file): "is a file; a model is a GGUF file, or a folder",
         model_folder(tmp_path / "a"): "no config.json",
         model_folder(tmp_path / "b", "config.json", "pytorch_model.bin"): "no \\*.safetensors",
     }

@@ -18,13 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints import digests
-from dovetail.workers.models.checkpoints.checkpoint import (
-    FLOAT_TYPES,
-    Weights,
-    open_checkpoint,
-    open_weights,
-)
+from dovetail.workers.models.checkpoints.checkpoint import Weights, open_checkpoint, open_weights
 from dovetail.workers.models.checkpoints.digests import Identity, all_finite
+from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.progress import hearing_loads
 from support.models import tiny_llama

@@ -165,7 +165,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "only GGUF": (
         lambda p: (p / "model.safetensors").rename(p / "model-q4.gguf"),
-        "has only GGUF weights (model-q4.gguf), which llama.cpp reads",
+        "model-q4.gguf is no GGUF file",
     ),
     "another name": (
         lambda p: (p / "model.safetensors").rename(p / "consolidated.safetensors"),
@@ -209,7 +209,7 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(folder: Path, damage: str) 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("model-q4.gguf", "is a GGUF file"),
+        ("model-q4.gguf", "is no GGUF file"),
         ("model.safetensors", "is one file of a model; name the folder"),
         ("config.json", "is a file; a model is"),
     ],

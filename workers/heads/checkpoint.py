@@ -32,14 +32,10 @@ from dovetail.workers.heads.spec import (
     refuse_strange,
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
-from dovetail.workers.models.checkpoints.checkpoint import (
-    COUNT_TYPES,
-    FLOAT_TYPES,
-    open_weights,
-    stored_tensors,
-)
+from dovetail.workers.models.checkpoints.checkpoint import open_weights, stored_tensors
 from dovetail.workers.models.checkpoints.files import read_json, unreadable
 from dovetail.workers.models.checkpoints.hub import HUB_FILES, PICKLED_FILES, find_folder
+from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",

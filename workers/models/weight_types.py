@@ -8,9 +8,10 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import fused
-from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Checkpoint
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
 WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
 """`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute

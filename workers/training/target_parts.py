@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.models.checkpoints.checkpoint import Stored, open_weights
+from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.stored import Stored
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from typing import Any
 from dovetail.protocol.errors import CheckpointError
 
 REMEDY = "take a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
-MODEL_FILES = "a model is a folder with config.json, tokenizer.json and *.safetensors"
+MODEL_FILES = (
+    "a model is a GGUF file, or a folder with config.json, tokenizer.json and *.safetensors"
+)
 SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -64,8 +66,6 @@ LONGEST_SHOWN = 60
 def why_no_folder(source: str) -> str:
     """Return what is wrong with a file where the folder of a model is wanted, and what to name
     instead."""
-    if source.lower().endswith(".gguf"):
-        return "is a GGUF file, which llama.cpp reads; take the model's folder of safetensors"
     if source.lower().endswith(".safetensors"):
         return "is one file of a model; name the folder that it lies in"
     return f"is a file; {MODEL_FILES}"

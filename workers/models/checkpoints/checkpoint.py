@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,73 +29,15 @@ from dovetail.workers.models.checkpoints.digests import (
     Identity,
     Part,
     Source,
-    all_finite,
     digest_of,
     refuse_changed,
 )
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
+from dovetail.workers.models.checkpoints.gguf.tensors import source_of, stored_in
+from dovetail.workers.models.checkpoints.gguf.view import model_of
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES, Stored
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
-from dovetail.workers.progress import count_bytes
-
-FLOAT_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
-"""Types of tables of token ids, which some draft heads have."""
-CODE_TYPES = {"U8": torch.uint8}
-"""Types of what stands for other numbers."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The place of one tensor's numbers in a safetensors file."""
-
-    file: Path
-    kind: str
-    """safetensors' name of the type: F32, F16, BF16, ..."""
-    shape: tuple[int, ...]
-    offset: int
-    """Offset in bytes from the beginning of the file."""
-    size_bytes: int
-    identity: Identity
-    """The identity of the file when its header was read: from one that has been changed since
-    nothing is taken."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor, called `name` in errors, in the type it is stored in, read from its file
-        alone: no other tensor takes memory for it."""
-        content = bytearray(self.size_bytes)
-        try:
-            with self.file.open("rb") as file:
-                file.seek(self.offset)
-                count = file.readinto(content)
-                refuse_changed(self.file, self.identity, file)
-        except OSError as error:
-            raise unreadable(self.file, error) from None
-        kind = {**FLOAT_TYPES, **COUNT_TYPES, **CODE_TYPES}.get(self.kind)
-        if count != self.size_bytes or kind is None:
-            raise CheckpointError(
-                f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; "
-                "fetch the model again"
-            )
-        count_bytes(self.size_bytes)
-        return (
-            torch.frombuffer(content, dtype=kind).view(self.shape)
-            if content
-            else torch.empty(self.shape, dtype=kind)
-        )
-
-    def read_checked(self, name: str) -> Tensor:
-        """Read a tensor of a file that has not been read as a whole: NaN and infinite values are
-        refused here."""
-        tensor = self.read(name)
-        if tensor.numel() and not all_finite(tensor.view(-1).view(torch.uint8).numpy(), self.kind):
-            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -146,7 +87,8 @@ def open_checkpoint(source: str) -> Checkpoint:
     `CheckpointError` names the file and the tensor."""
     folder = find_folder(source)
     refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
-    weight_files(folder)  # what can be said at once is said before the weights are read
+    if model_of(folder) is None:
+        weight_files(folder)  # what can be said at once is said before the weights are read
     tokenizer, vocabulary = read_tokenizer(folder)
     weights = open_weights(folder)
     return Checkpoint(source, folder, weights.digest, tokenizer, vocabulary, weights.tensors)
@@ -157,13 +99,9 @@ def open_weights(folder: Path) -> Weights:
     own."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
-    files = weight_files(folder)
-    configuration = read_bytes(folder / "config.json")
-    read = [_read_header(file) for file in files]
-    for _, tensors in read:
-        _refuse_kinds(tensors)
-    digest = digest_of(configuration, [source for source, _ in read])
-    tensors = {name: stored for _, tensors in read for name, stored in tensors.items()}
+    sources, tensors = _read_headers(folder)
+    _refuse_kinds(tensors)
+    digest = digest_of(read_bytes(folder / "config.json"), sources)
     return Weights(folder, digest, renamed(content, tensors))
 
 
@@ -172,12 +110,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     is read of them is to be checked then."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
-    tensors = {
-        name: stored
-        for file in weight_files(folder)
-        for name, stored in _read_header(file)[1].items()
-    }
-    return renamed(content, tensors)
+    return renamed(content, _read_headers(folder)[1])
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -213,6 +146,15 @@ def tensor_names(file: Path) -> list[str]:
         raise CheckpointError(
             f"{file} is not a complete safetensors file ({reason(error)}); fetch the model again"
         ) from None
+
+
+def _read_headers(folder: Path) -> tuple[list[Source], dict[str, Stored]]:
+    """The weight files of a folder, and where all their tensors stand."""
+    if (model := model_of(folder)) is not None:
+        return [source_of(head) for head in model.heads], stored_in(model)
+    read = [_read_header(file) for file in weight_files(folder)]
+    tensors = {name: stored for _, tensors in read for name, stored in tensors.items()}
+    return [source for source, _ in read], tensors
 
 
 def _read_header(file: Path) -> tuple[Source, dict[str, Stored]]:
@@ -278,11 +220,6 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; "
             "convert them to safetensors"
-        )
-    if found := sorted(f.name for f in folder.glob("*.gguf")):
-        raise CheckpointError(
-            f"{folder} has only GGUF weights ({found[0]}), which llama.cpp reads; take the "
-            "model's folder of safetensors"
         )
     others = sorted(f.name for f in folder.glob("*.safetensors"))
     beside = f", though it has {others[0]}" if others else ""

@@ -22,9 +22,10 @@ from dovetail.workers.models.checkpoints.architecture import (
     shown,
     why_not,
 )
-from dovetail.workers.models.checkpoints.checkpoint import FLOAT_TYPES, Checkpoint
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import is_composite, text_part
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
 

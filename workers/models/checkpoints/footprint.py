@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
+from dovetail.workers.models.checkpoints.gguf.view import described_tensors
 from dovetail.workers.models.checkpoints.namings import NAMINGS
 
 PROCESS_BYTES = 300_000_000
@@ -73,6 +74,8 @@ class Tensor:
 def read_tensors(folder: Path) -> list[Tensor]:
     """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
     loads them says what is wrong."""
+    if found := described_tensors(folder):
+        return [Tensor(name, kind, shape) for name, (kind, shape) in found.items()]
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         names = (

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.architecture import reason, why_no_folder
+from dovetail.workers.models.checkpoints.gguf import view
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 PICKLED_FILES = ("*.bin",)
@@ -55,8 +56,8 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     if not source:
         raise CheckpointError("no model is named: give a folder, a hub id or id@revision")
     path = Path(source).expanduser()
-    if path.is_dir():
-        return path
+    if (folder := view.local_folder(path)) is not None:
+        return folder
     if path.exists():
         raise CheckpointError(f"{source} {why_no_folder(source)}")
     if not HUB_ID.fullmatch(source):

@@ -32,6 +32,7 @@ from dovetail.workers.models.checkpoints.configured import (
     with_buffers,
 )
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.gguf.view import model_of
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import Pieces
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
@@ -110,6 +111,7 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
     if naming := NAMINGS.get(model.config.model_type):
         return _in_pieces(model, checkpoint, naming)
     if not _maps_one_to_one(model, checkpoint):
+        _refuse_blocks(model, checkpoint)
         whole = load_transformers(checkpoint, torch.float32)
         _linearise(whole)
         return Skeleton(whole, checkpoint.read, frozenset())
@@ -121,6 +123,17 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
     }
     transposed = _linearise(model)
     return Skeleton(model, lambda name: checkpoint.read(stored[name]), transposed, stored=stored)
+
+
+def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
+    """`CheckpointError` for tensors of GGUF files that are not those of the model one by one."""
+    if model_of(checkpoint.folder) is None:
+        return
+    missing = sorted(set(model.state_dict()) - set(checkpoint.tensors))
+    raise CheckpointError(
+        f"{checkpoint.source} lacks tensors that its architecture calls for"
+        f"{f', such as {missing[0]}' if missing else ''}; fetch the file again"
+    )
 
 
 def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
@@ -175,6 +188,8 @@ def random_skeleton(folder: Path, *, layers: int | None, stored: torch.dtype) ->
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The whole transformers model of a checkpoint on the CPU with our attention; refuses what is
     missing, reports what is superfluous."""
+    if model_of(checkpoint.folder) is not None:
+        return _filled(checkpoint, dtype)
     config = configured(checkpoint).config
     held = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
     name = str(dtype).removeprefix("torch.")
@@ -207,6 +222,19 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     _report_superfluous(checkpoint, info["unexpected_keys"])
     model.requires_grad_(False)
     return model.eval()
+
+
+def _filled(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The whole model of a checkpoint that transformers does not read by itself."""
+    skeleton = open_skeleton(checkpoint)
+    held = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    refuse_beyond(checkpoint.source, held, f"all of it as {name}")
+    size = sum(stored.size_bytes for stored in checkpoint.tensors.values())
+    with loading("loading", size):
+        skeleton.fill(skeleton.model, "", Types(dtype, dtype, dtype))
+    skeleton.model.tie_weights()
+    return skeleton.model.to(dtype).eval()
 
 
 @contextlib.contextmanager

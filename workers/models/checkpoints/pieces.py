@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.checkpoint import CODE_TYPES, FLOAT_TYPES, Stored
 from dovetail.workers.models.checkpoints.mxfp4 import packed_shapes, unpack
 from dovetail.workers.models.checkpoints.namings import Naming
+from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""

@@ -1,0 +1,291 @@
+"""Checkpoints written as GGUF files by the `gguf` package, as llama.cpp's converter would, and the
+checkpoint of the same numbers in safetensors. Names are the package's; blocks of codes are random,
+and what they stand for is what the package says."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+    "gpt_oss": "gpt-oss",
+    "starcoder2": "starcoder2",
+    "olmo2": "olmo2",
+}
+"""transformers' model types, and llama.cpp's architectures."""
+HALVES = {
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    Type.Q4_K: (0, 2),
+    Type.Q5_K: (0, 2),
+    Type.Q6_K: (208,),
+    Type.IQ4_NL: (0,),
+    Type.IQ4_XS: (0,),
+}
+"""Where a block has its 16-bit scales, in bytes."""
+BLOCKED = (*HALVES, *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0), Type.MXFP4)
+PLAIN = (Type.F32, Type.F16, Type.BF16)
+LARGEST_CODES = {Type.Q6_K: 4096, Type.Q5_K: 2048, Type.Q4_K: 1024}
+"""About the largest number that codes and inner scales give; of other types less."""
+
+Kinds = Callable[[str, tuple[int, ...]], Type]
+
+
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kinds: Kinds,
+    *,
+    extra: Mapping[str, np.ndarray] | None = None,
+    **more: Any,
+) -> Path:
+    """Write the checkpoint of a folder as a GGUF file whose tensors have the types that `kinds`
+    says of their names in it and their shapes; return a folder with the checkpoint of the same
+    numbers, whose config.json is that of `folder`. `more`: facts beside, or in place of, its own;
+    None: without. `extra`: fp32 tensors beside."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(file, architecture)
+    facts = {**_facts(config, architecture), **_tokens(config), **more}
+    for key, value in facts.items():
+        if value is not None:
+            _add(writer, key, value)
+    seeds = np.random.default_rng(0)
+    same = dict(weights)
+    for name, (own, change) in named(config, weights).items():
+        whole = change(torch.arange(sum(weights[n].numel() for n in own)).double())
+        numbers = change(torch.cat([weights[n].double().flatten() for n in own]))
+        shift = 1.0 if _shifted(architecture, name) else 0.0
+        kind = kinds(name, tuple(whole.shape)) if name.endswith(".weight") else Type.F32
+        kind = Type.F32 if whole.ndim < 2 or "ffn_gate_inp" in name else kind
+        data, found = coded(numbers.float().numpy() + shift, kind, seeds)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        flat = torch.cat([same[n].float().flatten() for n in own])
+        flat[whole.long().flatten()] = torch.from_numpy(found).flatten() - shift
+        first = 0
+        for n in own:
+            count = weights[n].numel()
+            same[n] = flat[first : first + count].view(weights[n].shape).clone()
+            first += count
+    for name, numbers_beside in (extra or {}).items():
+        writer.add_tensor(name, numbers_beside)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    twin = file.with_suffix(".twin")
+    shutil.copytree(folder, twin)
+    save_file(same, twin / "model.safetensors", metadata={"format": "pt"})
+    return twin
+
+
+def coded(numbers: np.ndarray, kind: Type, seeds: np.random.Generator) -> tuple[np.ndarray, Any]:
+    """The bytes of numbers as a type, and what these stand for; types that the package does not
+    write are of random codes."""
+    if kind in (*PLAIN, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0):
+        data = gguf.quants.quantize(numbers, kind)
+        return data, gguf.quants.dequantize(data, kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = seeds.integers(0, 256, (numbers.size // block, size), dtype=np.uint8)
+    largest = 4 * float(numbers.std()) / LARGEST_CODES.get(kind, 128)
+    for place in HALVES.get(kind, ()):
+        scales = seeds.uniform(0.5, 1, len(data)).astype(np.float32) * largest
+        data[:, place : place + 2] = scales.astype("<f2").view(np.uint8).reshape(-1, 2)
+    if kind == Type.MXFP4:
+        data[:, 0] = seeds.integers(121, 125, len(data))
+    found = gguf.quants.dequantize(data, kind).reshape(numbers.shape)
+    return data.reshape(*numbers.shape[:-1], -1), found
+
+
+def named(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[Sequence[str], Callable[[torch.Tensor], torch.Tensor]]]:
+    """By the name of a tensor of the file, the checkpoint's tensors that it is made of, and how it
+    is made of their numbers behind each other."""
+    architecture = ARCHITECTURES[config["model_type"]]
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
+    table = gguf.get_tensor_name_map(arch, layers)
+    tied = config.get("tie_word_embeddings", config["model_type"] == "gpt2")
+    found: dict[str, Any] = {}
+    for name, tensor in weights.items():
+        if name == "lm_head.weight" and tied:
+            continue
+        shape = tuple(tensor.shape)
+        if ".experts." in name and config["model_type"] == "gpt_oss":
+            found.update(_gpt_oss_experts(table, name, shape))
+        elif ".experts." in name:
+            stem, _, rest = name.partition(".experts.")
+            number, _, rest = rest.partition(".")
+            if number == "0":
+                count = config.get("num_local_experts") or config["num_experts"]
+                own = [f"{stem}.experts.{i}.{rest}" for i in range(count)]
+                instead = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+                part = instead.get(rest.split(".")[0], rest.split(".")[0])
+                mlp = stem.replace("block_sparse_moe", "mlp")
+                file_name = table.get_name(f"{mlp}.experts.{part}.weight", (".weight",))
+                found[file_name] = own, _shaped((count, *shape))
+        else:
+            sinks = name.endswith(".sinks")
+            known = table.get_name(f"{name}.weight" if sinks else name, (".weight", ".bias"))
+            assert known is not None, name
+            found[known] = [name], _changed(config, name, shape)
+    return found
+
+
+def _changed(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+    kind = config["model_type"]
+    permuted = kind in ("llama", "mistral", "mixtral", "granite", "smollm3")
+    heads = config.get("num_attention_heads", 0)
+    if permuted and ".q_proj." in name:
+        return _permuted(shape, heads)
+    if permuted and ".k_proj." in name:
+        return _permuted(shape, config.get("num_key_value_heads", heads))
+    if kind == "gpt2" and len(shape) == 2 and ".h." in name:
+        return lambda flat: flat.view(shape).t().contiguous()
+    return _shaped(shape)
+
+
+def _permuted(shape: tuple[int, ...], heads: int) -> Any:
+    """llama.cpp's order of the rows of queries and keys."""
+    return lambda flat: (
+        flat.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+    )
+
+
+def _shaped(shape: tuple[int, ...]) -> Any:
+    return lambda flat: flat.view(shape)
+
+
+def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    bias = name.endswith("_bias")
+    end, stem = ("bias" if bias else "weight"), name.removesuffix("_bias")
+
+    def turned(flat: torch.Tensor) -> torch.Tensor:
+        found = flat.view(shape)
+        return found if bias else found.transpose(1, 2)
+
+    def known(part: str) -> str:
+        wanted = f"{stem}.{end}".replace(*part.split(">"))
+        return str(table.get_name(wanted, (".weight", ".bias")))
+
+    if "down_proj" in stem:
+        return {known("x>x"): ([name], lambda flat: turned(flat).contiguous())}
+    return {
+        known("gate_up_proj>gate_proj"): ([name], lambda flat: turned(flat)[:, ::2].contiguous()),
+        known("gate_up_proj>up_proj"): ([name], lambda flat: turned(flat)[:, 1::2].contiguous()),
+    }
+
+
+def _shifted(architecture: str, name: str) -> bool:
+    return architecture.startswith("gemma") and "norm" in name
+
+
+def _facts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The facts that llama.cpp's converter writes, by the end of its keys."""
+
+    def has(*names: str) -> Any:
+        return next((config[name] for name in names if config.get(name) is not None), None)
+
+    hidden, heads = has("hidden_size", "n_embd"), has("num_attention_heads", "n_head")
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    found = {
+        "block_count": has("num_hidden_layers", "n_layer"),
+        "context_length": has("max_position_embeddings", "n_positions"),
+        "embedding_length": hidden,
+        "feed_forward_length": has("intermediate_size", "n_inner") or 4 * hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": has("num_key_value_heads"),
+        "attention.layer_norm_rms_epsilon": has("rms_norm_eps"),
+        "attention.layer_norm_epsilon": has("norm_epsilon", "layer_norm_epsilon"),
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
+        "rope.freq_base": full.get("rope_theta"),
+        "expert_count": has("num_local_experts", "num_experts"),
+        "expert_used_count": has("num_experts_per_tok"),
+        "attn_logit_softcapping": has("attn_logit_softcapping"),
+        "final_logit_softcapping": has("final_logit_softcapping"),
+        "attention.scale": has("attention_multiplier"),
+        "embedding_scale": has("embedding_multiplier"),
+        "residual_scale": has("residual_multiplier"),
+        "logit_scale": has("logits_scaling"),
+    }
+    if "rope.freq_base" in found and full.get("partial_rotary_factor"):
+        head = config.get("head_dim") or hidden // heads
+        found["rope.dimension_count"] = int(head * full["partial_rotary_factor"])
+    if full.get("rope_type") in ("yarn", "linear"):
+        found["rope.scaling.type"] = full["rope_type"]
+        found["rope.scaling.factor"] = float(full["factor"])
+        found["rope.scaling.original_context_length"] = full.get("original_max_position_embeddings")
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
+        found["attention.sliding_window"] = has("sliding_window")
+    if architecture in ("qwen3moe", "gpt-oss"):
+        found["expert_feed_forward_length"] = has("moe_intermediate_size", "intermediate_size")
+    return {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A vocabulary of letters in GPT-2's spelling, with a begin and an end token."""
+    size = config["vocab_size"]
+    spelling = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 512))
+    letters = [chr(number) for number in spelling]
+    tokens = ["<begin>", "<end>", *letters[: size - 3]]
+    tokens.append(tokens[-2] + tokens[-1])
+    control = [3, 3, *([1] * (size - 2))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": control,
+        "tokenizer.ggml.merges": [f"{tokens[-3]} {tokens[-2]}"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+
+
+def tokens_of(folder: Path) -> dict[str, Any]:
+    """The facts of the byte-level tokenizer of a folder, which splits as GPT-2 does."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    special = {one["content"]: one["id"] for one in content["added_tokens"]}
+    tokens = {index: token for token, index in {**vocabulary, **special}.items()}
+    generation = json.loads((folder / "generation_config.json").read_text())
+    return {
+        "tokenizer.ggml.tokens": [tokens[index] for index in range(len(tokens))],
+        "tokenizer.ggml.token_type": [
+            3 if tokens[index] in special else 1 for index in range(len(tokens))
+        ],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in content["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": generation["bos_token_id"],
+        "tokenizer.ggml.eos_token_id": generation["eos_token_id"],
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)

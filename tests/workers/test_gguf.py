@@ -1,0 +1,317 @@
+"""Models in GGUF files: numbers as the `gguf` package has them, families as their checkpoints in
+safetensors, and files that are damaged or foreign."""
+
+import json
+import struct
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers import kernels
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from dovetail.workers.models.checkpoints.footprint import read_tensors
+from dovetail.workers.models.checkpoints.gguf.files import read_model
+from dovetail.workers.models.checkpoints.gguf.formats import unpacked
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
+from dovetail.workers.models.checkpoints.gguf.view import local_folder, resolved, view_of
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Segment
+from support.architectures import write_tiny
+from support.gguf_files import BLOCKED, write_gguf
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "mistral": {**WIDE, "sliding_window": None},
+    "mixtral": {**WIDE, "num_local_experts": 4},
+    "granite": WIDE,
+    "smollm3": {**WIDE, "num_hidden_layers": 4},
+    "qwen2": WIDE,
+    "qwen3": WIDE,
+    "qwen3_moe": {**WIDE, "num_experts": 8, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    "gemma": WIDE,
+    "gemma2": {**WIDE, "query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        **WIDE,
+        "num_hidden_layers": 6,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "phi3": WIDE,
+    "gpt2": {"n_embd": 256, "n_inner": 256, "n_layer": 2},
+    "gpt_oss": {**WIDE, "num_local_experts": 4},
+    "starcoder2": WIDE,
+    "olmo2": WIDE,
+}
+EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text")
+"""Families that between them take every way of arranging rows, norms and experts."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(folder: Path, kind: str = "llama", **more: Any) -> tuple[Path, Path]:
+    """A tiny model as a GGUF file in all types of blocks, and its twin in safetensors."""
+    write_tiny(kind, folder / kind, **FIELDS[kind])
+    turn = cycle(BLOCKED)
+
+    def kinds(_: str, shape: tuple[int, ...]) -> Type:
+        return next(turn) if shape[-1] % 256 == 0 else Type.F16
+
+    file = folder / f"{kind}.gguf"
+    return file, write_gguf(folder / kind, file, kinds, **more)
+
+
+def logits(model: LanguageModel) -> torch.Tensor:
+    tokens = torch.arange(2, 42)
+    cache = model.new_cache(len(tokens))
+    return model.forward(tokens, torch.arange(len(tokens)), [Segment(cache, 0, len(tokens))])
+
+
+def read_all(file: Path) -> None:
+    """Read every tensor of a file."""
+    checkpoint = open_checkpoint(str(file))
+    for name in checkpoint.tensors:
+        checkpoint.read(name)
+
+
+def load(path: Path, weights: str = "fp32") -> LanguageModel:
+    return load_language_model(str(path), weights=weights, device="cpu")
+
+
+@pytest.mark.parametrize("number", [n for n, kind in KINDS.items() if kind.numbers > 1])
+def test_blocks_stand_for_the_numbers_of_the_package_bit_for_bit(number: int) -> None:
+    kind = KINDS[number]
+    blocks = np.random.default_rng(number).integers(0, 256, (3000, kind.size_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(blocks, Type(number)).reshape(3000, -1)
+    shape = (3000, kind.numbers)
+    found = unpacked(bytearray(blocks.tobytes()), number, shape).float().numpy()
+    same = found.view(np.uint32) == expected.view(np.uint32)
+    assert (same | (np.isnan(found) & np.isnan(expected))).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kind", [k if k in EVERYDAY else pytest.param(k, marks=pytest.mark.slow) for k in FIELDS]
+)
+def test_a_family_computes_what_its_twin_in_safetensors_computes(tmp_path: Path, kind: str) -> None:
+    file, twin = write(tmp_path, kind)
+    assert torch.equal(logits(load(file)), logits(load(twin)))
+    assert {t.shape for t in read_tensors(view_of(file))} == {t.shape for t in read_tensors(twin)}
+
+
+@needs_kernels
+def test_16_bits_are_exact_as_half_and_blocks_are_refused(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path / "model", **WIDE)
+    file = tmp_path / "m-F16.gguf"
+    write_gguf(tmp_path / "model", file, lambda _, shape: Type.F16)
+    assert torch.equal(logits(load(file, "half")), logits(load(file)))
+    blocks, _ = write(tmp_path)
+    with pytest.raises(CheckpointError, match="half weights need a checkpoint of 16-bit weights"):
+        load(blocks, "half")
+
+
+@needs_kernels
+def test_factors_of_the_rotation_are_obeyed(tmp_path: Path) -> None:
+    """Llama 3.1 and later have them in a tensor of their own, made by this formula."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    fields = {**WIDE, "rope_parameters": {**rope, **scaling}}
+    write_tiny("llama", tmp_path / "model", **fields)
+    head = int(json.loads((tmp_path / "model" / "config.json").read_text())["head_dim"])
+    waves = 2 * np.pi * 1e4 ** (np.arange(0, head, 2) / head)
+    smooth = np.clip((32 / waves - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
+    twin = write_gguf(
+        tmp_path / "model",
+        tmp_path / "m.gguf",
+        lambda _, shape: Type.F32,
+        extra={"rope_freqs.weight": factors},
+    )
+    difference = (logits(load(tmp_path / "m.gguf")) - logits(load(twin))).abs().max()
+    assert difference < 1e-4
+
+
+def test_parts_of_a_split_file_are_one_model_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    file, _ = write(tmp_path)
+    one = read_model(file)
+    parts = split(file, tmp_path / "parts")
+    assert {p.name for h in read_model(parts[1]).heads for p in h.tensors} == {
+        place.name for place in one.heads[0].tensors
+    }
+    assert view_of(parts[1]) == view_of(parts[0]) == local_folder(tmp_path / "parts")
+    assert (
+        open_checkpoint(str(parts[1])).tensors.keys() == open_checkpoint(str(file)).tensors.keys()
+    )
+    parts[0].rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match=r"m-00001-of-00002\.gguf is missing"):
+        read_model(parts[1])
+
+
+def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Path) -> None:
+    for name in ("a-Q8_0.gguf", "b-Q4_0.gguf", "mmproj-a.gguf", "c-00001-of-00002.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / "c-00002-of-00002.gguf").touch()
+    with pytest.raises(CheckpointError, match="has 3 models in GGUF files: name one of a-Q8_0"):
+        local_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"general.type": "adapter"}, "holds a LoRA adapter"),
+        ({"general.type": "mmproj"}, "encoder of images"),
+        ({"llama.attention.new_thing": 2.0}, "key llama.attention.new_thing is not known"),
+        ({"llama.block_count": None}, "key llama.block_count is missing"),
+        ({"llama.rope.scaling.type": "su"}, "scaled in the way 'su'"),
+        ({"llama.embedding_length": "wide"}, "is wide, no whole number"),
+        ({"tokenizer.ggml.pre": "new-splitting"}, "is 'new-splitting' and not known here"),
+        ({"tokenizer.ggml.pre": None}, "is missing and not known here"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "is no pair of tokens"),
+        ({"tokenizer.ggml.merges": ["no token"]}, "which are no tokens"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "has 48 items for 2 tokens"),
+    ],
+)
+def test_what_a_file_says_and_is_not_known_is_refused_by_name(
+    tmp_path: Path, facts: dict[str, Any], words: str
+) -> None:
+    file, _ = write(tmp_path, **facts)
+    with pytest.raises(CheckpointError, match=words):
+        view_of(file)
+
+
+def test_ends_template_and_sampling_are_those_of_the_file(tmp_path: Path) -> None:
+    file, _ = write(
+        tmp_path,
+        **{
+            "tokenizer.ggml.eot_token_id": 5,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.chat_template": "{{ messages }}",
+            "general.sampling.temp": 0.7,
+            "general.sampling.top_k": 20,
+        },
+    )
+    tokenizer, facts = read_tokenizer(view_of(file))
+    assert (facts.begin, facts.end, facts.template) == (0, (1, 5), "{{ messages }}")
+    assert json.loads(tokenizer)["post_processor"]["special_tokens"]["<begin>"]["ids"] == [0]
+    generation = json.loads((view_of(file) / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["top_k"]) == (0.7, 20)
+
+
+def test_a_view_is_made_anew_when_its_file_is_another(tmp_path: Path) -> None:
+    file, _ = write(tmp_path)
+    before = Path(resolved(str(file)))
+    assert before.name == file.name
+    assert before == view_of(file)
+    digest = open_checkpoint(str(before)).digest
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match="was changed while it was loaded"):
+        open_checkpoint(str(before))
+    assert view_of(file) != before
+    assert open_checkpoint(str(file)).digest != digest
+
+
+def test_infinite_numbers_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    file, _ = write(tmp_path)
+    place = next(p for p in read_model(file).heads[0].tensors if KINDS[p.kind].name == "Q8_0")
+    content = bytearray(file.read_bytes())
+    content[place.offset : place.offset + 2] = b"\x00\x7c"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="holds NaN or infinite values"):
+        read_all(file)
+
+
+def test_splittings_are_expressions_that_a_tokenizer_can_read() -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    for splitting in SPLITTINGS.values():
+        for expression in splitting.expressions:
+            pre_tokenizers.Split(Regex(expression), "isolated").pre_tokenize_str("I'll 123 été\n")
+
+
+def mutations() -> st.SearchStrategy[list[tuple[int, int, int]]]:
+    """Places in the head of a file, and the whole numbers that are written there, in bytes."""
+    values = st.sampled_from([0, 1, 2, 7, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
+    return st.lists(st.tuples(st.integers(4, 3000), values, st.sampled_from([1, 4, 8])), max_size=3)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    write_tiny("llama", folder / "llama", hidden_size=32, intermediate_size=32)
+    write_gguf(folder / "llama", folder / "m.gguf", lambda _, shape: Type.Q4_0)
+    return folder / "m.gguf"
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(changed=mutations(), cut=st.none() | st.integers(0, 60000))
+def test_a_hostile_file_ends_in_one_sentence(
+    whole: Path, changed: list[tuple[int, int, int]], cut: int | None
+) -> None:
+    content = bytearray(whole.read_bytes())
+    for place, value, size in changed:
+        content[place : place + size] = (value % 256**size).to_bytes(size, "little")
+    file = whole.with_name("hostile.gguf")
+    file.write_bytes(content if cut is None else content[:cut])
+    refused = ""
+    try:
+        read_all(file)
+    except CheckpointError as error:
+        refused = str(error)
+    assert "\n" not in refused
+    assert len(refused) < 1000
+
+
+def split(file: Path, folder: Path) -> list[Path]:
+    """The model of a file in two parts, as llama.cpp's `llama-gguf-split` makes them."""
+    folder.mkdir()
+    reader = gguf.GGUFReader(file)
+    half = len(reader.tensors) // 2
+    parts = []
+    for number, tensors in enumerate((reader.tensors[:half], reader.tensors[half:])):
+        parts.append(folder / f"m-0000{number + 1}-of-00002.gguf")
+        writer = gguf.GGUFWriter(parts[-1], "llama")
+        for key, field in reader.fields.items() if not number else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                sub = field.types[1] if len(field.types) > 1 else None
+                writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
+def test_a_file_of_a_big_endian_machine_or_an_old_one_is_refused(tmp_path: Path) -> None:
+    for version, words in ((1, "of version 1"), (0x03000000, "big-endian")):
+        file = tmp_path / "m.gguf"
+        file.write_bytes(b"GGUF" + struct.pack("<IQQ", version, 0, 0))
+        with pytest.raises(CheckpointError, match=words):
+            read_model(file)

@@ -1,0 +1,94 @@
+"""The keys of a GGUF file that describe its architecture, taken one by one: a key that nobody asks
+for would be another function, and is refused."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.reader import Place
+
+HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
+"""Keys that change nothing."""
+HEADS = "attention.head_count"
+KV_HEADS = "attention.head_count_kv"
+
+
+class Facts:
+    """The facts of a model under `general.architecture`, and its tensors by name."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.architecture = str(model.facts["general.architecture"])
+        self.tensors: Mapping[str, Place] = {
+            place.name: place for head in model.heads for place in head.tensors
+        }
+        self._prefix = f"{self.architecture}."
+        self._asked: set[str] = set(HARMLESS)
+
+    def __contains__(self, key: str) -> bool:
+        return self._prefix + key in self.model.facts
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Return a whole number, or the one that a list has for all layers."""
+        value = self._get(key, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        elif isinstance(value, np.ndarray):
+            raise self.refusal(f"{self._prefix}{key} differs from layer to layer")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no whole number")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """Return a number; one that the file has in 32 bits, as the decimal number of fewest digits
+        that it stands for."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no number")
+        short = np.float32(value)
+        return float(str(short)) if float(short) == value else float(value)
+
+    def text(self, key: str, default: str) -> str:
+        """Return a text."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no text")
+        return value
+
+    def need(self, name: str) -> Place:
+        """Return a tensor that has to be there."""
+        if name not in self.tensors:
+            raise self.refusal(f"tensor {name} is missing")
+        return self.tensors[name]
+
+    def refuse_more(self) -> None:
+        """`CheckpointError` naming a key that nobody has asked for."""
+        for key in self._keys():
+            if key not in self._asked:
+                raise self.refusal(
+                    f"key {self._prefix}{key} is not known for this architecture here"
+                )
+
+    def refusal(self, why: str) -> CheckpointError:
+        """Return the error for a file that cannot be read as a model."""
+        return CheckpointError(
+            f"{self.model.file} (architecture {self.architecture}): {why}; take another file of "
+            "this model, or its folder of safetensors"
+        )
+
+    def _get(self, key: str, default: Any) -> Any:
+        self._asked.add(key)
+        value = self.model.facts.get(self._prefix + key, default)
+        if value is None:
+            raise self.refusal(f"key {self._prefix}{key} is missing")
+        return value
+
+    def _keys(self) -> Iterator[str]:
+        return (
+            key.removeprefix(self._prefix)
+            for key in self.model.facts
+            if key.startswith(self._prefix)
+        )

@@ -1,0 +1,182 @@
+"""The files of one model in GGUF: a file, or the parts of a split one (llama.cpp's `llama-gguf-
+split`), checked against each other. Needs no torch."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.digests import refuse_changed
+from dovetail.workers.models.checkpoints.files import unreadable
+from dovetail.workers.models.checkpoints.gguf.kinds import F32, KINDS, UNREAD
+from dovetail.workers.models.checkpoints.gguf.reader import AGAIN, Head, read_head
+
+SUFFIX = ".gguf"
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+SIDECARS = re.compile(r"(^|[-_.])mmproj|^mtp[-_.]", re.IGNORECASE)
+"""Names of files that belong to a model and are none: encoders of images, heads."""
+MOST_NUMBERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """The heads of a model's files."""
+
+    heads: Sequence[Head]
+
+    @property
+    def file(self) -> Path:
+        """Return the file that names the model: its first."""
+        return self.heads[0].file
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return what the model says of itself."""
+        return self.heads[0].facts
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Return whether a name is that of a GGUF file."""
+    return str(source).lower().endswith(SUFFIX)
+
+
+def read_model(file: Path) -> Model:
+    """Return the heads of the model that a file, or one part of it, belongs to; `CheckpointError`
+    names a part that is missing or does not belong to the others."""
+    parts = parts_of(file)
+    if missing := next((part for part in parts if not part.is_file()), None):
+        if len(parts) == 1:
+            raise CheckpointError(f"{file}: there is no such file; check the path")
+        raise CheckpointError(f"{missing} is missing, a part of {file.name}; fetch it, too")
+    heads = [read_head(part) for part in parts]
+    for number, head in enumerate(heads):
+        _refuse_part(head, number, len(heads))
+    _refuse_kind(heads[0])
+    for head in heads:
+        _refuse_places(head)
+    names = [place.name for head in heads for place in head.tensors]
+    counted = heads[0].facts.get("split.tensors.count", len(names))
+    if len(set(names)) != len(names) or (len(heads) > 1 and counted != len(names)):
+        raise CheckpointError(
+            f"{file}: its parts have {len(names)} tensors, {len(set(names))} of them different, "
+            f"where {counted} are called for; {AGAIN}"
+        )
+    return Model(heads)
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return all files of a model by the name of one."""
+    if (found := PART.fullmatch(file.name)) is None:
+        return [file]
+    count = int(found[3])
+    if not 1 <= int(found[2]) <= count:
+        raise CheckpointError(f"{file} says that it is part {found[2]} of {found[3]}; {AGAIN}")
+    names = [f"{found[1]}-{part:05d}-of-{found[3]}.gguf" for part in range(1, count + 1)]
+    return [file.with_name(name) for name in names]
+
+
+def models_in(names: Iterable[str]) -> list[str]:
+    """Return the files among these that each name a model: first parts, and no sidecars."""
+    return sorted(
+        name
+        for name in names
+        if is_gguf(name)
+        and not SIDECARS.search(name.rpartition("/")[2])
+        and ((part := PART.fullmatch(name)) is None or int(part[2]) == 1)
+    )
+
+
+def only_model(folder: Path) -> Path:
+    """Return the one model in a folder of GGUF files; `CheckpointError` lists them where there are
+    several."""
+    found = models_in(path.name for path in folder.iterdir())
+    if len(found) != 1:
+        sizes = [f"{name} ({_size(folder / name) / 1e9:.3g} GB)" for name in found]
+        raise CheckpointError(
+            f"{folder} has {len(found)} models in GGUF files: "
+            + (f"name one of {', '.join(sizes[:20])}" if found else "name a file of a model")
+        )
+    return folder / found[0]
+
+
+def _size(file: Path) -> int:
+    return sum(part.stat().st_size for part in parts_of(file) if part.is_file())
+
+
+def numbers_of(model: Model, name: str) -> list[float]:
+    """Return the numbers of a small fp32 tensor, such as the factors of a rotation."""
+    head, place = next((h, p) for h in model.heads for p in h.tensors if p.name == name)
+    if place.kind != F32 or len(place.shape) != 1 or place.shape[0] > MOST_NUMBERS:
+        raise CheckpointError(f"{head.file}: tensor {name} is no short list of F32; {AGAIN}")
+    try:
+        with head.file.open("rb") as file:
+            file.seek(place.offset)
+            found = np.frombuffer(file.read(place.size_bytes), dtype="<f4")
+            refuse_changed(head.file, head.identity, file)
+    except OSError as error:
+        raise unreadable(head.file, error) from None
+    if not np.isfinite(found).all():
+        raise CheckpointError(f"{head.file}: tensor {name} holds NaN or infinite values")
+    return [float(number) for number in found]
+
+
+def _refuse_places(head: Head) -> None:
+    """`CheckpointError` for tensors of a type that is not read, beyond the end of their file, or
+    within each other."""
+    end, before = head.size_bytes, ""
+    for place in sorted(head.tensors, key=lambda place: place.offset):
+        if place.kind not in KINDS:
+            kind = UNREAD.get(place.kind, f"number {place.kind}")
+            raise CheckpointError(
+                f"{head.file}: tensor {place.name} is of type {kind}, which is not read here; take "
+                f"a file of another quantisation, such as Q4_K_M or Q8_0"
+            )
+        try:
+            size = place.size_bytes
+        except ValueError as error:
+            raise CheckpointError(f"{head.file}: tensor {place.name} {error}; {AGAIN}") from None
+        if place.offset < end:
+            within = f"tensor {before}" if before else "the head"
+            raise CheckpointError(
+                f"{head.file}: tensor {place.name} begins within {within}; {AGAIN}"
+            )
+        end, before = place.offset + size, place.name
+        if end > head.identity.size:
+            raise CheckpointError(f"{head.file} ends within tensor {place.name}; {AGAIN}")
+
+
+def _refuse_part(head: Head, number: int, count: int) -> None:
+    """`CheckpointError` for a part that says of itself what its name does not."""
+    said = head.facts.get("split.no", 0), head.facts.get("split.count", 1)
+    said = said[0], said[1] or 1
+    if said != (number, count):
+        raise CheckpointError(
+            f"{head.file} says that it is part {int(said[0]) + 1} of {said[1]}, and by its name "
+            f"is {number + 1} of {count}; give it the name that it had"
+        )
+
+
+def _refuse_kind(head: Head) -> None:
+    """`CheckpointError` for a file that is no model by itself."""
+    kind = head.facts.get("general.type", "model")
+    architecture = head.facts.get("general.architecture")
+    if kind == "adapter":
+        raise CheckpointError(
+            f"{head.file} holds a LoRA adapter; merge it into its model, and name that"
+        )
+    if kind == "mmproj" or architecture == "clip":
+        raise CheckpointError(
+            f"{head.file} holds an encoder of images or sound (mmproj); name the file of the "
+            "language model beside it"
+        )
+    if kind != "model":
+        raise CheckpointError(
+            f"{head.file} holds no model (general.type is {str(kind)[:50]}); name the file of a "
+            "model"
+        )
+    if not isinstance(architecture, str) or not architecture:
+        raise CheckpointError(f"{head.file} does not say its architecture; {AGAIN}")

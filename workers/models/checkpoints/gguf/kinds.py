@@ -1,0 +1,68 @@
+"""The types of numbers that GGUF files have, by ggml's numbers, and the room that they take. Needs
+no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of numbers: so many of a row in so many bytes."""
+
+    name: str
+    numbers: int
+    """Numbers of a block, neighbours in a row."""
+    size_bytes: int
+
+    def size_of(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a tensor [..., row]; ValueError if its rows are not whole blocks."""
+        if shape[-1] % self.numbers:
+            raise ValueError(
+                f"has rows of {shape[-1]} numbers, which the blocks of {self.numbers} of "
+                f"{self.name} do not divide"
+            )
+        return prod(shape) // self.numbers * self.size_bytes
+
+
+F32, F16, BF16, MXFP4 = 0, 1, 30, 39
+KINDS = {
+    F32: Kind("F32", 1, 4),
+    F16: Kind("F16", 1, 2),
+    2: Kind("Q4_0", 32, 18),
+    3: Kind("Q4_1", 32, 20),
+    6: Kind("Q5_0", 32, 22),
+    7: Kind("Q5_1", 32, 24),
+    8: Kind("Q8_0", 32, 34),
+    10: Kind("Q2_K", 256, 84),
+    11: Kind("Q3_K", 256, 110),
+    12: Kind("Q4_K", 256, 144),
+    13: Kind("Q5_K", 256, 176),
+    14: Kind("Q6_K", 256, 210),
+    20: Kind("IQ4_NL", 32, 18),
+    23: Kind("IQ4_XS", 256, 136),
+    BF16: Kind("BF16", 1, 2),
+    MXFP4: Kind("MXFP4", 32, 17),
+}
+UNREAD = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+}
+"""Types that ggml has and that are not read here."""
+STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16"}
+"""safetensors' name of the smallest type that has every number of a kind; of others F32."""

@@ -1,0 +1,112 @@
+"""The names of tensors in GGUF files and in transformers' models, by llama.cpp's architectures, and
+how their numbers are arranged. Names alone; needs no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = {**_ATTENTION, **_NORMS, **_MLP}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA2 = {**_LLAMA, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+NOT_READ = frozenset(("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"))
+"""Tensors that the configuration has taken up."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of an architecture, without the ends `.weight` and `.bias`."""
+
+    layer: Mapping[str, str]
+    """Names of a layer's tensors, after `blk.N.` and after `prefix` and `N.`."""
+    prefix: str = "model.layers."
+    outside: Mapping[str, str] = field(default_factory=lambda: _GLOBAL)
+    """Names of the tensors that are of no layer."""
+    permuted: bool = False
+    """Rows of queries and keys stand so that neighbours are rotated together."""
+    plus_one: bool = False
+    """Weights of norms have the one that transformers adds."""
+    transposed: bool = False
+    """transformers has the matrices of layers as [in, out]."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Matrices of all experts of a layer, and the name of one expert's after `experts.N.`."""
+    expert_part: str = "mlp"
+    woven: bool = False
+    """The rows of an expert's gate and up alternate, in one tensor of [experts, in, out]."""
+    bare: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a layer whose names have no end in transformers."""
+
+
+_GATED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+NAMINGS: Mapping[str, Naming] = {
+    "llama": Naming(_LLAMA, permuted=True),
+    "granite": Naming(_LLAMA, permuted=True),
+    "smollm3": Naming(_LLAMA, permuted=True),
+    "mixtral": Naming(
+        {**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        permuted=True,
+        experts=_MIXTRAL,
+        expert_part="block_sparse_moe",
+    ),
+    "qwen2": Naming(_LLAMA),
+    "qwen3": Naming({**_LLAMA, **_HEAD_NORMS}),
+    "qwen3moe": Naming(
+        {**_ATTENTION, **_NORMS, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, experts=_GATED
+    ),
+    "gemma": Naming(_LLAMA, plus_one=True),
+    "gemma2": Naming(_GEMMA2, plus_one=True),
+    "gemma3": Naming({**_GEMMA2, **_HEAD_NORMS}, plus_one=True),
+    "phi3": Naming(
+        {
+            **_NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
+    "gpt2": Naming(
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        prefix="transformer.h.",
+        outside={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        transposed=True,
+    ),
+    "gpt-oss": Naming(
+        {
+            **_ATTENTION,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        experts=_GATED,
+        woven=True,
+        bare={"attn_sinks": "self_attn.sinks"},
+    ),
+    "starcoder2": Naming({**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "olmo2": Naming({**_ATTENTION, **_HEAD_NORMS, **_MLP, **_POST_NORMS}),
+}
+"""Architecture of llama.cpp -> its names; Llama with experts is `mixtral`."""

@@ -1,0 +1,139 @@
+"""Places of the tensors of transformers' model in GGUF files, by their names: which type and shape
+they have, and what has to be done to their numbers. Needs no torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
+from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.kinds import STORED
+from dovetail.workers.models.checkpoints.gguf.naming import NAMINGS, NOT_READ, Naming
+from dovetail.workers.models.checkpoints.gguf.reader import Head, Place
+
+NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES = range(5)
+"""Steps that make a tensor of a file that of transformers: 1 taken away, its two dimensions or its
+last two changed, rows whose neighbours are rotated together put into halves of a head."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of transformers' model within a file."""
+
+    head: Head
+    place: Place
+    change: int = NOTHING
+    heads: int = 0
+    """The number of heads that HALVES is about."""
+    up: "Placed | None" = None
+    """The other half of a tensor of which every second row stands elsewhere."""
+
+    @property
+    def kind(self) -> str:
+        """Return safetensors' name of the type of its numbers."""
+        return STORED.get(self.place.kind, "F32")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape that transformers has."""
+        shape = self.place.shape
+        if self.up is not None:
+            experts, outputs, *inputs = shape
+            return (experts, *inputs, 2 * outputs)
+        if self.change in (TRANSPOSE, TURN):
+            return (*shape[:-2], shape[-1], shape[-2])
+        return shape
+
+
+def placed_in(model: Model) -> dict[str, Placed]:
+    """Return the tensors of a model by transformers' names; `CheckpointError` names one that is not
+    known for its architecture."""
+    facts = Facts(model)
+    naming = naming_of(facts)
+    found = {
+        name: placed
+        for head in model.heads
+        for place in head.tensors
+        if place.name not in NOT_READ
+        for name, placed in _named(Placed(head, place), facts, naming)
+    }
+    return _woven(found, facts) if naming.woven else found
+
+
+def naming_of(facts: Facts) -> Naming:
+    """Return the names of a file's architecture."""
+    mixtral = facts.architecture == "llama" and "blk.0.ffn_gate_exps.weight" in facts.tensors
+    return NAMINGS["mixtral" if mixtral else facts.architecture]
+
+
+def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, Placed]]:
+    """The tensors that a tensor of the file is, by transformers' names."""
+    place = placed.place
+    stem, _, end = place.name.rpartition(".")
+    known = end in ("weight", "bias")
+    if known and stem in naming.outside:
+        yield f"{naming.outside[stem]}.{end}", _changed(placed, stem, facts, naming)
+        return
+    block, _, rest = stem.partition(".")
+    index, _, name = rest.partition(".")
+    known = known and block == "blk" and index.isdecimal()
+    layer = f"{naming.prefix}{index}."
+    if known and name in naming.layer:
+        yield f"{layer}{naming.layer[name]}.{end}", _changed(placed, name, facts, naming)
+    elif known and name in naming.bare and end == "weight":
+        yield f"{layer}{naming.bare[name]}", placed
+    elif known and name in naming.experts and naming.woven:
+        yield f"{layer}mlp.experts.{name}.{end}", placed
+    elif known and name in naming.experts and end == "weight" and len(place.shape) == 3:
+        for expert, one in enumerate(_apart(placed)):
+            yield f"{layer}{naming.expert_part}.experts.{expert}.{naming.experts[name]}.weight", one
+    else:
+        raise facts.refusal(f"tensor {place.name} is not known for this architecture here")
+
+
+def _apart(placed: Placed) -> Iterator[Placed]:
+    """The matrices of a layer's experts, which lie behind each other."""
+    place = placed.place
+    experts, *shape = place.shape
+    size = place.size_bytes // experts
+    for expert in range(experts):
+        offset = place.offset + expert * size
+        yield Placed(placed.head, Place(place.name, tuple(shape), place.kind, offset))
+
+
+def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
+    shape = placed.place.shape
+    if naming.plus_one and name.endswith("norm"):
+        return replace(placed, change=LESS_ONE)
+    if naming.transposed and len(shape) == 2 and name in naming.layer:
+        return replace(placed, change=TRANSPOSE)
+    if naming.permuted and name in ("attn_q", "attn_k"):
+        heads = facts.whole(HEADS)
+        heads = facts.whole(KV_HEADS, heads) if name == "attn_k" else heads
+        if heads < 1 or shape[0] % (2 * heads):
+            rows = f"{shape[0]} rows for {heads} heads"
+            raise facts.refusal(f"tensor {placed.place.name} has {rows}")
+        return replace(placed, change=HALVES, heads=heads)
+    return placed
+
+
+def _woven(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
+    """The experts of gpt-oss as transformers has them: [experts, in, out], rows of gates and ups by
+    turns."""
+    woven: dict[str, Placed] = {}
+    for name, placed in found.items():
+        stem, _, part = name.partition(".experts.")
+        end = "_bias" if part.endswith("bias") else ""
+        matrix = len(placed.place.shape) == 3
+        if not part:
+            woven[name] = placed
+        elif part.startswith("ffn_down"):
+            down = replace(placed, change=TURN) if matrix else placed
+            woven[f"{stem}.experts.down_proj{end}"] = down
+        elif part.startswith("ffn_gate"):
+            up = found.get(name.replace("ffn_gate", "ffn_up"))
+            if up is None or (up.place.shape, up.kind) != (placed.place.shape, placed.kind):
+                raise facts.refusal(
+                    f"tensor {placed.place.name} has no counterpart of its shape and type"
+                )
+            woven[f"{stem}.experts.gate_up_proj{end}"] = replace(placed, up=up)
+    return woven

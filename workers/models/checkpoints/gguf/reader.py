@@ -1,0 +1,212 @@
+"""The container of a GGUF file: facts by key, and the place of every tensor (ggml's `docs/gguf.md`,
+versions 2 and 3, little-endian).
+
+Every count, length and offset is held against the file before anything is made of it, so that a
+file that is cut, foreign or forged ends in one sentence. Reads the head alone, by a memory map.
+Knows files; needs no torch.
+"""
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.digests import Identity
+from dovetail.workers.models.checkpoints.files import unreadable
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "|b1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+"""numpy's types of the types of values that are numbers."""
+STRING, ARRAY = 8, 9
+MOST_KEYS, MOST_TENSORS = 1 << 16, 1 << 20
+MOST_ITEMS = 1 << 24
+"""Items of an array: more tokens than any embedding has rows here."""
+LONGEST_NAME = 1 << 16
+LONGEST_TEXT = 1 << 24
+DIMENSIONS = 4
+LARGEST = 1 << 48
+"""Numbers of a tensor."""
+ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 16
+AGAIN = "fetch the file again"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor as the head of a file has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The last dimension is that of a row, whose numbers are neighbours."""
+    kind: int
+    """ggml's number of the type."""
+    offset: int
+    """Offset in bytes from the beginning of the file."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes that it takes; ValueError if its rows are not whole blocks."""
+        return KINDS[self.kind].size_of(self.shape)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a GGUF file."""
+
+    file: Path
+    identity: Identity
+    facts: Mapping[str, Any]
+    """Numbers, texts, lists of texts, and numpy arrays of numbers."""
+    tensors: tuple[Place, ...]
+    size_bytes: int
+    """Offset of the first tensor, in bytes from the beginning of the file."""
+
+
+def read_head(file: Path) -> Head:
+    """Return the head of a GGUF file; `CheckpointError` where it is none, or is damaged."""
+    try:
+        if not file.is_file():
+            raise OSError(None, "it is not a file")
+        with file.open("rb") as opened:
+            identity = Identity.of(opened)
+            if opened.read(4) != MAGIC:
+                raise CheckpointError(
+                    f"{file} is no GGUF file: it does not begin with the letters GGUF; {AGAIN}"
+                )
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Reader(file, content).head(identity)
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+
+class _Reader:
+    """A place in a file, from which one thing after the other is read."""
+
+    def __init__(self, file: Path, content: mmap.mmap) -> None:
+        self._file, self._content, self._size = file, content, len(content)
+        self._place = len(MAGIC)
+
+    def head(self, identity: Identity) -> Head:
+        version = self._number("<I")
+        if version not in VERSIONS:
+            self._refuse_version(version)
+        tensors, keys = self._number("<Q"), self._number("<Q")
+        if tensors > MOST_TENSORS or keys > MOST_KEYS:
+            self._refuse(f"it says that it has {tensors} tensors and {keys} keys")
+        facts: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._text("a key", LONGEST_NAME)
+            if key in facts:
+                self._refuse(f"key {key[:100]} is there twice")
+            facts[key] = self._value(self._number("<I"), key)
+        places = [self._tensor() for _ in range(tensors)]
+        alignment = facts.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment % 8:
+            self._refuse(f"general.alignment is {str(alignment)[:50]}")
+        begin = -(-self._place // alignment) * alignment
+        found: dict[str, Place] = {}
+        for name, shape, kind, offset in places:
+            if name in found:
+                self._refuse(f"tensor {name[:100]} is there twice")
+            if offset % alignment:
+                self._refuse(f"tensor {name[:100]} begins at {offset}, not at a whole {alignment}")
+            found[name] = Place(name, shape, kind, begin + offset)
+        return Head(self._file, identity, facts, tuple(found.values()), min(begin, self._size))
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text("the name of a tensor", LONGEST_NAME)
+        dimensions = self._number("<I")
+        if not 0 < dimensions <= DIMENSIONS:
+            self._refuse(f"tensor {name[:100]} has {dimensions} dimensions")
+        shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
+        if not all(shape) or prod(shape) > LARGEST:
+            self._refuse(f"tensor {name[:100]} has the shape {list(shape)}")
+        return name, shape, self._number("<I"), self._number("<Q")
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == STRING:
+            return self._text(key, LONGEST_TEXT)
+        if kind == ARRAY:
+            kind, count = self._number("<I"), self._number("<Q")
+            if count > MOST_ITEMS:
+                self._refuse(f"{key[:100]} has {count} items")
+            if kind == STRING:
+                return self._texts(key, count)
+            return self._numbers(kind, key, count)
+        return self._numbers(kind, key, 1)[0].item()
+
+    def _numbers(self, kind: int, key: str, count: int) -> np.ndarray:
+        if kind not in SCALARS:
+            self._refuse(f"{key[:100]} has values of type {kind}, which there is not")
+        size = np.dtype(SCALARS[kind]).itemsize * count
+        return np.frombuffer(self._take(size, key), dtype=SCALARS[kind])
+
+    def _texts(self, key: str, count: int) -> list[str]:
+        """A list of texts; vocabularies have hundreds of thousands, so nothing is called for
+        each."""
+        content, place, size = self._content, self._place, self._size
+        length, found = struct.Struct("<Q").unpack_from, []
+        try:
+            for _ in range(count):
+                begin = place + 8
+                place = begin + length(content, place)[0]
+                if place > size:
+                    self._refuse(f"it ends within {key[:100]}")
+                found.append(content[begin:place].decode())
+        except struct.error:
+            self._refuse(f"it ends within {key[:100]}")
+        except UnicodeDecodeError:
+            self._refuse(f"item {len(found)} of {key[:100]} is not UTF-8")
+        self._place = place
+        return found
+
+    def _text(self, what: str, most: int) -> str:
+        length = self._number("<Q")
+        if length > most:
+            self._refuse(f"{what[:100]} has {length} bytes")
+        try:
+            return self._take(length, what).decode()
+        except UnicodeDecodeError:
+            self._refuse(f"{what[:100]} is not UTF-8")
+
+    def _number(self, kind: str) -> int:
+        (number,) = struct.unpack(kind, self._take(struct.calcsize(kind), "its head"))
+        return int(number)
+
+    def _take(self, size: int, what: str) -> bytes:
+        begin, self._place = self._place, self._place + size
+        if self._place > self._size:
+            self._refuse(f"it ends within {what[:100]}")
+        return self._content[begin : self._place]
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self._file} is not a whole GGUF file: {why}; {AGAIN}")
+
+    def _refuse_version(self, version: int) -> NoReturn:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if swapped in VERSIONS:
+            raise CheckpointError(
+                f"{self._file} is a GGUF file of a big-endian machine; take a little-endian one"
+            )
+        raise CheckpointError(
+            f"{self._file} is a GGUF file of version {version}; take one of version 2 or 3"
+        )

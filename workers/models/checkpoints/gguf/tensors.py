@@ -1,0 +1,131 @@
+"""The tensors of GGUF files as those of a checkpoint: each is read by itself, its blocks unpacked
+and its rows put in their places."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.digests import Part, Source
+from dovetail.workers.models.checkpoints.files import unreadable
+from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.formats import UNPACK, unpacked
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.placing import (
+    HALVES,
+    LESS_ONE,
+    TRANSPOSE,
+    TURN,
+    Placed,
+    placed_in,
+)
+from dovetail.workers.models.checkpoints.gguf.reader import Head
+from dovetail.workers.models.checkpoints.stored import Stored
+
+AT_A_TIME = 1 << 20
+"""Numbers that are looked at for NaN and infinity."""
+
+
+@dataclass(frozen=True)
+class Blocks(Stored):
+    """A tensor of a GGUF file, of blocks or of plain numbers."""
+
+    placed: Placed
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor as transformers has it; `CheckpointError` where a block stands for NaN
+        or infinite numbers."""
+        return self._read(name, checked=self.placed.place.kind in UNPACK)
+
+    def read_checked(self, name: str) -> Tensor:
+        """Read a tensor of a file that has not been read as a whole."""
+        return self._read(name, checked=True)
+
+    def _read(self, name: str, *, checked: bool) -> Tensor:
+        found = unpacked(self.content(name), self.placed.place.kind, self.placed.place.shape)
+        if checked and not _finite(found):
+            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+        return _changed(found, self.placed)
+
+
+@dataclass(frozen=True)
+class Woven(Stored):
+    """Gates and ups of all experts of a layer, whose rows alternate in transformers."""
+
+    gate: Blocks
+    up: Blocks
+
+    def read(self, name: str) -> Tensor:
+        """Return [experts, in, 2 out], or biases [experts, 2 out]."""
+        return _weave(self.gate.read(name), self.up.read(name))
+
+    def read_checked(self, name: str) -> Tensor:
+        """Read a tensor of files that have not been read as a whole."""
+        return _weave(self.gate.read_checked(name), self.up.read_checked(name))
+
+
+def stored_in(model: Model) -> dict[str, Stored]:
+    """Return the tensors of a model by transformers' names; `CheckpointError` names one that is not
+    known for its architecture."""
+    return {name: _stored(placed) for name, placed in placed_in(model).items()}
+
+
+def source_of(head: Head) -> Source:
+    """Return a file as its digest is made of it: the head, then the tensors in their order, and
+    what stands between them."""
+    try:
+        with head.file.open("rb") as file:
+            content = file.read(head.size_bytes)
+    except OSError as error:
+        raise unreadable(head.file, error) from None
+    parts, end = list[Part](), len(content)
+    for place in sorted(head.tensors, key=lambda place: place.offset):
+        parts += _gap(end, place.offset)
+        parts.append(Part(place.name, KINDS[place.kind].name, place.size_bytes))
+        end = place.offset + place.size_bytes
+    return Source(head.file, head.identity, content, [*parts, *_gap(end, head.identity.size)])
+
+
+def _gap(begin: int, end: int) -> list[Part]:
+    return [Part("", "", end - begin)] if end > begin else []
+
+
+def _stored(placed: Placed) -> Stored:
+    where, place, size = placed.head, placed.place, placed.place.size_bytes
+    if placed.up is None:
+        plain = (where.file, placed.kind, placed.shape, place.offset, size, where.identity)
+        return Blocks(*plain, placed)
+    gate, up = _stored(Placed(where, place)), _stored(placed.up)
+    assert isinstance(gate, Blocks)
+    assert isinstance(up, Blocks)
+    both = size + up.size_bytes
+    plain = (where.file, placed.kind, placed.shape, place.offset, both, where.identity)
+    return Woven(*plain, gate, up)
+
+
+def _changed(found: Tensor, placed: Placed) -> Tensor:
+    if placed.change == LESS_ONE:
+        return found.float() - 1
+    if placed.change == TRANSPOSE:
+        return found.t()
+    if placed.change == TURN:
+        return found.transpose(1, 2)
+    if placed.change == HALVES:
+        halves = found.view(placed.heads, -1, 2, *found.shape[1:]).transpose(1, 2)
+        return halves.reshape(found.shape)
+    return found
+
+
+def _weave(gate: Tensor, up: Tensor) -> Tensor:
+    both = torch.stack([gate, up], dim=2).flatten(1, 2)
+    return both.transpose(1, 2) if both.ndim == 3 else both
+
+
+def _finite(found: Tensor) -> bool:
+    """Return whether no number is NaN or infinite, without another copy of them."""
+    flat = found.view(-1)
+    return all(
+        bool(torch.isfinite(flat[first : first + AT_A_TIME]).all())
+        for first in range(0, len(flat), AT_A_TIME)
+    )

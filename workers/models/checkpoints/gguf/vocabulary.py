@@ -1,0 +1,293 @@
+"""The tokenizer of a GGUF file, as the tokenizer.json that stands for it.
+
+Two kinds of vocabulary are read: `gpt2`, whose words are spelt in bytes and put together by
+merges, and `llama`, of SentencePiece, whose merges follow from the scores of its pieces; `gemma4`
+is of both. Any other is refused, as is a way of splitting words that is not known. Needs no library
+of tokenizers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS, Splitting
+
+PREFIX = "tokenizer.ggml."
+UNKNOWN, CONTROL, USER = 2, 3, 4
+"""Types of tokens that matter here."""
+SPACE = "▁"
+INSTEAD = "take the model's folder of safetensors, or a file whose tokenizer is known"
+ENDS = ("eos", "eot", "eom")
+ENDING = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
+        *("<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "<|flush|>", "<|calls|>"),
+        *("<eos>", "<turn|>", "<｜end▁of▁sentence｜>"),
+    )
+)
+"""Control tokens that end a reply by their names, as llama.cpp has it: files say only one of
+them."""
+HARMONY = {"<|return|>", "<|call|>"}
+"""Tokens beside which <|end|> ends a message of a reply, and not the reply."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a file, and what it says of them."""
+
+    content: Mapping[str, Any]
+    """tokenizer.json."""
+    begin: int | None
+    ends: Sequence[int]
+
+
+class _Facts:
+    """The keys of a file's tokenizer, checked."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.tokens = self._list("tokens", required=True)
+        self.kind = str(self.get("model", ""))
+        kinds = self.get("token_type")
+        self.types = self._numbers("token_type", kinds, "iu", 1)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.model.facts.get(PREFIX + name, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refusal(f"{PREFIX}{name} is {str(value)[:50]}, not true or false")
+        return value
+
+    def id(self, name: str) -> int | None:
+        value = self.get(f"{name}_token_id")
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.refusal(f"{PREFIX}{name}_token_id is {str(value)[:50]}, no number")
+        return value if 0 <= value < len(self.tokens) else None
+
+    def merges(self) -> list[list[str]]:
+        """Pairs of tokens, the first that is put together first."""
+        found = []
+        for merge in self._list("merges", required=True):
+            place = merge.find(" ", 1)
+            if place < 0:
+                raise self.refusal(f"merge {merge[:50]!r} is no pair of tokens")
+            found.append([merge[:place], merge[place + 1 :]])
+        return found
+
+    def scores(self) -> np.ndarray:
+        return self._numbers("scores", self.get("scores"), "fiu", 0)
+
+    def refusal(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.model.file}: its tokenizer cannot be read: {why}; {INSTEAD}")
+
+    def _list(self, name: str, *, required: bool) -> list[str]:
+        value = self.get(name)
+        if not isinstance(value, list) or (required and not value):
+            raise self.refusal(f"{PREFIX}{name} is no list of texts")
+        return value
+
+    def _numbers(self, name: str, value: Any, kinds: str, default: int) -> np.ndarray:
+        if value is None:
+            return np.full(len(self.tokens), default)
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
+            raise self.refusal(f"{PREFIX}{name} is no list of numbers")
+        if len(value) != len(self.tokens):
+            counts = f"{len(value)} items for {len(self.tokens)} tokens"
+            raise self.refusal(f"{PREFIX}{name} has {counts}")
+        return value
+
+
+def read_vocabulary(model: Model) -> Vocabulary:
+    """Return the tokenizer of a model; `CheckpointError` for one that is not known here."""
+    facts = _Facts(model)
+    makers = {"gpt2": _byte_level, "llama": _sentence_pieces, "gemma4": _raw_pairs}
+    if facts.kind not in makers:
+        raise facts.refusal(
+            f"{PREFIX}model is {facts.kind[:50]!r}, and {', '.join(makers)} are known"
+        )
+    if len(set(facts.tokens)) != len(facts.tokens):
+        raise facts.refusal("two of its tokens are spelt alike")
+    begin = facts.id("bos")
+    parts, begins = makers[facts.kind](facts)
+    if facts.flag("add_eos_token", False):
+        raise facts.refusal("it ends every text with an end token (add_eos_token)")
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(facts),
+        **parts,
+    }
+    content["post_processor"] = _template(
+        facts.tokens, begin if facts.flag("add_bos_token", begins) else None
+    )
+    return Vocabulary(content, begin, _ends(facts))
+
+
+def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
+    """GPT-2's kind: letters stand for bytes, and words come from an expression."""
+    name = facts.get("pre")
+    if name not in SPLITTINGS:
+        said = f"is {name[:50]!r}" if isinstance(name, str) else "is missing"
+        raise facts.refusal(
+            f"{PREFIX}pre, the way in which it splits words, {said} and not known here"
+        )
+    splitting: Splitting = SPLITTINGS[name]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    splits = [_split(expression) for expression in splitting.expressions]
+    return {
+        "normalizer": {"type": "NFC"} if splitting.composed else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*splits, {**byte_level, "use_regex": False}],
+        },
+        "decoder": {**byte_level, "use_regex": True},
+        "model": _pairs_model(facts, facts.merges(), ignore_merges=splitting.ignore_merges),
+    }, splitting.begins
+
+
+def _sentence_pieces(facts: _Facts) -> tuple[dict[str, Any], bool]:
+    """SentencePiece's kind of pairs: pieces with scores, a sign for a space, bytes for letters that
+    there are not."""
+    prefixed = facts.flag("add_space_prefix", True)
+    if facts.flag("remove_extra_whitespaces", False):
+        raise facts.refusal("it drops spaces of a text (remove_extra_whitespaces)")
+    signs = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    begun = [{"type": "Prepend", "prepend": SPACE}, *signs] if prefixed else signs
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
+    spelt = [_spelt(token, kind) for token, kind in zip(facts.tokens, facts.types, strict=True)]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": begun},
+        "pre_tokenizer": None,
+        "decoder": _spaced_decoder(strip),
+        "model": _pairs_model(
+            facts, _merges_of(spelt, facts.scores(), facts.types), tokens=spelt, bytes_for_rest=True
+        ),
+    }, True
+
+
+def _raw_pairs(facts: _Facts) -> tuple[dict[str, Any], bool]:
+    """Gemma 4's kind: merges over letters, with a sign for a space and lines apart."""
+    return {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        "pre_tokenizer": _split(r"[^\n]+|[\n]+"),
+        "decoder": _spaced_decoder([]),
+        "model": _pairs_model(facts, facts.merges(), bytes_for_rest=True),
+    }, True
+
+
+def _pairs_model(
+    facts: _Facts,
+    merges: list[list[str]],
+    *,
+    tokens: Sequence[str] | None = None,
+    ignore_merges: bool = False,
+    bytes_for_rest: bool = False,
+) -> dict[str, Any]:
+    spelt = facts.tokens if tokens is None else tokens
+    index = {token: place for place, token in enumerate(spelt)}
+    for left, right in merges:
+        if left not in index or right not in index or left + right not in index:
+            raise facts.refusal(f"it merges {left[:30]!r} and {right[:30]!r}, which are no tokens")
+    unknown = facts.id("unknown")
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": spelt[unknown] if unknown is not None and bytes_for_rest else None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": bytes_for_rest,
+        "byte_fallback": bytes_for_rest,
+        "ignore_merges": ignore_merges,
+        "vocab": index,
+        "merges": merges,
+    }
+
+
+def _merges_of(tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray) -> list[list[str]]:
+    """The pairs of pieces that are a piece, that of the highest score first, as SentencePiece puts
+    them together; of those of one piece the pair of the lowest ids."""
+    index = {
+        token: place
+        for place, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True))
+        if kind in (1, USER)
+    }
+    find, found = index.get, []
+    for token, place in index.items():
+        halves = ((find(token[:cut]), find(token[cut:])) for cut in range(1, len(token)))
+        pairs = [(one, two) for one, two in halves if one is not None and two is not None]
+        if pairs:
+            found.append((-float(scores[place]), sorted(pairs)))
+    found.sort(key=lambda item: item[0])
+    return [[tokens[left], tokens[right]] for _, pairs in found for left, right in pairs]
+
+
+def _spelt(token: str, kind: int) -> str:
+    """A piece as SentencePiece spells it: files have spaces in those that a user has defined."""
+    return token.replace(" ", SPACE) if kind == USER else token
+
+
+def _added(facts: _Facts) -> list[dict[str, Any]]:
+    """Tokens that are found in a text before anything else is: control tokens, and those that a
+    user has defined, which are looked for in the normalised text."""
+    pieces = facts.kind == "llama"
+    return [
+        {
+            "id": place,
+            "content": _spelt(facts.tokens[place], kind) if pieces else facts.tokens[place],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": pieces and kind == USER,
+            "special": kind != USER,
+        }
+        for place, kind in enumerate(facts.types.tolist())
+        if kind in (UNKNOWN, CONTROL, USER)
+    ]
+
+
+def _ends(facts: _Facts) -> list[int]:
+    """The ids that end a reply: those that the file names, and control tokens that do by name."""
+    named = [found for name in ENDS if (found := facts.id(name)) is not None]
+    control = {
+        facts.tokens[place]: place for place in np.flatnonzero(facts.types == CONTROL).tolist()
+    }
+    ending = ENDING - ({"<|end|>"} if control.keys() >= HARMONY else set())
+    more = (place for token, place in control.items() if token in ending)
+    return list(dict.fromkeys((*named, *more)))
+
+
+def _split(expression: str) -> dict[str, Any]:
+    pattern = {"Regex": expression}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+def _spaced_decoder(strip: list[dict[str, Any]]) -> dict[str, Any]:
+    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    steps = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _template(tokens: Sequence[str], begin: int | None) -> dict[str, Any]:
+    """The way in which a text begins: with the begin token, or with nothing."""
+    texts = [{"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB")]
+    first: list[dict[str, Any]] = []
+    named: dict[str, Any] = {}
+    if begin is not None:
+        token = tokens[begin]
+        first = [{"SpecialToken": {"id": token, "type_id": 0}}]
+        named = {token: {"id": token, "ids": [begin], "tokens": [token]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [*first, texts[0]],
+        "pair": [*first, *texts],
+        "special_tokens": named,
+    }

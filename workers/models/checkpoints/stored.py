@@ -1,0 +1,81 @@
+"""The place of a tensor's numbers in a weight file, and their types."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.digests import Identity, all_finite, refuse_changed
+from dovetail.workers.models.checkpoints.files import unreadable
+from dovetail.workers.progress import count_bytes
+
+FLOAT_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+"""Types of tables of token ids, which some draft heads have."""
+CODE_TYPES = {"U8": torch.uint8}
+"""Types of what stands for other numbers."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The place of one tensor's numbers in a safetensors file."""
+
+    file: Path
+    kind: str
+    """safetensors' name of the type: F32, F16, BF16, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Offset in bytes from the beginning of the file."""
+    size_bytes: int
+    identity: Identity
+    """The identity of the file when its header was read: from one that has been changed since
+    nothing is taken."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, called `name` in errors, in the type it is stored in, read from its file
+        alone: no other tensor takes memory for it."""
+        kind = {**FLOAT_TYPES, **COUNT_TYPES, **CODE_TYPES}.get(self.kind)
+        if kind is None:
+            raise self._unreadable(name)
+        content = self.content(name)
+        return (
+            torch.frombuffer(content, dtype=kind).view(self.shape)
+            if content
+            else torch.empty(self.shape, dtype=kind)
+        )
+
+    def content(self, name: str) -> bytearray:
+        """Return the bytes of the tensor, called `name` in errors."""
+        content = bytearray(self.size_bytes)
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.offset)
+                count = file.readinto(content)
+                refuse_changed(self.file, self.identity, file)
+        except OSError as error:
+            raise unreadable(self.file, error) from None
+        if count != self.size_bytes:
+            raise self._unreadable(name)
+        count_bytes(self.size_bytes)
+        return content
+
+    def _unreadable(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.file}: tensor {name} of type {self.kind} cannot be read as numbers; "
+            "fetch the model again"
+        )
+
+    def read_checked(self, name: str) -> Tensor:
+        """Read a tensor of a file that has not been read as a whole: NaN and infinite values are
+        refused here."""
+        tensor = self.read(name)
+        if tensor.numel() and not all_finite(tensor.view(-1).view(torch.uint8).numpy(), self.kind):
+            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+        return tensor
