@@ -233,6 +233,14 @@ def test_a_view_is_made_anew_when_its_file_is_another(tmp_path: Path) -> None:
     assert open_checkpoint(str(file)).digest != digest
 
 
+def test_a_folder_that_only_says_that_it_is_a_view_is_none(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path / "model", **WIDE)
+    before = open_checkpoint(str(tmp_path / "model")).digest
+    (tmp_path / "model" / "gguf.json").write_text('{"files": [{"path": "/etc/passwd"}]}')
+    assert open_checkpoint(str(tmp_path / "model")).digest == before
+    assert resolved(str(tmp_path / "model")) == str(tmp_path / "model")
+
+
 def test_infinite_numbers_are_refused_when_they_are_read(tmp_path: Path) -> None:
     file, _ = write(tmp_path)
     place = next(p for p in read_model(file).heads[0].tensors if KINDS[p.kind].name == "Q8_0")

@@ -55,7 +55,7 @@ def local_folder(path: Path) -> Path | None:
     """Return the folder of a model that a path names: the folder itself, or the view of a GGUF
     file, or of the one model in a folder of them; None where the path is something else."""
     if path.is_dir():
-        plain = (path / MARK).is_file() or any(any(path.glob(end)) for end in WEIGHTS)
+        plain = bool(_mark(path)) or any(any(path.glob(end)) for end in WEIGHTS)
         return path if plain or not any(path.glob("*.gguf")) else view_of(only_model(path))
     return view_of(path) if is_gguf(path) and path.exists() else None
 
@@ -139,6 +139,10 @@ def model_of(folder: Path) -> Model | None:
 
 
 def _mark(folder: Path) -> Mapping[str, Any]:
+    """The content of a view's mark; nothing of a folder that does not lie where views do: a
+    downloaded one may have a file of that name."""
+    if folder.parent.parent.parts[-2:] != (cache_folder().name, VIEWS):
+        return {}
     try:
         found: dict[str, Any] = json.loads((folder / MARK).read_bytes())
     except (OSError, ValueError):
