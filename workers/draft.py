@@ -60,6 +60,8 @@ class Identity:
     """The cost of a level of its tree, as the machine's profile file has it."""
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
+    kept_beside: int = 0
+    """As many more for each of these sessions, for what it has beside rows."""
 
 
 @dataclass
@@ -95,7 +97,7 @@ class DraftWorker(Generic[SessionT]):
             clock,
         )
         self._held: dict[int, _Held[SessionT]] = {}
-        self._kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens)
+        self._kept: KeptSessions[Left] = KeptSessions(identity.kept_tokens, identity.kept_beside)
         self._to_learn = False
         self._epoch = 0
         self.stale = 0

@@ -44,6 +44,7 @@ from dovetail.workers.sessions.features import HeldFeatures, HeldPasses, feature
 from dovetail.workers.sessions.prefill import Prefill
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
+from dovetail.workers.sessions.room import base_rows
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.sessions.session import KeptSession, TargetSession
 from dovetail.workers.sessions.timing import timed_pass
@@ -87,7 +88,7 @@ class Verifier:
         self._admission = Admission(model)
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
-        self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens)
+        self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
         self._held: dict[tuple[Sequence[int], str], HeldPasses] = {}
         """Layers that are read and type -> passes that are held."""
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
@@ -248,10 +249,11 @@ class Verifier:
         )
 
     def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
-        """A cache for `rows` rows: empty, or with `kept` of what is base of another session."""
+        """A cache for `rows` rows: empty, or with `kept` of what is base of another session, or as
+        many as can be gone back to."""
         if base is None:
             return self._model.new_cache(rows)
-        base.cache.truncate(kept)
+        base.cache.truncate(base.cache.restorable(kept))
         base.cache.resize(rows)
         return base.cache
 

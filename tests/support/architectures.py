@@ -219,6 +219,10 @@ def randomise(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("router.scale"):  # a choice among logits near 0 is one of rounding
             parameter.mul_(8.0)
+        if name.endswith("A_log"):  # states neither vanish nor stay
+            parameter.uniform_(-1.0, 1.0, generator=generator)
+        if name.endswith("dt_bias"):
+            parameter.uniform_(-2.0, 2.0, generator=generator)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

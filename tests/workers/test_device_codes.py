@@ -13,13 +13,12 @@ from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.placement import (
-    TREE_ROWS,
     TREES_AHEAD,
     Place,
     coded_bytes,
     needed_bytes,
 )
-from dovetail.workers.models.backends.sizes import sizes_of
+from dovetail.workers.models.backends.sizes import TREE_ROWS, sizes_of
 from dovetail.workers.models.backends.stage_engines import TorchEngine
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.cache import KVCache

@@ -27,8 +27,9 @@ from dovetail.workers.drafters.session import GrowingSession
 from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.sessions.prefill import TURN_TAIL, next_stop
 from dovetail.workers.sessions.prefix_cache import check_prefix
-from dovetail.workers.sessions.room import check_rows, host_row_bytes
+from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
@@ -90,7 +91,7 @@ class Drafter(Grower[DraftSession]):
         begins with."""
         super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
         self.model = model
-        self._row_bytes = host_row_bytes(model)
+        self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """`RequestError` of code "vocabulary" if the model has no row for one of `tokens`."""
@@ -139,10 +140,10 @@ class Drafter(Grower[DraftSession]):
     def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
         """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another
         session."""
-        check_rows(rows, 0, self._row_bytes)
+        check_rows(rows + self._base_rows, 0, self._row_bytes)
         if base is None:
             return self.model.new_cache(rows)
-        base.cache.truncate(min(kept, base.cache.length))
+        base.cache.truncate(base.cache.restorable(min(kept, base.cache.length)))
         base.cache.resize(rows)
         return base.cache
 
@@ -168,13 +169,16 @@ class Drafter(Grower[DraftSession]):
     def _read_missing(self, session: DraftSession) -> Tensor:
         """Compute the rows of the log that are missing; logits [1, V] after its last token."""
         cache, logits = session.cache, torch.empty(0)
-        while missing := session.log[cache.length : cache.length + CHUNK]:
+        told = len(session.log)
+        while missing := session.log[cache.length : next_stop(cache.length, told, CHUNK)]:
             start, count = cache.length, len(missing)
             tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
             logits = self.model.forward(
                 tokens, positions, [Segment(cache, start, count)], rows=torch.tensor([count - 1])
             )
             cache.keep(range(start, start + count), count)
+            if cache.length == told - TURN_TAIL:
+                cache.checkpoint()
         return logits
 
     def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Tensor:

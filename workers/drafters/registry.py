@@ -16,6 +16,7 @@ from dovetail.protocol.spans import Spans
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
+from dovetail.workers.sessions.room import base_rows
 
 if TYPE_CHECKING:
     from dovetail.workers.devices import Device
@@ -55,6 +56,7 @@ class Wanted:
             self.threads,
             curves=known_levels(self.profile, model, device.library),
             kept_tokens=kept,
+            kept_beside=base_rows(model),
             **more,
         )
 

@@ -97,6 +97,8 @@ class LayerStruct(Structure):
         ("query_factors", c_void_p),
         ("sinks", c_void_p),
         ("value_norm", NormStruct),
+        ("scan", c_void_p),
+        ("mixer_gate", MatrixStruct),
     )
 
 
@@ -108,7 +110,7 @@ class SegmentStruct(Structure):
             (name, c_int32)
             for name in ("first_row", "count", "start", "prefix", "capacity", "kind")
         ),
-        *((name, c_void_p) for name in ("keys", "values", "path_offsets", "path_slots")),
+        *((name, c_void_p) for name in ("keys", "values", "path_offsets", "path_slots", "states")),
     )
 
 
@@ -201,6 +203,7 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
     struct.kind = CACHE_KINDS[dtype]
     struct.keys = _address(segment.keys, keys, dtype)
     struct.values = _address(segment.values, values, dtype)
+    struct.states = None if segment.states is None else addressof(segment.states.struct)
     if segment.paths is not None:
         struct.prefix = segment.paths.prefix
         struct.path_offsets = _address(segment.paths.offsets, (segment.count + 1,), torch.int32)
@@ -226,6 +229,8 @@ class DecoderLayer:
         self._experts = None if plan.experts is None else experts_struct(plan.experts, plan)
         if self._experts is not None:
             self.struct.experts = addressof(self._experts)
+        if plan.scan is not None:
+            self.struct.scan = addressof(plan.scan.struct)
         self._functions = _functions()
         self._reference = byref(self.struct)
 
@@ -263,8 +268,7 @@ class DecoderLayer:
 
 
 class Attention:
-    """Head norms, rotation, cache and attention of the rows of a pass: what stands between a
-    layer's two matrices."""
+    """Head norms, rotation, cache and attention: the part between a layer's two matrices."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         check_heads(plan)
@@ -352,7 +356,7 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
     for name, heads in (("query_norm", plan.heads), ("key_norm", plan.kv_heads)):
         width = plan.head_dim * (heads if wide else 1)
         setattr(struct, name, norm_struct(getattr(plan, name), width))
-    for name in ("qkv", "output", "gate_up", "down"):
+    for name in ("qkv", "output", "gate_up", "down", "mixer_gate"):
         if (matrix := getattr(plan, name)) is not None:
             setattr(struct, name, matrix.struct)
     return struct

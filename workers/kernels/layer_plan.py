@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import PackedMatrix, fresh_memory
+from dovetail.workers.kernels.states import ScanPlan, ScanRule, StateRows
 
 LANES = 16
 """Positions that stand side by side in a block of keys; capacities are multiples of it."""
@@ -141,7 +142,8 @@ class LayerPlan:
     kv_heads: int
     head_dim: int
     qkv: PackedMatrix
-    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values."""
+    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values; or what a mixer
+    with a state reads."""
     output: PackedMatrix
     gate_up: PackedMatrix | None
     """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]. None: of the
@@ -183,6 +185,10 @@ class LayerPlan:
     """RMS, [head_dim]."""
     scalar: float = 1.0
     """The factor of the layer's result."""
+    scan: ScanPlan | None = None
+    """In the place of attention; such a layer has no heads."""
+    mixer_gate: PackedMatrix | None = None
+    """[heads head_dim, hidden]: what was attended to is multiplied by its sigmoid."""
     cached_before: int | None = None
     """The numbers of a row's keys of the layers before this one in a cache; None: those of `index`
     layers like this one."""
@@ -197,7 +203,8 @@ class LayerPlan:
     @property
     def matrices(self) -> Sequence[PackedMatrix]:
         """The matrices that all rows go through."""
-        return [part for part in (self.qkv, self.output, self.gate_up, self.down) if part]
+        parts = (self.qkv, self.output, self.gate_up, self.down, self.mixer_gate)
+        return [part for part in parts if part]
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,8 @@ class CacheRows:
     count: int
     paths: "Paths | None" = None
     """Slots that each row sees; None: row i sees slots 0 .. start + i."""
+    states: StateRows | None = None
+    """The state of a session, for layers that have one; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -275,13 +284,28 @@ def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
 def check_shapes(plan: LayerPlan) -> None:
     """ValueError for matrices that do not fit together."""
     hidden = plan.qkv.k
-    _check_matrix("qkv", plan.qkv, (plan.heads + 2 * plan.kv_heads) * plan.head_dim, hidden)
-    _check_matrix("output", plan.output, hidden, plan.heads * plan.head_dim)
+    given, taken = (plan.heads + 2 * plan.kv_heads) * plan.head_dim, plan.heads * plan.head_dim
+    if plan.scan is not None:
+        given, taken = _scan_widths(plan.scan)
+    _check_matrix("qkv", plan.qkv, given, hidden)
+    _check_matrix("output", plan.output, hidden, taken)
+    if plan.mixer_gate is not None:
+        _check_matrix("mixer_gate", plan.mixer_gate, taken, hidden)
     if plan.gate_up is not None and plan.down is not None:
         check_mlp(plan.gate_up, plan.down, hidden, plan.activation)
     elif plan.experts is None:
         raise ValueError("a layer needs an MLP or experts")
-    check_heads(plan)
+    if plan.scan is None:
+        check_heads(plan)
+
+
+def _scan_widths(scan: ScanPlan) -> tuple[int, int]:
+    """Return what the matrix before a mixer with a state gives, and that behind it takes."""
+    channels, values = scan.taps.shape[1], scan.value_heads * scan.value_dim
+    if scan.rule is ScanRule.SHORT_CONVOLUTION:
+        return 3 * channels, channels
+    steps = scan.value_heads * (2 if scan.rule is ScanRule.GATED_DELTA else 1)
+    return channels + values + steps, values
 
 
 def check_mlp(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, how: Activation) -> None:

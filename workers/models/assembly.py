@@ -24,7 +24,7 @@ from dovetail.workers.models.language_model import (
     check_attention,
 )
 from dovetail.workers.models.memory import release_memory
-from dovetail.workers.models.proving import provable
+from dovetail.workers.models.parity.proving import provable
 from dovetail.workers.models.weight_types import LINEAR_TYPES
 from dovetail.workers.progress import loading
 

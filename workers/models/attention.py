@@ -163,6 +163,8 @@ class Noted:
         return self.heads, self.kv_heads, self.head_dim
 
 
+NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)
+"""The attention of a layer that has none."""
 Notes = Callable[[Noted, Tensor, Tensor], None]
 """Hears what is asked of attention, with the queries and keys [1, heads or kv_heads, T,
 head_dim]."""

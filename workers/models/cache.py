@@ -81,6 +81,13 @@ class KVCache:
         check_truncation(self, length)
         self.length = length
 
+    def restorable(self, length: int) -> int:
+        """Return the greatest length up to this one to which `truncate` can go back: any."""
+        return length
+
+    def checkpoint(self) -> None:
+        """Nothing: every length is `restorable`."""
+
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
         too small, or much too large."""
@@ -92,6 +99,11 @@ class KVCache:
             rows[:, :, :, : self.length] = self.rows[:, :, :, : self.length]
             self.rows = rows
         self.capacity = capacity
+
+    @property
+    def base_bytes(self) -> int:
+        """Memory of a session beside that of its rows: none."""
+        return 0
 
     @property
     def row_bytes(self) -> int:

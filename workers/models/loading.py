@@ -20,9 +20,11 @@ from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
 from dovetail.workers.models.backends.selection import select
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import CACHE_NAMES
+from dovetail.workers.models.checkpoints.architecture import refuse_states
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
-from dovetail.workers.models.checkpoints.files import read_bytes
+from dovetail.workers.models.checkpoints.files import read_bytes, read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     Plan,
@@ -47,7 +49,13 @@ from dovetail.workers.models.language_model import (
     context_of,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.proving import StumbledError, Trial, TriedError, oracle_of, provable
+from dovetail.workers.models.parity.proving import (
+    StumbledError,
+    Trial,
+    TriedError,
+    oracle_of,
+    provable,
+)
 from dovetail.workers.models.remembered.proofs import Proofs
 from dovetail.workers.models.remembered.recall import Memory, recall
 from dovetail.workers.models.wanted import Stager, Wanted
@@ -155,6 +163,8 @@ def _on_cpu(
                 f"the C++ kernels cannot compute model type {kind}, which is built in a "
                 "way that they do not know"
             )
+    if wanted.stage is None:
+        refuse_states(_model_type(checkpoint), checkpoint.source, why_not)
     if wanted.stage is not None:
         raise CheckpointError(
             f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, "
@@ -193,6 +203,11 @@ def _on_cpu(
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, because %s", checkpoint.source, why_not)
     return model
+
+
+def _model_type(checkpoint: Checkpoint) -> str:
+    """The model type of what is decoded of a checkpoint."""
+    return str(text_part(read_json(checkpoint.folder / "config.json")).get("model_type"))
 
 
 def _against_kernels(wanted: Wanted) -> str:
@@ -264,6 +279,8 @@ def _on_gpu(
     checkpoint: Checkpoint, digest: str, wanted: Wanted, device: torch.device
 ) -> LanguageModel:
     """Load a model as transformers computes it, in one type."""
+    where = f"the settings say device {device}; leave that out"
+    refuse_states(_model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
         raise CheckpointError(
             f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "

@@ -33,7 +33,13 @@ class Cache(Protocol):
         the first `committed`; only these rows move."""
 
     def truncate(self, length: int) -> None:
-        """Let the committed rows from slot `length` on go."""
+        """Let the committed rows from slot `length` on go; `length` has to be `restorable`."""
+
+    def restorable(self, length: int) -> int:
+        """Return the greatest length up to this one to which `truncate` can go back."""
+
+    def checkpoint(self) -> None:
+        """Make the length `restorable`, or nearly: of states a copy is needed for that."""
 
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
@@ -42,6 +48,10 @@ class Cache(Protocol):
     @property
     def row_bytes(self) -> int:
         """Memory of one row."""
+
+    @property
+    def base_bytes(self) -> int:
+        """Memory of a session beside that of its rows."""
 
 
 def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.sessions.room import check_rows, host_row_bytes
+from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.sessions.session import TargetSession
 
 MAX_SESSIONS = 64
@@ -16,7 +16,7 @@ class Admission:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
-        self._row_bytes = host_row_bytes(model)
+        self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
 
     def check(self, order: Open, opened: int) -> None:
         """Check a request for a session beside so many that are open."""
@@ -34,7 +34,7 @@ class Admission:
         """Check that the host's memory holds a cache of so many rows beside what open sessions may
         still take; a GPU says so itself."""
         promised = sum(max(0, session.own - session.cache.length) for session in sessions)
-        check_rows(rows, promised, self._row_bytes)
+        check_rows(rows + self._base_rows, promised, self._row_bytes)
 
     def check_reads(self, reads: Reads | None) -> None:
         """Check that the features which a draft reads are those of this model."""

@@ -16,6 +16,17 @@ from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.sessions.timing import timed_pass
 from dovetail.workers.speculation.logprobs import token_logprobs
 
+TURN_TAIL = 16
+"""Rows at the end of a prompt behind a checkpoint of the cache: the next turn of a conversation
+parts from this one where a template asks for the reply, some tokens before the end."""
+
+
+def next_stop(start: int, stop: int, step: int) -> int:
+    """Return up to which row a prompt is read in a pass from `start` on: at most `step` rows, not
+    beyond the checkpoint before its end."""
+    mark = stop - TURN_TAIL
+    return min(start + step, mark if start < mark else stop)
+
 
 class Prefill:
     """Reads prompts into caches."""
@@ -55,9 +66,9 @@ class Prefill:
                 apart=True,
             )
             yield from slices(part)
-        step = PREFILL_ROWS if scored else self._step
-        for start in range(session.cache.length, len(session.log), step):
-            chunk = session.log[start : start + step]
+        step, told = PREFILL_ROWS if scored else self._step, len(session.log)
+        while (start := session.cache.length) < told:
+            chunk = session.log[start : next_stop(start, told, step)]
             logits, part = self._read(
                 chunk, session.cache, session.reads, features_from=features_from, all_logits=scored
             )
@@ -66,6 +77,8 @@ class Prefill:
                 yield ScoredPart(
                     start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0)
                 )
+            if session.cache.length == told - TURN_TAIL:
+                session.cache.checkpoint()
         return logits[-1:]
 
     def recompute(

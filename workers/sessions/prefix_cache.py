@@ -34,9 +34,9 @@ LeftT = TypeVar("LeftT", bound=Left)
 class KeptSessions(Generic[LeftT]):
     """The logs and rows of sessions that have ended, by their numbers, the oldest first."""
 
-    def __init__(self, most_tokens: int) -> None:
-        """`most_tokens`: of all logs together."""
-        self._most_tokens = most_tokens
+    def __init__(self, most_tokens: int, beside: int = 0) -> None:
+        """`most_tokens`: of all logs together; a session takes the room of `beside` more."""
+        self._most_tokens, self._beside = most_tokens, beside
         self._left: dict[int, LeftT] = {}
 
     def __len__(self) -> int:
@@ -47,13 +47,17 @@ class KeptSessions(Generic[LeftT]):
 
     def takes(self, tokens: int) -> bool:
         """Return whether a session of so many tokens can be kept."""
-        return tokens <= self._most_tokens
+        return tokens + self._beside <= self._most_tokens
 
     def add(self, number: int, left: LeftT) -> None:
         """Keep a session that it `takes`; where there is no room for it, the oldest go."""
         self._left[number] = left
-        while sum(len(other.log) for other in self._left.values()) > self._most_tokens:
+        while self._taken > self._most_tokens:
             del self._left[next(iter(self._left))]
+
+    @property
+    def _taken(self) -> int:
+        return sum(len(other.log) + self._beside for other in self._left.values())
 
     def drop(self, number: int) -> None:
         """Forget a session; unknown ones are forgotten already."""

@@ -1,10 +1,13 @@
 """A check whether keys and values of one session more fit into the host's memory: the kernel
 promises what it does not have, and kills later whoever asks for it."""
 
+from typing import Protocol
+
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.memory import read_room
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.segment import Cache
 
 CHECKED_BYTES = 64 << 20
 """Caches from this size on are looked at: to ask the kernel takes a fraction of a millisecond."""
@@ -16,6 +19,20 @@ def host_row_bytes(model: LanguageModel) -> int:
     if model.device.type != "cpu" or isinstance(model.back_end, Staged):
         return 0
     return model.new_cache(0).row_bytes
+
+
+class Cached(Protocol):
+    """A model whose sessions have caches."""
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for `capacity` rows."""
+
+
+def base_rows(model: Cached) -> int:
+    """Return what a session takes beside its rows, such as the states of recurrent layers, in rows
+    of keys and values."""
+    cache = model.new_cache(0)
+    return -(-cache.base_bytes // max(1, cache.row_bytes))
 
 
 def check_rows(rows: int, promised: int, row_bytes: int) -> None:

@@ -9,6 +9,10 @@
 
 #include "experts.inl"
 
+#include "walk.inl"
+
+#include "scan.inl"
+
 #include "layer.inl"
 
 #include "ranking.inl"

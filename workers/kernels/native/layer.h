@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "scan.h"
 
 #include <cstdint>
 
@@ -79,6 +80,8 @@ struct Layer {
     const float* query_factors;  // [context], of queries; or null
     const float* sinks;          // [heads], scores that no value belongs to; or null
     Norm value_norm;             // [head_dim] on each head; RMS; may be missing
+    const Scan* scan;            // in the place of attention, behind `qkv`; null: there is none
+    Matrix mixer_gate;           // [heads head_dim, hidden], by whose sigmoid what was attended to is multiplied; packed null: there is none
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.
@@ -90,6 +93,7 @@ struct Segment {
     void* values;
     const int32_t* path_offsets;  // [count + 1] into path_slots, or null
     const int32_t* path_slots;
+    const States* states;  // of layers with one; null where there are none
 };
 
 struct Pass {

@@ -159,6 +159,14 @@ static void add_half(const dovetail::Layer& l, float* hidden, float* update, con
     });
 }
 
+// x *= sigmoid(gates), n numbers each.
+static void open_gates(const float* gates, float* x, int64_t n) {
+    constexpr int64_t PIECE = 1024;
+    each((n + PIECE - 1) / PIECE, n, [&](int64_t piece) {
+        for (int64_t i = piece * PIECE, stop = smaller(n, i + PIECE); i < stop; i += LANES) put(x + i, mul(take(x + i, stop - i), sigmoid(take(gates + i, stop - i))), stop - i);
+    });
+}
+
 static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     const int64_t rows = pass.rows;
     Laps laps(pass.parts);
@@ -171,9 +179,18 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     laps.other();
     linear(l.qkv, input, l.hidden, b.wide, l.qkv.n, rows);
     laps.matrix();
-    place(l, pass, b.wide);
-    attention(l, pass, b.wide, b.narrow);
+    if (l.scan) {
+        scan(*l.scan, pass, b.wide, l.qkv.n, b.narrow);
+    } else {
+        place(l, pass, b.wide);
+        attention(l, pass, b.wide, b.narrow);
+    }
     laps.attention();
+    if (l.mixer_gate.packed) {
+        linear(l.mixer_gate, input, l.hidden, b.wide, l.mixer_gate.n, rows);
+        laps.matrix();
+        open_gates(b.wide, b.narrow, rows * l.mixer_gate.n);
+    }
     linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);
     laps.matrix();
     const bool norms = l.mlp_norm.weight;

@@ -7,6 +7,12 @@ from torch import Tensor
 
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
+from dovetail.workers.kernels.states import StateShape
+from dovetail.workers.models.recurrent.states import (
+    RecurrentStates,
+    session_bytes,
+    token_bytes,
+)
 from dovetail.workers.models.segment import (
     Segment,
     check_truncation,
@@ -28,6 +34,9 @@ def with_room(capacity: int) -> int:
 class BlockedCache:
     """A session's keys and values in the layout of the kernels: keys sixteen slots side by side, so
     that lanes run along slots."""
+
+    states: RecurrentStates | None = None
+    """The states of layers that have one; None: there are none."""
 
     def __init__(
         self,
@@ -53,6 +62,9 @@ class BlockedCache:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit
         the first `committed`; only these rows move."""
         in_place = slots_in_place(self, slots, committed)
+        if self.states is not None:
+            moved = self.length + in_place
+            self.states.keep(moved, slots[in_place:], self.length + committed)
         if in_place < len(slots):
             source = torch.tensor(slots[in_place:])
             target = torch.arange(self.length + in_place, self.length + len(slots))
@@ -66,7 +78,18 @@ class BlockedCache:
     def truncate(self, length: int) -> None:
         """Let the committed rows from slot `length` on go."""
         check_truncation(self, length)
+        if self.states is not None:
+            self.states.truncate(length)
         self.length = length
+
+    def restorable(self, length: int) -> int:
+        """Return the greatest length up to this one to which `truncate` can go back."""
+        return length if self.states is None else self.states.restorable(length)
+
+    def checkpoint(self) -> None:
+        """Make the length `restorable`, or nearly: of states a copy is needed for that."""
+        if self.states is not None:
+            self.states.checkpoint()
 
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
@@ -91,7 +114,13 @@ class BlockedCache:
     @property
     def row_bytes(self) -> int:
         """Memory of one row."""
-        return 2 * self._numbers * self.values.element_size()
+        shapes = () if self.states is None else self.states.shapes
+        return 2 * self._numbers * self.values.element_size() + token_bytes(shapes)
+
+    @property
+    def base_bytes(self) -> int:
+        """Memory of a session beside that of its rows."""
+        return 0 if self.states is None else session_bytes(self.states.shapes)
 
     @property
     def _numbers(self) -> int:
@@ -160,14 +189,24 @@ class MixedCache(BlockedCache):
             first = own.stop
 
 
-def cache_of(heads: Sequence[tuple[int, int]], capacity: int, dtype: torch.dtype) -> BlockedCache:
-    """An empty cache for layers with so many key heads of such a size each."""
-    if len(set(heads)) > 1:
-        return MixedCache(heads, capacity=capacity, dtype=dtype)
-    kv_heads, head_dim = heads[0]
-    return BlockedCache(
-        layers=len(heads), kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype
-    )
+def cache_of(
+    heads: Sequence[tuple[int, int]],
+    capacity: int,
+    dtype: torch.dtype,
+    shapes: Sequence[StateShape] = (),
+) -> BlockedCache:
+    """An empty cache for layers with so many key heads of such a size each, and for others with a
+    state."""
+    if len(set(heads)) == 1:
+        kv_heads, head_dim = heads[0]
+        cache = BlockedCache(
+            layers=len(heads), kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype
+        )
+    else:
+        cache = MixedCache(heads, capacity=capacity, dtype=dtype)
+    if shapes:
+        cache.states = RecurrentStates(shapes)
+    return cache
 
 
 def cache_rows(segment: Segment) -> CacheRows:
@@ -183,4 +222,7 @@ def cache_rows(segment: Segment) -> CacheRows:
             paths.prefix, torch.from_numpy(paths.offsets), torch.from_numpy(paths.slots)
         )
     )
-    return CacheRows(cache.keys, cache.values, segment.start, segment.count, seen)
+    states = None
+    if cache.states is not None:
+        states = cache.states.rows(cache.length, segment.start, segment.count, chain=paths is None)
+    return CacheRows(cache.keys, cache.values, segment.start, segment.count, seen, states)

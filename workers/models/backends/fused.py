@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
-from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
-from dovetail.workers.models.attention import Noted
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
+from dovetail.workers.kernels.layer_plan import HeadNorm, LayerPlan, Norm, NormKind
+from dovetail.workers.kernels.states import StateShape, placed
+from dovetail.workers.models.attention import NOTHING, Noted
 from dovetail.workers.models.backends.blocked_cache import cache_of, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
 from dovetail.workers.models.backends.layer_parts import (
@@ -30,9 +31,16 @@ from dovetail.workers.models.backends.layer_parts import (
     exact_kind,
     final_norm,
     refuse_apart,
+    refuse_states,
 )
 from dovetail.workers.models.backends.library import transformers_pass
-from dovetail.workers.models.backends.packing import DTYPES, pack, pack_and_drop
+from dovetail.workers.models.backends.packing import (
+    DTYPES,
+    KernelLinear,
+    KernelNorm,
+    pack,
+    pack_and_drop,
+)
 from dovetail.workers.models.backends.proof import (
     LAYER_TOLERANCE,
     LayerProof,
@@ -43,44 +51,17 @@ from dovetail.workers.models.backends.proof import (
 from dovetail.workers.models.backends.rotary_tables import NoAngles, RotaryTables
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
-from dovetail.workers.models.timing import asked, timing
+from dovetail.workers.models.timing import asked
 from dovetail.workers.progress import beat
 
 VERSION = "dovetail-1"
 """The version of the functions that the kernels compute, down to the last bit; part of the
 fingerprint."""
-
-
-class KernelLinear(nn.Module):
-    """A linear of the kernels, such as the head."""
-
-    def __init__(self, matrix: PackedMatrix) -> None:
-        super().__init__()
-        self._matrix = matrix
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        with timing("head"):
-            y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
-        return y.view(*x.shape[:-1], self._matrix.n)
-
-
-class KernelNorm(nn.Module):
-    """A norm of the kernels: the final one."""
-
-    def __init__(self, kind: NormKind, norm: Norm, epsilon: float) -> None:
-        super().__init__()
-        self._kind, self._norm, self._epsilon = kind, norm, epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden], normalised."""
-        return normalise(
-            self._kind, self._norm, x.reshape(-1, x.shape[-1]).contiguous(), self._epsilon
-        ).view(x.shape)
 
 
 class FusedLayers(nn.Module):
@@ -138,6 +119,8 @@ class Kernels:
         if family is None:
             raise UnsupportedError("none of the families that are described here has that name")
         self._family = family
+        if not self._mixes:
+            refuse_states(family, model.config)
         self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
             raise UnsupportedError(
@@ -176,8 +159,12 @@ class Kernels:
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
         experts = None if parts.experts is None else parts.experts.pack(self._kind)
-        noted = proof.note(proving or matrices)
-        check_attention(spec.attention, noted, index)
+        noted = NOTHING
+        if isinstance(spec.attention, Attention):
+            noted = proof.note(proving or matrices)
+            check_attention(spec.attention, noted, index)
+        else:
+            proof.use(proving or matrices)
         plan = replace(self._plan(parts, index, noted, matrices), experts=experts)
         proof.check(plan if proving is None else self._plan(parts, index, noted, proving))
         self._take(plan)
@@ -189,6 +176,8 @@ class Kernels:
         """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
         linears change in place."""
         attention = parts.spec.attention
+        if not isinstance(attention, Attention):
+            return
         turned = attention.rope is not None and attention.rope.interleaved
         if (turned or attention.by_head) and not self._reorders:
             raise UnsupportedError(
@@ -274,7 +263,13 @@ class Kernels:
     def _take(self, plan: LayerPlan) -> None:
         """Keep a layer; its index is that of its keys and values in a cache."""
         before = sum(layer.plan.kv_heads * layer.plan.head_dim for layer in self._layers)
-        self._layers.append(DecoderLayer(replace(plan, cached_before=before)))
+        scan = None if plan.scan is None else placed(plan.scan, self._shapes)
+        self._layers.append(DecoderLayer(replace(plan, cached_before=before, scan=scan)))
+
+    @property
+    def _shapes(self) -> list[StateShape]:
+        """The states of the layers that have one."""
+        return [layer.plan.scan.shape for layer in self._layers if layer.plan.scan is not None]
 
     def _together(self) -> Any:
         """Return all layers as one module with a `run`, like `FusedLayers`."""
@@ -296,8 +291,9 @@ class Kernels:
 
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache with keys and values of a type."""
-        heads = [(layer.plan.kv_heads, layer.plan.head_dim) for layer in self._layers]
-        return cache_of(heads, capacity, dtype)
+        plans = [layer.plan for layer in self._layers if layer.plan.scan is None]
+        heads = [(plan.kv_heads, plan.head_dim) for plan in plans]
+        return cache_of(heads, capacity, dtype, self._shapes)
 
     @property
     def cache(self) -> str:
@@ -348,8 +344,9 @@ class Kernels:
     def _plan(
         self, parts: "LayerParts", index: int, noted: Noted, matrices: Mapping[str, PackedMatrix]
     ) -> LayerPlan:
-        spec = parts.spec
-        rope, said = spec.attention.rope, spec.norms
+        spec, said = parts.spec, parts.spec.norms
+        mixer = spec.attention if isinstance(spec.attention, Attention) else None
+        rope = None if mixer is None else mixer.rope
         norms: dict[str, Any] = {"attention_norm": None, "mlp_norm": None}
         norms |= {name: described_norm(module, said) for name, module in parts.norms.items()}
         return LayerPlan(
@@ -363,7 +360,9 @@ class Kernels:
             down=matrices.get("down"),
             **norms,
             rotary=None if rope is None else self._tables.of(rope),
-            head_norm=spec.attention.norm_place,
+            head_norm=HeadNorm.HEAD_BEFORE_ROPE if mixer is None else mixer.norm_place,
+            scan=parts.scan,
+            mixer_gate=matrices.get("mixer_gate"),
             residual=spec.residual_scale,
             parallel=spec.parallel,
             norm_kind=said.kind,

@@ -10,9 +10,19 @@ from torch.nn.functional import softplus
 
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer_plan import Norm
+from dovetail.workers.kernels.states import ScanPlan
 from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
-from dovetail.workers.models.families.description import Experts, LayerSpec, Mlp, Norms
+from dovetail.workers.models.families.description import (
+    Attention,
+    Experts,
+    Family,
+    LayerSpec,
+    Mlp,
+    Norms,
+    StateMixer,
+)
 from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.recurrent.parts import Gates, orders_of, scan_of, split_gates
 
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 """The kind that holds weights of a type as they are."""
@@ -37,18 +47,18 @@ class LayerParts:
         """The factor of what the layer gives."""
         self.numbers = (0.0, 0.0)
         """The numbers of the activation."""
-        attention, norms = spec.attention, spec.norms
-        self.linears = {
-            "qkv": [_linear(layer, name) for name in attention.qkv],
-            "output": [_linear(layer, attention.output)],
-        }
-        self.rows = [None] * len(attention.qkv)
-        if attention.by_head:
-            parts = torch.arange(3 * attention.heads * attention.head_dim)
-            parts = parts.view(attention.heads, 3, attention.head_dim).transpose(0, 1)
-            self._reorder([parts.flatten()])
+        self.scan: ScanPlan | None = None
+        """The mixer with a state that stands in the place of attention."""
+        self.gates: Gates | None = None
+        """Queries and the gates behind attention, taken apart."""
+        mixer, norms = spec.attention, spec.norms
+        if isinstance(mixer, StateMixer):
+            query, key = None, None
+            self._take_state(layer, mixer)
+        else:
+            query, key = mixer.norms or (None, None)
+            self._take_attention(layer, mixer)
         self._take_mlp(layer, spec.mlp)
-        query, key = attention.norms or (None, None)
         named = {
             "attention_norm": norms.pre_mixer,
             "post_attention_norm": norms.post_mixer,
@@ -60,12 +70,35 @@ class LayerParts:
         self.norms = {
             part: part_of(layer, name) for part, name in named.items() if name is not None
         }
-        if attention.sinks is not None:
-            self.sinks = tensor_of(layer, attention.sinks).float().contiguous()
-        if attention.norms_values:
-            self.value_norm = Norm(torch.ones(attention.head_dim))
         if spec.scalar is not None:
             self.scalar = float(tensor_of(layer, spec.scalar))
+
+    def _take_attention(self, layer: nn.Module, said: Attention) -> None:
+        self.linears = {
+            "qkv": [_linear(layer, name) for name in said.qkv],
+            "output": [_linear(layer, said.output)],
+        }
+        self.rows = [None] * len(said.qkv)
+        if said.by_head:
+            parts = torch.arange(3 * said.heads * said.head_dim)
+            parts = parts.view(said.heads, 3, said.head_dim).transpose(0, 1)
+            self._reorder([parts.flatten()])
+        if said.gated:
+            self.gates = split_gates(self.linears["qkv"][0], said.heads, said.head_dim)
+            self.linears["qkv"][0] = self.gates.queries
+            self.linears["mixer_gate"] = [self.gates.gates]
+        if said.sinks is not None:
+            self.sinks = tensor_of(layer, said.sinks).float().contiguous()
+        if said.norms_values:
+            self.value_norm = Norm(torch.ones(said.head_dim))
+
+    def _take_state(self, layer: nn.Module, said: StateMixer) -> None:
+        self.linears = {
+            "qkv": [_linear(layer, name) for name in said.given],
+            "output": [_linear(layer, said.output)],
+        }
+        self.scan = scan_of(layer, said)
+        self._reorder(orders_of(said))
 
     def _take_mlp(self, layer: nn.Module, said: Mlp | Experts) -> None:
         mlp = said.shared if isinstance(said, Experts) else said
@@ -162,10 +195,20 @@ def refuse_apart(parts: "LayerParts") -> None:
         "of experts": parts.experts,
         "with sinks": parts.sinks,
         "with normed values": parts.value_norm,
+        "with gates behind attention": parts.gates,
     }
     for what, part in found.items():
         if part is not None:
             raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
+
+
+def refuse_states(family: Family, config: Any) -> None:
+    """`UnsupportedError` for a model of which a layer has a state."""
+    for index in range(config.num_hidden_layers):
+        if isinstance(family.layer(config, index).attention, StateMixer):
+            raise UnsupportedError(
+                "layers with a state are computed on one CPU by their own weights"
+            )
 
 
 def exact_kind(parts: "LayerParts") -> Kind:
@@ -176,7 +219,7 @@ def exact_kind(parts: "LayerParts") -> Kind:
 
 def final_norm(base: Any) -> tuple[str, nn.Module]:
     """Return name and module of a model's final norm."""
-    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm"):
+    for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "norm_f"):
         if hasattr(base, name):
             return name, getattr(base, name)
     raise UnsupportedError(f"{type(base).__name__} has no final norm that is known")

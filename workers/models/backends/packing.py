@@ -1,4 +1,5 @@
-"""Weights of transformers become packed matrices of the kernels, a piece at a time."""
+"""Weights of transformers become packed matrices of the kernels, a piece at a time; the modules
+that stand in the place of its head and its final norm."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.layer import normalise
+from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.timing import timing
 
 DTYPES = {
     Kind.FP32: torch.float32,
@@ -89,3 +93,31 @@ def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Te
         raise UnsupportedError(
             f"a product by its {name} weights differs from that by the checkpoint's by {share:.1e}"
         )
+
+
+class KernelLinear(nn.Module):
+    """A linear of the kernels, such as the head."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self._matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        with timing("head"):
+            y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
+        return y.view(*x.shape[:-1], self._matrix.n)
+
+
+class KernelNorm(nn.Module):
+    """A norm of the kernels: the final one."""
+
+    def __init__(self, kind: NormKind, norm: Norm, epsilon: float) -> None:
+        super().__init__()
+        self._kind, self._norm, self._epsilon = kind, norm, epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden], normalised."""
+        return normalise(
+            self._kind, self._norm, x.reshape(-1, x.shape[-1]).contiguous(), self._epsilon
+        ).view(x.shape)

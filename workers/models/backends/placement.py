@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.models.backends.sizes import NUMBER_BYTES, WEIGHT_BYTES, Sizes
+from dovetail.workers.models.backends.sizes import NUMBER_BYTES, TREE_ROWS, WEIGHT_BYTES, Sizes
 
 BUFFERS = 2
 """Buffers that streamed layers pass through: one is computed from while the next is filled."""
@@ -19,8 +19,6 @@ CACHED_ROWS = 4096
 that is read at once."""
 PASS_ROWS = {"cpu": 256, "gpu": 1024}
 """Rows of a prompt that go through a layer at a time."""
-TREE_ROWS = 289
-"""Rows of a pass that may have logits: the largest of the papers' trees, 288 nodes and the root."""
 TREES_AHEAD = 8
 """A draft that shares its target's cache has rows for so many trees there (`drafters/tree.py`)."""
 LOGITS = 2
@@ -163,8 +161,9 @@ def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda
 
 
 def cache_bytes(sizes: Sizes) -> int:
-    """The keys and values of one layer: of a long conversation, and of a tree behind it."""
-    return sizes.row * (_rows(sizes) + TREE_ROWS)
+    """The keys and values, or the state, of one layer: of a long conversation, and of a tree behind
+    it."""
+    return sizes.row * (_rows(sizes) + TREE_ROWS) + sizes.states
 
 
 def host_bytes(sizes: Sizes, computed: int, resident: int) -> int:

@@ -33,6 +33,7 @@ from dovetail.workers.models.parity.following import (
     line_of,
     stand_in,
 )
+from dovetail.workers.models.recurrent.proof import run_recurrently, run_states, run_together
 
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
@@ -98,9 +99,10 @@ class Product:
         return self.result
 
     def _check(self, x: Tensor) -> None:
-        """`UnsupportedError` where the packed weights are not the checkpoint's."""
+        """`UnsupportedError` where the packed weights are not the checkpoint's; of one row alone
+        the numbers may nearly cancel out."""
         assert self._matrix is not None
-        if self._matrix.kind not in list(Kind):
+        if self._matrix.kind not in list(Kind) or len(x) == 1:
             return
         for first, (picked, weight, bias) in zip(self._first, self._samples, strict=True):
             compare_product(
@@ -123,6 +125,19 @@ class _Rows(nn.Module):
         y = self._product(x.reshape(-1, x.shape[-1]))[:, self._first : self._first + self._count]
         y = y if self._order is None else y[:, self._order]
         return y.reshape(*x.shape[:-1], self._count)
+
+
+class _Joined(nn.Module):
+    """Linears with the same inputs as the one that they were taken from; `order`, int64 [out]:
+    where the outputs of all, one behind the other, stand there."""
+
+    def __init__(self, parts: Sequence[nn.Module], order: Tensor) -> None:
+        super().__init__()
+        self._parts, self._back = parts, order.argsort()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return torch.cat([part(x) for part in self._parts], dim=-1)[..., self._back]
 
 
 def check_attention(said: Attention, noted: Noted, index: int) -> None:
@@ -186,6 +201,10 @@ class LayerProof:
             for name in linears
             for part, own in zip(linears[name], self._products[name].stand_ins, strict=True)
         }
+        if (gates := parts.gates) is not None:
+            others[gates.module] = _Joined(
+                [others[gates.queries], others[gates.gates]], gates.order
+            )
         self._experts = None
         if parts.experts is not None:
             self._experts = others[parts.experts.module] = ExpertProof(parts.experts, self._what)
@@ -196,11 +215,15 @@ class LayerProof:
         self._states = oracle.states(index)
         self._rotated: list[Tensor] = []
 
+    def use(self, matrices: Mapping[str, PackedMatrix]) -> None:
+        """Compute with these matrices from now on."""
+        for name, matrix in matrices.items():
+            self._products[name].use(matrix)
+
     def note(self, matrices: Mapping[str, PackedMatrix]) -> Noted:
         """Return what the layer's attention is asked for, computed with these matrices;
         `UnprovableError` where it is more than any back end knows."""
-        for name, matrix in matrices.items():
-            self._products[name].use(matrix)
+        self.use(matrices)
         notes: list[Noted] = []
 
         def note(noted: Noted, query: Tensor, key: Tensor) -> None:
@@ -232,10 +255,16 @@ class LayerProof:
         """`UnsupportedError` where the kernels' layer of a plan, with the matrices that are in use,
         differs from transformers'."""
         oracle, states = self._oracle, self._states
+        exact = all(matrix.kind in EXACT for matrix in plan.matrices)
+        tolerance = LAYER_TOLERANCE if exact else ROUNDED_TOLERANCE
         if self._experts is not None and plan.experts is not None:
             self._experts.use(plan.experts)
         try:
-            expected = oracle.run_eager(self._layer, self._index, states)
+            given = (self._layer, self._index, states)
+            if plan.scan is None:
+                expected = alone = oracle.run_eager(*given)
+            else:
+                alone, expected = run_recurrently(oracle, *given), run_together(oracle, *given)
         except (UnsupportedError, UnprovableError):
             raise
         except Exception as error:
@@ -246,6 +275,29 @@ class LayerProof:
             layer = DecoderLayer(replace(plan, index=0))
         except ValueError as error:
             raise UnsupportedError(f"{self._what}: {error}") from error
+        found = torch.cat([states[: oracle.dense], states])
+        if plan.scan is None:
+            self._run_attention(layer, found)
+        else:
+            run_states(layer, found, oracle.dense)
+        settled = None
+        if self._experts is not None and plan.experts is not None:
+            settled = self._experts.settled(plan.experts.router, exact=exact)
+        if worst := oracle.difference(expected, alone, states, tolerance, settled):
+            raise UnprovableError(
+                f"{self._what} computes row {worst[0]} otherwise beside others than alone, by "
+                f"{worst[1]:.1e} of what it adds"
+            )
+        if worst := oracle.difference(expected, found, states, tolerance, settled):
+            raise UnsupportedError(
+                f"{self._what} differs from transformers' at position {worst[0]} by "
+                f"{worst[1]:.1e} of what it adds"
+            )
+
+    def _run_attention(self, layer: DecoderLayer, states: Tensor) -> None:
+        """Run a layer on states [dense + count, hidden], in place; queries, keys and what is
+        attended to are compared on the way."""
+        oracle, plan = self._oracle, layer.plan
         rows = self._rows(plan)
         qkv = torch.cat(
             [self._products["qkv"].result[: oracle.dense], self._products["qkv"].result]
@@ -256,24 +308,11 @@ class LayerProof:
             ("queries", "keys"), (qkv[:, :width], qkv[:, width:stop]), self._rotated, strict=True
         ):
             self._compare(f"{what} of", wanted[oracle.dense :], found, ATTENTION_TOLERANCE)
-        self._compare(
-            "attention of",
-            self._products["output"].given,
-            layer.attend(rows, qkv),
-            ATTENTION_TOLERANCE,
-        )
-        found = torch.cat([states[: oracle.dense], states])
-        layer.run(rows, found)
-        exact = all(matrix.kind in EXACT for matrix in plan.matrices)
-        settled = None
-        if self._experts is not None and plan.experts is not None:
-            settled = self._experts.settled(plan.experts.router, exact=exact)
-        tolerance = LAYER_TOLERANCE if exact else ROUNDED_TOLERANCE
-        if worst := oracle.difference(expected, found, states, tolerance, settled):
-            raise UnsupportedError(
-                f"{self._what} differs from transformers' at position {worst[0]} by "
-                f"{worst[1]:.1e} of what it adds"
-            )
+        mixed, gates = layer.attend(rows, qkv), self._products.get("mixer_gate")
+        if gates is not None:
+            mixed *= torch.cat([gates.result[: oracle.dense], gates.result]).sigmoid()
+        self._compare("attention of", self._products["output"].given, mixed, ATTENTION_TOLERANCE)
+        layer.run(rows, states)
 
     def _compare(self, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
         if expected.shape[-1] != found.shape[-1]:

@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.workers.models.recurrent.sizes import StateSizes, state_sizes
+
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
 NUMBER_BYTES = 4
 """Bytes of states, norms and biases: fp32."""
 CACHE_BYTES = {"fp32": 4, "half": 2}
 """Bytes of keys and values of a type."""
+TREE_ROWS = 289
+"""Rows of a pass that may have logits: the largest of the papers' trees, 288 nodes and the root."""
 MOST = 1 << 24
 """The bound of any number of a config.json: none of a model that there is comes near."""
 
@@ -27,7 +31,8 @@ class Sizes:
     """The final norm and the language model's head."""
     embedding: int
     row: int
-    """The keys and values of one token in one layer."""
+    """The keys and values of one token in one layer; where some layers have states in their place,
+    this, like what a layer weighs, is an average of all."""
     context: int
     state: int
     """The state of one row between two layers."""
@@ -41,6 +46,8 @@ class Sizes:
     widened: int = 0
     """Bytes of a token's keys and values in one layer as a GPU computes with them, where they are
     cached in fewer."""
+    states: int = 0
+    """The states of a session and of a tree behind it in one layer."""
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
@@ -92,13 +99,19 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         int(config["vocab_size"]),
         2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4,
     )
+    mixed = _Mix(number("num_hidden_layers"), None if gpt2 else state_sizes(config))
+    mixers = [matrix_bytes(weights, n, k) for n, k in mixed.shapes(hidden)]
+    gates = mixed.gates * matrix_bytes(weights, heads * head_dim, hidden)
+    matrices[1] += gates
     return Sizes(
         layers=number("num_hidden_layers"),
-        layer=sum(matrices) + 4 * hidden * NUMBER_BYTES,
+        layer=mixed.average(sum(matrices[:2]), sum(mixers))
+        + sum(matrices[2:])
+        + 4 * hidden * NUMBER_BYTES,
         matrix=max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
         embedding=vocabulary * hidden * stored,
-        row=2 * kv_heads * head_dim * CACHE_BYTES[cache],
+        row=mixed.average(2 * kv_heads * head_dim * CACHE_BYTES[cache], 0),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
         inner=(3 * hidden + 2 * queries + heads * head_dim + (2 if gpt2 else 3) * units)
@@ -106,7 +119,36 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,
         widened=0 if cache == "fp32" else 2 * kv_heads * head_dim * NUMBER_BYTES,
+        states=mixed.average(0, mixed.session_bytes),
     )
+
+
+class _Mix:
+    """A model of which some layers have states in the place of attention."""
+
+    def __init__(self, layers: int, sizes: StateSizes | None) -> None:
+        self._layers, self._sizes = layers, sizes
+
+    @property
+    def gates(self) -> int:
+        """Return 1 if attention has gates, else 0."""
+        return int(self._sizes is not None and self._sizes.gated)
+
+    @property
+    def session_bytes(self) -> int:
+        """Return what a session takes in a layer with a state."""
+        return 0 if self._sizes is None else self._sizes.session_bytes(TREE_ROWS)
+
+    def shapes(self, hidden: int) -> list[tuple[int, int]]:
+        """The matrices of a mixer with a state."""
+        if self._sizes is None:
+            return []
+        return [(self._sizes.given, hidden), (hidden, self._sizes.taken)]
+
+    def average(self, attended: int, recurrent: int) -> int:
+        """The average of all layers of what one with attention has, and one with a state."""
+        count = 0 if self._sizes is None else self._sizes.layers
+        return -(-((self._layers - count) * attended + count * recurrent) // self._layers)
 
 
 def matrix_bytes(weights: str, outputs: int, inputs: int) -> int:

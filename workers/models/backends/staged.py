@@ -34,7 +34,8 @@ from dovetail.workers.models.backends.device_layer import (
     product,
     rounded_product,
 )
-from dovetail.workers.models.backends.fused import KernelLinear, KernelNorm, Kernels
+from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.backends.packing import KernelLinear, KernelNorm
 from dovetail.workers.models.backends.placement import BUFFERS, Place
 from dovetail.workers.models.backends.stage_engines import (
     Engine,

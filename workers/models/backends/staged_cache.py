@@ -67,11 +67,23 @@ class StagedCache:
             part.truncate(length)
         self.length = length
 
+    def restorable(self, length: int) -> int:
+        """Return the greatest length up to this one to which `truncate` can go back: any."""
+        return length
+
+    def checkpoint(self) -> None:
+        """Nothing: every length is `restorable`."""
+
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows."""
         for part in self.parts:
             part.resize(capacity)
         self.capacity = capacity
+
+    @property
+    def base_bytes(self) -> int:
+        """Memory of a session beside that of its rows: none."""
+        return 0
 
     @property
     def row_bytes(self) -> int:

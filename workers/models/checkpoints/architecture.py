@@ -37,9 +37,17 @@ COUNTS = (
     "n_heads",
 )
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+RECURRENT_FAMILIES = frozenset(
+    {
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        *("lfm2", "granitemoehybrid"),
+    }
+)
+"""Model types whose layers with a state are followed through trees, by the kernels."""
 RECURRENT = (
     "mix tokens with a recurrent state, which is not yet followed through the branches of a tree"
 )
+KERNELS_ALONE = "its layers with a state are computed by the C++ kernels on one CPU alone"
 LAYER_TYPES = {
     "chunked_attention": "attend within chunks of positions, which the masks of token trees do "
     "not know",
@@ -223,7 +231,10 @@ def bidirectional(config: Any, field: str, file: Path) -> str:
 
 
 def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
-    """`CheckpointError` for layers that are no attention over all tokens or over the last ones."""
+    """`CheckpointError` for layers that are no attention over all tokens or over the last ones, nor
+    have a state that is followed through the branches of a tree."""
+    if config.model_type in RECURRENT_FAMILIES:
+        return
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES)
     if strange:
         why = next(
@@ -238,6 +249,13 @@ def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
         raise CheckpointError(
             f"{file}: model type {config.model_type} has layers that {RECURRENT}; {REMEDY}"
         )
+
+
+def refuse_states(model_type: str, source: str, why: str) -> None:
+    """`CheckpointError` for a model of a type whose layers have a state where the kernels do not
+    compute it, and why they do not."""
+    if model_type in RECURRENT_FAMILIES:
+        raise CheckpointError(f"{source}: model type {model_type}: {KERNELS_ALONE}, and {why}")
 
 
 def closed(model_class: Any) -> bool:

@@ -28,6 +28,8 @@ KINDS = (
     "llava_onevision",
     "mistral3",
     "ovis2",
+    "qwen3_5",
+    "qwen3_5_moe",
     "smolvlm",
     "vipllava",
 )

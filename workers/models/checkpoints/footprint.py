@@ -68,7 +68,8 @@ class Tensor:
     @property
     def is_expert(self) -> bool:
         """Return whether this is of one expert of a layer, or of all of them."""
-        return EXPERTS.search(self.name) is not None or len(self.shape) > 2
+        stacked = len(self.shape) > 2 and "conv" not in self.name
+        return EXPERTS.search(self.name) is not None or stacked
 
 
 def read_tensors(folder: Path) -> list[Tensor]:

@@ -5,11 +5,14 @@ A description names parts of transformers' layer and says how they are put toget
 every layer at load holds it against transformers. Knows configurations, and reads no weights.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, NormKind, Score
+from dovetail.workers.kernels.states import ScanRule
 from dovetail.workers.models.parity.following import UnsupportedError
 
 GATED = {
@@ -75,6 +78,49 @@ class Attention:
     """True if each head's values have an RMS norm without weights."""
     sinks: str | None = None
     """The name of scores without a value, one for each head, that take their share of weights."""
+    gated: bool = False
+    """True if each head's queries stand before a gate of the same size, by whose sigmoid what the
+    head attends to is multiplied."""
+
+
+class Given(Enum):
+    """The order of what the linears before a mixer with a state give: as the kernels have it;
+    query, key, value and gate of each key head together, and then b and a of each; or gate, value,
+    key, query and step."""
+
+    IN_ORDER = 0
+    BY_KEY_HEAD = 1
+    GATE_FIRST = 2
+
+
+@dataclass(frozen=True)
+class StateMixer:
+    """A mixer with a state in the place of attention; parts by their names within the layer."""
+
+    rule: ScanRule
+    given: Sequence[str]
+    """The linears before it."""
+    output: str
+    conv: str
+    order: Given = Given.IN_ORDER
+    key_heads: int = 1
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    decay: str | None = None
+    """The name of the logarithms of negative decays, one for each value head."""
+    step_bias: str | None = None
+    steps: tuple[float, float] = (0.0, math.inf)
+    """The least and the largest step."""
+    skip: str | None = None
+    norm: str | None = None
+    """The name of the RMS norm of what is read, with plain weights."""
+    norm_width: int = 0
+    """Numbers that have a norm together."""
+    gate_first: bool = False
+    """True if the norm is of what has been multiplied by the gate."""
+    epsilon: float = 1e-6
+    query_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +209,7 @@ class Norms:
 class LayerSpec:
     """A decoder layer."""
 
-    attention: Attention
+    attention: Attention | StateMixer
     mlp: Mlp | Experts
     norms: Norms
     residual_scale: float = 1.0

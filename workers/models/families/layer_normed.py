@@ -1,7 +1,6 @@
 """Families with layer norms: StarCoder 2, Jais 2, Nemotron, StableLM, OLMo, Phi, GPT-NeoX and
 GPT-2."""
 
-from dataclasses import replace
 from typing import Any
 
 from dovetail.workers.kernels.layer_plan import NormKind
@@ -94,18 +93,15 @@ def _gpt_neox(config: Any, index: int) -> LayerSpec:
 
 def _gpt2(config: Any, index: int) -> LayerSpec:
     """Positions are embedded, and nothing is rotated."""
-    spec = _gpt2_like(config)
-    if not config.scale_attn_by_inverse_layer_idx:
-        return spec
-    attended = replace(spec.attention, scale=spec.attention.scale / (index + 1))
-    return replace(spec, attention=attended)
+    depth = index + 1 if config.scale_attn_by_inverse_layer_idx else 1
+    return _gpt2_like(config, depth)
 
 
-def _gpt2_like(config: Any) -> LayerSpec:
-    fields: dict[str, Any] = {"qkv": ("attn.c_attn",), "output": "attn.c_proj", "rope": None}
+def _gpt2_like(config: Any, depth: int = 1, **fields: Any) -> LayerSpec:
+    fields |= {"qkv": ("attn.c_attn",), "output": "attn.c_proj", "rope": None, "window": 0}
     scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
     return LayerSpec(
-        attention(config, 0, window=0, scale=scale, **fields),
+        attention(config, 0, scale=scale / depth, **fields),
         ungated(config.activation_function, "mlp.c_fc", "mlp.c_proj"),
         _layer_norms(config.layer_norm_epsilon, pre_mixer="ln_1", pre_mlp="ln_2"),
     )
@@ -113,9 +109,8 @@ def _gpt2_like(config: Any) -> LayerSpec:
 
 def _gpt_bigcode(config: Any, index: int) -> LayerSpec:
     """GPT-2 with one key head for all, or fused by heads."""
-    spec, one = _gpt2_like(config), config.multi_query
-    attended = replace(spec.attention, kv_heads=1 if one else config.n_head, by_head=not one)
-    return replace(spec, attention=attended)
+    one = config.multi_query
+    return _gpt2_like(config, kv_heads=1 if one else config.n_head, by_head=not one)
 
 
 def _refuse_head_norms(config: Any) -> None:

@@ -9,6 +9,7 @@ from dovetail.workers.models.families import (
     llama,
     mixtures,
     post_normed,
+    recurrent,
     sunken,
 )
 from dovetail.workers.models.families.description import Family
@@ -21,4 +22,5 @@ FAMILIES: Mapping[str, Family] = (
     | layer_normed.FAMILIES
     | mixtures.FAMILIES
     | sunken.FAMILIES
+    | recurrent.FAMILIES
 )

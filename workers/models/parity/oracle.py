@@ -71,7 +71,7 @@ class Oracle:
         `UnprovableError` where what a layer is given at a position hangs on the other rows of a
         pass.
         """
-        self._model, self._layers = model, list(layers)
+        self._model, self._layers, self.config = model, list(layers), model.config
         self.runs = runs_of(model.config.to_dict(), context)
         self.positions = torch.cat([torch.arange(run.first, run.stop) for run in self.runs])
         self.count = len(self.positions)
@@ -111,7 +111,7 @@ class Oracle:
         ]
         self.tuples = False
         """True if its layers give tuples."""
-        with self._eagerly():
+        with self.eagerly():
             try:
                 self._of_runs = [
                     self._called(part, ClaimedCache(run.first))
@@ -152,7 +152,8 @@ class Oracle:
             )
 
     @contextmanager
-    def _eagerly(self, *modules: nn.Module) -> Iterator[None]:
+    def eagerly(self, *modules: nn.Module) -> Iterator[None]:
+        """Give the model and other modules transformers' own attention for a while."""
         with implementation(self._model, EAGER, *self._layers, *modules):
             yield
 
@@ -291,7 +292,7 @@ class Oracle:
         for length in (0, int(self.positions[-1]) + 1):
             cache = ClaimedCache(length)
             args, kwargs = self.arranged(index, cache).of(states.unsqueeze(0))
-            with self._eagerly(layer):
+            with self.eagerly(layer):
                 results.append(first_of(layer(*args, **kwargs)))
             if not cache.asked:
                 return results[0]
@@ -302,9 +303,8 @@ class Oracle:
             )
         return results[0]
 
-    def arranged(self, index: int, cache: ClaimedCache | None) -> Call:
-        """The call of a layer for all rows, with the true mask of the rows that exist and another
-        cache."""
+    def arranged(self, index: int, cache: Any) -> Call:
+        """The call of a layer for all rows, with the true mask of those there and another cache."""
         call, mask = self._whole.calls[index], self._mask(index)
         shape = (self.count, self.count)
 

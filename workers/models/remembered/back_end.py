@@ -10,8 +10,9 @@ from torch import nn
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.fused import KernelNorm, Kernels
+from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.layer_parts import LayerParts
+from dovetail.workers.models.backends.packing import KernelNorm
 from dovetail.workers.models.backends.rotary_tables import KnownTables
 from dovetail.workers.models.families.registry import FAMILIES
 

@@ -28,7 +28,7 @@ from dovetail.workers.models.families.description import Experts
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
 from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
-from dovetail.workers.models.proving import StumbledError
+from dovetail.workers.models.parity.proving import StumbledError
 from dovetail.workers.models.remembered.back_end import Recalled
 from dovetail.workers.models.remembered.proofs import Proof, Proofs, digest_of_logits, today
 from dovetail.workers.models.segment import Segment

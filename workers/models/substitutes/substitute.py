@@ -26,6 +26,7 @@ from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.backends.staged_cache import StagedCache
+from dovetail.workers.models.checkpoints.architecture import refuse_states
 from dovetail.workers.models.checkpoints.checkpoint import (
     Checkpoint,
     load_tensors,
@@ -341,6 +342,8 @@ def _assemble(
     open_back_end: Callable[[Any, Any], BackEnd],
 ) -> LanguageModel:
     skeleton = open_skeleton(checkpoint)
+    why = "no substitute is made of them; use a draft of another kind"
+    refuse_states(skeleton.model.config.model_type, checkpoint.source, why)
     return assemble(
         skeleton,
         checkpoint,

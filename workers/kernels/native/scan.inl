@@ -1,0 +1,350 @@
+// Mixers with a state, over the rows of a tree.
+//
+// The bytes of a row follow from the rows on its path alone:
+//   convolution  one chain over the taps, the oldest first, then the bias
+//   decay        e^(decay step), step = softplus(a + bias)
+//   remembered   (a S)^T k: four chains over i mod 4, joined (0 + 1) + (2 + 3)
+//   state        S = fma(k, what is added, a S)
+//   output       S^T q: as remembered
+// Everything else is order of work. Columns of a state never mix, so that a unit is a block of columns of one head: it is read from memory once, what was committed
+// since is added by its factors, and then the rows of the tree are walked (`walk.inl`).
+
+namespace DT_NS {
+
+constexpr int SCAN_SCRATCH = 5, WALK_SCRATCH = 6;
+
+#if defined(DT_AVX512)
+constexpr int SCAN_BLOCKS = 2;
+#else
+constexpr int SCAN_BLOCKS = 1;
+#endif
+constexpr int CHAINS = 4;
+
+// ---- factors ----
+
+struct Factors {
+    int64_t key, added, decay, all;  // where they stand in a row, and its floats
+};
+static inline Factors factors_of(const dovetail::Scan& c) {
+    Factors f;
+    f.key = round_up(c.channels, LANES);
+    f.added = f.key + round_up((int64_t)c.key_heads * c.key_dim, LANES);
+    f.decay = f.added + c.value_heads * round_up(c.value_dim, LANES);
+    f.all = f.decay + round_up(c.value_heads, LANES);
+    return f;
+}
+
+static inline float* factors_at(const dovetail::Scan& c, const dovetail::States& s, int64_t slot) {
+    return s.factors + c.row_before * s.ring + slot % s.ring * factors_of(c).all;
+}
+
+// ---- from a row of the matrix to a query, a key, a value, a decay and a step ----
+
+// What a pass has of all rows.
+struct ScanRows {
+    float* given;  // [rows][stride] by the matrix
+    int64_t stride;
+    float* mixed;  // [rows][channels] behind the convolution
+    float* steps;  // [rows][2 value_heads]: the decays, then what values are multiplied by
+    float* out;    // [rows][value_heads value_dim], or the channels of a convolution
+};
+
+// 1 / (1 + e^-x)
+static inline F16 sigmoid(F16 x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
+
+// ln(1 + e^x) = max(x, 0) + ln(1 + t) with t = e^-|x|, by the series of 2 artanh(t / (2 + t)).
+static inline F16 softplus(F16 x) {
+    const F16 t = exp(sub(zero(), abs(x))), u = div(t, add(set1(2.0f), t)), z = mul(u, u);
+    F16 p = set1(1.0f / 15.0f);
+    for (const float c : {1.0f / 13.0f, 1.0f / 11.0f, 1.0f / 9.0f, 1.0f / 7.0f, 0.2f, 1.0f / 3.0f, 1.0f}) p = fma(p, z, set1(c));
+    return add(max(zero(), x), mul(mul(set1(2.0f), u), p));
+}
+
+// The slot of a row's ancestor so many rows before it, or -1.
+static inline int64_t ancestor(const dovetail::Segment& s, int64_t i, int64_t back) {
+    if (!s.path_offsets) return s.start + i - back;
+    const int64_t length = s.path_offsets[i + 1] - s.path_offsets[i];
+    return back < length ? s.path_slots[s.path_offsets[i + 1] - 1 - back] : s.prefix - 1 - (back - length);
+}
+
+static inline const float* input_at(const dovetail::Scan& c, const dovetail::Segment& s, const ScanRows& rows, int64_t slot) {
+    return slot < s.start ? factors_at(c, *s.states, slot) : rows.given + (s.first_row + slot - s.start) * rows.stride;
+}
+
+constexpr int MOST_TAPS = 16;
+
+static void convolve(const dovetail::Scan& c, const dovetail::Segment& s, const ScanRows& rows, int64_t i, float* y) {
+    const float* inputs[MOST_TAPS];
+    const float* weights[MOST_TAPS];
+    int count = 0;
+    for (int64_t back = c.taps - 1; back >= 0; back--) {  // a row before the first one would add 0
+        const int64_t slot = ancestor(s, i, back);
+        if (slot < 0) continue;
+        inputs[count] = input_at(c, s, rows, slot);
+        weights[count++] = c.taps_weights + (c.taps - 1 - back) * (int64_t)c.channels;
+    }
+    for (int64_t d = 0; d < c.channels; d += LANES) {
+        const int64_t left = c.channels - d;
+        F16 x = zero();
+        for (int t = 0; t < count; t++) x = fma(take(weights[t] + d, left), take(inputs[t] + d, left), x);
+        if (c.taps_bias) x = add(x, take(c.taps_bias + d, left));
+        put(y + d, c.rule == dovetail::SHORT_CONVOLUTION ? x : silu(x), left);
+    }
+}
+
+// x / sqrt(sum of squares + 1e-6), times a factor.
+static inline void normalise_length(float* x, int64_t n, float factor) {
+    F16 squares = zero();
+    for (int64_t i = 0; i < n; i += LANES) {
+        const F16 v = take(x + i, n - i);
+        squares = fma(v, v, squares);
+    }
+    const F16 scale = set1(1.0f / __builtin_sqrtf(sum(squares) + 1e-6f));
+    for (int64_t i = 0; i < n; i += LANES) put(x + i, mul(mul(take(x + i, n - i), scale), set1(factor)), n - i);
+}
+
+static void take_steps(const dovetail::Scan& c, const float* given, float* decays, float* factors) {
+    const bool delta = c.rule == dovetail::GATED_DELTA;
+    const float* raw = given + c.channels + (int64_t)c.value_heads * c.value_dim;
+    for (int64_t h = 0; h < c.value_heads; h += LANES) {
+        const int64_t left = c.value_heads - h;
+        const F16 step = softplus(add(take(raw + (delta ? c.value_heads : 0) + h, left), take(c.step_bias + h, left)));
+        const F16 bounded = min(set1(c.most_step), max(set1(c.least_step), step));
+        put(decays + h, exp(mul(take(c.decay + h, left), bounded)), left);
+        put(factors + h, delta ? sigmoid(take(raw + h, left)) : bounded, left);
+    }
+}
+
+static void prepare_row(const dovetail::Scan& c, const dovetail::Segment& s, const ScanRows& rows, int64_t i) {
+    const int64_t row = s.first_row + i;
+    float* mixed = rows.mixed + row * c.channels;
+    convolve(c, s, rows, i, mixed);
+    if (c.rule == dovetail::SHORT_CONVOLUTION) return;
+    if (c.rule == dovetail::GATED_DELTA)
+        for (int64_t head = 0; head < 2 * c.key_heads; head++)
+            normalise_length(mixed + head * c.key_dim, c.key_dim, head < c.key_heads ? c.query_scale : 1.0f);
+    float* decays = rows.steps + row * 2 * c.value_heads;
+    take_steps(c, rows.given + row * rows.stride, decays, decays + c.value_heads);
+}
+
+// ---- the state ----
+
+struct Chains {
+    F16 sums[SCAN_BLOCKS][CHAINS];
+
+    F16 joined(int b) const { return add(add(sums[b][0], sums[b][1]), add(sums[b][2], sums[b][3])); }
+};
+
+// (a S)^T k
+static inline void remember(const float* state, int64_t stride, const float* key, int64_t n, F16 decay, Chains& c) {
+#pragma GCC unroll 2
+    for (int b = 0; b < SCAN_BLOCKS; b++)
+#pragma GCC unroll 4
+        for (int j = 0; j < CHAINS; j++) c.sums[b][j] = zero();
+    int64_t i = 0;
+    for (; i + CHAINS <= n; i += CHAINS)
+#pragma GCC unroll 4
+        for (int j = 0; j < CHAINS; j++)
+#pragma GCC unroll 2
+            for (int b = 0; b < SCAN_BLOCKS; b++)
+                c.sums[b][j] = fma(set1(key[i + j]), mul(decay, load(state + b * stride + (i + j) * LANES)), c.sums[b][j]);
+    for (int j = 0; i < n; i++, j++)
+        for (int b = 0; b < SCAN_BLOCKS; b++) c.sums[b][j] = fma(set1(key[i]), mul(decay, load(state + b * stride + i * LANES)), c.sums[b][j]);
+}
+
+// S = a S + k added, from one place to another; of a row with a query S^T q.
+template <bool reads>
+static inline void renew(const float* from, int64_t from_stride, float* to, int64_t to_stride, const float* key, const float* query, int64_t n, F16 decay,
+                         const F16* added, Chains& c) {
+    if (reads)
+#pragma GCC unroll 2
+        for (int b = 0; b < SCAN_BLOCKS; b++)
+#pragma GCC unroll 4
+            for (int j = 0; j < CHAINS; j++) c.sums[b][j] = zero();
+    int64_t i = 0;
+    for (; i + CHAINS <= n; i += CHAINS)
+#pragma GCC unroll 4
+        for (int j = 0; j < CHAINS; j++)
+#pragma GCC unroll 2
+            for (int b = 0; b < SCAN_BLOCKS; b++) {
+                const F16 s = fma(set1(key[i + j]), added[b], mul(decay, load(from + b * from_stride + (i + j) * LANES)));
+                store(to + b * to_stride + (i + j) * LANES, s);
+                if (reads) c.sums[b][j] = fma(set1(query[i + j]), s, c.sums[b][j]);
+            }
+    for (int j = 0; i < n; i++, j++)
+        for (int b = 0; b < SCAN_BLOCKS; b++) {
+            const F16 s = fma(set1(key[i]), added[b], mul(decay, load(from + b * from_stride + i * LANES)));
+            store(to + b * to_stride + i * LANES, s);
+            if (reads) c.sums[b][j] = fma(set1(query[i]), s, c.sums[b][j]);
+        }
+}
+
+// Some columns of one head's state in one session.
+struct ScanUnit {
+    const dovetail::Scan* scan;
+    const dovetail::Segment* segment;
+    const Walk* walk;
+    int64_t head, column;  // the first of them
+    float* desk;           // [blocks][SCAN_BLOCKS][key_dim][16]
+};
+
+static inline F16 take_columns(const float* p, int64_t left) { return left > 0 ? take(p, left) : zero(); }
+
+static void step_row(const ScanUnit& u, const ScanRows& rows, const Hop& hop, const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+    const dovetail::Scan& c = *u.scan;
+    const int64_t key_head = u.head / (c.value_heads / c.key_heads), keys = (int64_t)c.key_heads * c.key_dim;
+    const float* query = rows.mixed + (int64_t)hop.row * c.channels + key_head * c.key_dim;
+    const float *key = query + keys, *value = rows.mixed + (int64_t)hop.row * c.channels + 2 * keys + u.head * c.value_dim;
+    const float* steps = rows.steps + (int64_t)hop.row * 2 * c.value_heads + u.head;
+    const F16 decay = set1(steps[0]), factor = set1(steps[c.value_heads]);
+    Chains chains;
+    F16 added[SCAN_BLOCKS];
+    if (c.rule == dovetail::GATED_DELTA) remember(from, from_stride, key, c.key_dim, decay, chains);
+    float* kept = u.walk->in_place ? nullptr : factors_at(c, *u.segment->states, hop.slot) + factors_of(c).added + u.head * round_up(c.value_dim, LANES);
+    for (int b = 0; b < SCAN_BLOCKS; b++) {
+        const int64_t d = u.column + b * LANES;
+        const F16 v = take_columns(value + d, c.value_dim - d);
+        added[b] = mul(factor, c.rule == dovetail::GATED_DELTA ? sub(v, chains.joined(b)) : v);
+        if (kept && d < c.value_dim) store(kept + d, added[b]);
+    }
+    renew<true>(from, from_stride, to, to_stride, key, query, c.key_dim, decay, added, chains);
+    float* out = rows.out + ((int64_t)hop.row * c.value_heads + u.head) * c.value_dim;
+    for (int b = 0; b < SCAN_BLOCKS; b++) {
+        const int64_t d = u.column + b * LANES;
+        if (d >= c.value_dim) break;
+        const F16 o = chains.joined(b);
+        put(out + d, c.skip ? fma(set1(c.skip[u.head]), take(value + d, c.value_dim - d), o) : o, c.value_dim - d);
+    }
+}
+
+static void replay(const ScanUnit& u, const Hop& hop, const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+    const dovetail::Scan& c = *u.scan;
+    const Factors f = factors_of(c);
+    const float* row = factors_at(c, *u.segment->states, hop.slot);
+    const float* kept = row + f.added + u.head * round_up(c.value_dim, LANES) + u.column;
+    F16 added[SCAN_BLOCKS];
+    for (int b = 0; b < SCAN_BLOCKS; b++) added[b] = u.column + b * LANES < c.value_dim ? load(kept + b * LANES) : zero();
+    Chains unused;
+    const float* key = row + f.key + u.head / (c.value_heads / c.key_heads) * c.key_dim;
+    renew<false>(from, from_stride, to, to_stride, key, nullptr, c.key_dim, set1(row[f.decay + u.head]), added, unused);
+}
+
+static inline int64_t head_blocks(const dovetail::Scan& c) { return round_up(round_up(c.value_dim, LANES) / LANES, SCAN_BLOCKS); }
+
+// A last block that is missing to a whole unit is computed on a block of the desk that nobody reads.
+static void scan_unit(const ScanUnit& u, const ScanRows& rows) {
+    const dovetail::Scan& c = *u.scan;
+    const int64_t block = (int64_t)c.key_dim * LANES, columns = round_up(c.value_dim, LANES);
+    float* session = u.segment->states->state + c.state_before + (u.head * columns + u.column) * c.key_dim;
+    const int64_t behind = SCAN_BLOCKS == 1 || u.column + SCAN_BLOCKS * LANES <= columns ? block : u.desk - session;
+    float* desk = behind == block ? u.desk : u.desk + block;
+    for (int64_t i = 0; i < u.walk->count; i++) {
+        const Hop& hop = u.walk->hops[i];
+        const float* from = hop.from == SESSION ? session : desk + hop.from * SCAN_BLOCKS * block;
+        float* to = hop.to == SESSION ? session : desk + hop.to * SCAN_BLOCKS * block;
+        const int64_t from_stride = hop.from == SESSION ? behind : block, to_stride = hop.to == SESSION ? behind : block;
+        if (hop.row < 0) replay(u, hop, from, from_stride, to, to_stride);
+        else step_row(u, rows, hop, from, from_stride, to, to_stride);
+    }
+}
+
+// ---- behind the state ----
+
+// Gate and norm, into the row itself.
+static void finish_row(const dovetail::Scan& c, const float* gates, float* x) {
+    const int64_t width = (int64_t)c.value_heads * c.value_dim;
+    if (c.gate_first)
+        for (int64_t d = 0; d < width; d += LANES) put(x + d, mul(take(x + d, width - d), silu(take(gates + d, width - d))), width - d);
+    for (int64_t d = 0, n = 0; c.norm_weight && d < width; d += c.norm_width, n++)
+        rms_norm(x + d, c.norm_weight + n * c.norm_stride, x + d, c.norm_width, c.epsilon);
+    if (!c.gate_first)
+        for (int64_t d = 0; d < width; d += LANES) put(x + d, mul(take(x + d, width - d), silu(take(gates + d, width - d))), width - d);
+}
+
+static void keep_factors(const dovetail::Scan& c, const dovetail::Segment& s, const ScanRows& rows, int64_t i, bool in_place) {
+    if (in_place && i + c.taps - 1 < s.count) return;
+    const int64_t row = s.first_row + i;
+    const Factors f = factors_of(c);
+    float* kept = factors_at(c, *s.states, s.start + i);
+    memcpy(kept, rows.given + row * rows.stride, (size_t)c.channels * sizeof(float));
+    if (in_place || c.rule == dovetail::SHORT_CONVOLUTION) return;
+    const int64_t keys = (int64_t)c.key_heads * c.key_dim;
+    memcpy(kept + f.key, rows.mixed + row * c.channels + keys, (size_t)keys * sizeof(float));
+    memcpy(kept + f.decay, rows.steps + row * 2 * c.value_heads, (size_t)c.value_heads * sizeof(float));
+}
+
+static void multiply_rows(const float* x, const float* y, float* to, int64_t n) {
+    for (int64_t d = 0; d < n; d += LANES) put(to + d, mul(take(x + d, n - d), take(y + d, n - d)), n - d);
+}
+
+static void finish(const dovetail::Scan& c, const dovetail::Segment& s, const ScanRows& rows, int64_t i, bool in_place) {
+    const int64_t row = s.first_row + i;
+    const float* given = rows.given + row * rows.stride;
+    if (c.rule == dovetail::SHORT_CONVOLUTION) multiply_rows(given + c.channels, rows.mixed + row * c.channels, rows.out + row * c.channels, c.channels);
+    else finish_row(c, given + c.channels, rows.out + row * c.value_heads * c.value_dim);
+    keep_factors(c, s, rows, i, in_place);
+}
+
+// body(segment, its number, a row of it) for all rows of a pass.
+template <class Body>
+static void each_row(const dovetail::Pass& pass, int64_t work, const Body& body) {
+    each(pass.rows, work, [&](int64_t row) {
+        int64_t number = 0;
+        while (row >= pass.segments[number].first_row + pass.segments[number].count) number++;
+        body(pass.segments[number], number, row - pass.segments[number].first_row);
+    });
+}
+
+static void scan_units(const dovetail::Scan& c, const dovetail::Pass& pass, const ScanRows& rows, const Walk* walks) {
+    const int64_t parts = head_blocks(c) / SCAN_BLOCKS, units = pass.segment_count * c.value_heads * parts, block = (int64_t)c.key_dim * LANES;
+    int64_t blocks = 0, hops = 0;
+    for (int32_t i = 0; i < pass.segment_count; i++) {
+        blocks = larger(blocks, walks[i].blocks);
+        hops += walks[i].count;
+    }
+    const int64_t floats = (blocks * SCAN_BLOCKS + 1) * block;
+    float* memory = (float*)dovetail::scratch(WALK_SCRATCH, dovetail::threads() * floats * (int64_t)sizeof(float));
+    int64_t next = 0;
+    auto run_part = [&](int part, int) {
+        for (int64_t unit; (unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < units;) {
+            const int64_t segment = unit / (c.value_heads * parts), place = unit % (c.value_heads * parts);
+            scan_unit({&c, pass.segments + segment, walks + segment, place / parts, place % parts * SCAN_BLOCKS * LANES, memory + part * floats}, rows);
+        }
+    };
+    if (hops * c.value_heads * c.value_dim * c.key_dim < WORTH_SHARING) run_part(0, 1);
+    else dovetail::parallel(run_part);
+}
+
+// out [rows, value_heads value_dim], or [rows, channels] of a convolution alone, from given [rows, stride], whose first part is overwritten by a convolution.
+static void scan(const dovetail::Scan& c, const dovetail::Pass& pass, float* given, int64_t stride, float* out) {
+    const int64_t rows = pass.rows, floats = round_up(rows * c.channels, LANES) + round_up(rows * 2 * c.value_heads, LANES);
+    const int64_t table = round_up(pass.segment_count * (int64_t)sizeof(Walk), 64);
+    int64_t bytes = table + floats * (int64_t)sizeof(float);
+    for (int32_t i = 0; i < pass.segment_count; i++) {
+        const dovetail::Segment& s = pass.segments[i];
+        bytes += walk_bytes(s.start + s.count - s.states->folded[c.index]);
+    }
+    char* memory = (char*)dovetail::scratch(SCAN_SCRATCH, bytes);
+    Walk* walks = (Walk*)memory;
+    ScanRows all = {given, stride, (float*)(memory + table), nullptr, out};
+    all.steps = all.mixed + round_up(rows * c.channels, LANES);
+    char* at = (char*)(all.mixed + floats);
+    for (int32_t i = 0; i < pass.segment_count; i++) {
+        const dovetail::Segment& s = pass.segments[i];
+        const int64_t folded = s.states->folded[c.index];
+        walks[i] = walk_of(s, folded, at);
+        at += walk_bytes(s.start + s.count - folded);
+    }
+    const int64_t work = rows * c.channels * c.taps;
+    if (c.rule == dovetail::SHORT_CONVOLUTION)
+        each(rows, work, [&](int64_t row) { multiply_rows(given + row * stride, given + row * stride + 2 * c.channels, given + row * stride, c.channels); });
+    each_row(pass, work, [&](const dovetail::Segment& s, int64_t, int64_t i) { prepare_row(c, s, all, i); });
+    if (c.rule != dovetail::SHORT_CONVOLUTION) scan_units(c, pass, all, walks);
+    each_row(pass, work, [&](const dovetail::Segment& s, int64_t number, int64_t i) { finish(c, s, all, i, walks[number].in_place); });
+    for (int32_t i = 0; i < pass.segment_count; i++) {
+        int64_t& folded = pass.segments[i].states->folded[c.index];
+        folded = larger(folded, pass.segments[i].states->fold);
+    }
+}
+
+}  // namespace DT_NS

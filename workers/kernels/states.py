@@ -1,0 +1,203 @@
+"""The Python face of mixers with a state: what one is made of, and the state of a session, as
+`native/scan.h` has them field by field."""
+
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+
+from torch import Tensor
+
+from dovetail.workers.kernels import address_of
+
+COLUMNS = 16
+"""Columns of a state that stand side by side."""
+MOST_TAPS = 16
+"""Rows of a convolution, at most."""
+
+
+class ScanRule(IntEnum):
+    """The rule by which a state is renewed and read: the gated delta rule, that of Mamba-2, or
+    none, where the mixer is a gated convolution alone."""
+
+    GATED_DELTA = 0
+    SELECTIVE = 1
+    SHORT_CONVOLUTION = 2
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The sizes of the state of one layer."""
+
+    state: int
+    """Numbers of the state."""
+    row: int
+    """Numbers of the factors of a row."""
+    taps: int
+    """Rows that the convolution sees, the last one included."""
+
+
+@dataclass(frozen=True)
+class ScanPlan:
+    """A mixer with a state. Its matrix gives of each row [query | key | value | gate | b | a] for
+    the gated delta rule, [query | key | value | gate | step] for Mamba-2, and [before | behind | x]
+    for a convolution alone."""
+
+    rule: ScanRule
+    taps: Tensor
+    """float32 [taps, channels]: the weights of the convolution, the oldest row's first."""
+    taps_bias: Tensor | None = None
+    """float32 [channels]."""
+    key_heads: int = 1
+    value_heads: int = 0
+    """Neighbours share a key head; 0: there is a convolution alone."""
+    key_dim: int = 0
+    value_dim: int = 0
+    decay: Tensor | None = None
+    """float32 [value_heads], negative: a state is multiplied by e^(decay step)."""
+    step_bias: Tensor | None = None
+    """float32 [value_heads], added before the softplus of a step."""
+    steps: tuple[float, float] = (0.0, float("inf"))
+    """The least and the largest step."""
+    skip: Tensor | None = None
+    """float32 [value_heads]: values times it are added to what is read."""
+    norm: Tensor | None = None
+    """float32, the weights of the RMS norm of what is read: those of one norm for all, or of all
+    one behind the other."""
+    norm_width: int = 0
+    """Numbers that have a norm together."""
+    gate_first: bool = False
+    """The norm is of what has been multiplied by the gate."""
+    epsilon: float = 1e-6
+    query_scale: float = 1.0
+    index: int = 0
+    """The index of the layer among those with a state."""
+    state_before: int = 0
+    """Numbers of the states of those before it."""
+    row_before: int = 0
+    """Numbers of a row's factors of those before it."""
+
+    @cached_property
+    def struct(self) -> "ScanStruct":
+        """The mixer as the kernels read it, as long as this is kept; ValueError for parts that do
+        not fit together."""
+        return scan_struct(self)
+
+    @property
+    def shape(self) -> StateShape:
+        """Return the sizes of its state."""
+        taps, channels = self.taps.shape
+        columns = _padded(self.value_dim)
+        row = _padded(channels) + _padded(self.key_heads * self.key_dim)
+        row += self.value_heads * columns + _padded(self.value_heads)
+        return StateShape(self.value_heads * columns * self.key_dim, row, taps)
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """The state of a session for the rows of a pass."""
+
+    state: Tensor
+    """float32 [numbers of all layers]."""
+    factors: Tensor
+    """float32 [ring times the numbers of a row]."""
+    folded: Tensor
+    """int64 [layers]: how many rows the state of each holds."""
+    ring: int
+    """Rows of factors that there is room for."""
+    fold: int
+    """The slot up to which the pass takes rows into the state."""
+
+    @cached_property
+    def struct(self) -> "StatesStruct":
+        """The state as the kernels read it, as long as this is kept."""
+        tensors = (self.state, self.factors, self.folded)
+        return StatesStruct(*(part.data_ptr() for part in tensors), self.ring, self.fold)
+
+
+class ScanStruct(Structure):
+    """`Scan` of native/scan.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("state_before", "row_before")),
+        *(
+            (name, c_int32)
+            for name in (
+                *("index", "rule", "taps", "channels"),
+                *("key_heads", "value_heads", "key_dim", "value_dim"),
+                *("norm_width", "gate_first"),
+            )
+        ),
+        *((name, c_float) for name in ("epsilon", "query_scale", "least_step", "most_step")),
+        *(
+            (name, c_void_p)
+            for name in (
+                *("taps_weights", "taps_bias", "decay", "step_bias"),
+                *("skip", "norm_weight"),
+            )
+        ),
+        ("norm_stride", c_int64),
+    )
+
+
+class StatesStruct(Structure):
+    """`States` of native/scan.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("state", "factors", "folded")),
+        *((name, c_int32) for name in ("ring", "fold")),
+    )
+
+
+def scan_struct(plan: ScanPlan) -> ScanStruct:
+    """Return a mixer as the kernels read it; ValueError for parts that do not fit together."""
+    taps, channels = plan.taps.shape
+    keys, values = plan.key_heads * plan.key_dim, plan.value_heads * plan.value_dim
+    scans = plan.rule is not ScanRule.SHORT_CONVOLUTION
+    if (
+        not 1 <= taps <= MOST_TAPS
+        or plan.key_heads < 1
+        or plan.value_heads % plan.key_heads
+        or scans != bool(values)
+        or (scans and channels != 2 * keys + values)
+    ):
+        raise ValueError(
+            f"a convolution of {channels} channels and {taps} rows, {plan.key_heads} key heads of "
+            f"{plan.key_dim} and {plan.value_heads} value heads of {plan.value_dim}"
+        )
+    struct = ScanStruct(channels=channels, taps=taps)
+    struct.least_step, struct.most_step = plan.steps
+    names = ("key_heads", "value_heads", "key_dim", "value_dim", "norm_width", "gate_first")
+    before = ("index", "state_before", "row_before")
+    for name in ("rule", *names, *before, "epsilon", "query_scale"):
+        setattr(struct, name, getattr(plan, name))
+    struct.taps_weights = address_of(plan.taps, (taps, channels), ("float32",))
+    if plan.norm is not None:
+        if plan.norm_width < 1 or values % plan.norm_width:
+            raise ValueError(f"norms of {plan.norm_width} numbers over {values}")
+        together = plan.norm.numel() == plan.norm_width
+        struct.norm_stride = 0 if together else plan.norm_width
+        width = plan.norm_width if together else values
+        struct.norm_weight = address_of(plan.norm, (width,), ("float32",))
+    named = {"taps_bias": channels, "decay": plan.value_heads, "step_bias": plan.value_heads}
+    for name, width in (named | {"skip": plan.value_heads}).items():
+        if (numbers := getattr(plan, name)) is not None:
+            setattr(struct, name, address_of(numbers, (width,), ("float32",)))
+        elif scans and name in ("decay", "step_bias"):
+            raise ValueError(f"a state without its {name}")
+    return struct
+
+
+def placed(plan: ScanPlan, before: Sequence[StateShape]) -> ScanPlan:
+    """Return a mixer behind others with these states in the state of a session."""
+    return replace(
+        plan,
+        index=len(before),
+        state_before=sum(shape.state for shape in before),
+        row_before=sum(shape.row for shape in before),
+    )
+
+
+def _padded(numbers: int) -> int:
+    return -(-numbers // COLUMNS) * COLUMNS

@@ -1,0 +1,166 @@
+"""Families of which some layers mix tokens by a state in the place of attention."""
+
+from typing import Any
+
+from dovetail.workers.kernels.layer_plan import Score
+from dovetail.workers.kernels.states import ScanRule
+from dovetail.workers.models.families.description import (
+    GATED,
+    HEAD_NORMS,
+    Attention,
+    Experts,
+    Family,
+    Given,
+    LayerSpec,
+    Mlp,
+    Norms,
+    Rope,
+    Router,
+    StateMixer,
+    activation,
+    attention,
+    gated,
+)
+from dovetail.workers.models.parity.following import UnsupportedError
+
+
+def _delta(config: Any, given: tuple[str, ...], order: Given) -> StateMixer:
+    """Return a Gated DeltaNet with the sizes of a configuration."""
+    return StateMixer(
+        ScanRule.GATED_DELTA,
+        tuple(f"linear_attn.in_proj_{name}" for name in given),
+        "linear_attn.out_proj",
+        "linear_attn.conv1d",
+        order,
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        decay="linear_attn.A_log",
+        step_bias="linear_attn.dt_bias",
+        norm="linear_attn.norm",
+        norm_width=config.linear_value_head_dim,
+        epsilon=config.rms_norm_eps,
+        query_scale=config.linear_key_head_dim**-0.5,
+    )
+
+
+def _qwen(config: Any, index: int, delta: StateMixer, mlp: Mlp | Experts) -> LayerSpec:
+    """Most layers have a state; the others a gate behind their attention."""
+    mixer: Attention | StateMixer = delta
+    if config.layer_types[index] == "full_attention":
+        mixer = attention(config, index, window=0, norms=HEAD_NORMS, gated=True)
+    return LayerSpec(mixer, mlp, Norms(config.rms_norm_eps, plus_one=True))
+
+
+def _shared_experts(config: Any, *, normalised: bool) -> Experts:
+    """Return experts beside a shared one with a gate of its own."""
+    act = config.hidden_act
+    return Experts(
+        config.num_experts_per_tok,
+        activation(GATED, act),
+        Router(score=Score.SOFTMAX, normalised=normalised),
+        shared=gated(
+            act,
+            gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            down="mlp.shared_expert.down_proj",
+        ),
+        shared_gate="mlp.shared_expert_gate",
+    )
+
+
+def _qwen3_next(config: Any, index: int) -> LayerSpec:
+    """Queries, keys, values and gates of a key head stand together."""
+    mlp: Mlp | Experts = gated(config.hidden_act)
+    sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
+    if sparse and index not in config.mlp_only_layers:
+        mlp = _shared_experts(config, normalised=config.norm_topk_prob)
+    return _qwen(config, index, _delta(config, ("qkvz", "ba"), Given.BY_KEY_HEAD), mlp)
+
+
+APART = ("qkv", "z", "b", "a")
+
+
+def _qwen3_5(config: Any, index: int) -> LayerSpec:
+    delta = _delta(config, APART, Given.IN_ORDER)
+    return _qwen(config, index, delta, gated(config.hidden_act))
+
+
+def _qwen3_5_moe(config: Any, index: int) -> LayerSpec:
+    delta = _delta(config, APART, Given.IN_ORDER)
+    return _qwen(config, index, delta, _shared_experts(config, normalised=True))
+
+
+def _lfm2(config: Any, index: int) -> LayerSpec:
+    """Most layers are gated convolutions of a few rows."""
+    mixer: Attention | StateMixer = StateMixer(
+        ScanRule.SHORT_CONVOLUTION, ("conv.in_proj",), "conv.out_proj", "conv.conv"
+    )
+    if config.layer_types[index] != "conv":
+        norms = ("self_attn.q_layernorm", "self_attn.k_layernorm")
+        output = "self_attn.out_proj"
+        mixer = attention(config, index, window=0, norms=norms, output=output)
+    return LayerSpec(
+        mixer, LFM2_MLP, Norms(config.norm_eps, pre_mixer="operator_norm", pre_mlp="ffn_norm")
+    )
+
+
+LFM2_MLP = gated("silu", gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2")
+
+
+def _selective(config: Any) -> StateMixer:
+    """Return a Mamba-2 with the sizes of a configuration."""
+    if config.hidden_act not in ("silu", "swish"):
+        raise UnsupportedError(f"the kernels have no convolution with {config.hidden_act!r}")
+    values = config.mamba_n_heads * config.mamba_d_head
+    return StateMixer(
+        ScanRule.SELECTIVE,
+        ("mamba.in_proj",),
+        "mamba.out_proj",
+        "mamba.conv1d",
+        Given.GATE_FIRST,
+        key_heads=config.mamba_n_groups,
+        value_heads=config.mamba_n_heads,
+        key_dim=config.mamba_d_state,
+        value_dim=config.mamba_d_head,
+        decay="mamba.A_log",
+        step_bias="mamba.dt_bias",
+        steps=tuple(config.time_step_limit),
+        skip="mamba.D",
+        norm="mamba.norm",
+        norm_width=values // config.mamba_n_groups,
+        gate_first=True,
+        epsilon=config.rms_norm_eps,
+    )
+
+
+def _granite_hybrid(config: Any, index: int) -> LayerSpec:
+    """Granite's multipliers; all rows share an MLP, beside experts where there are any."""
+    mixer: Attention | StateMixer = _selective(config)
+    if config.layers_block_type[index] != "linear_attention":
+        rope = Rope() if config.position_embedding_type == "rope" else None
+        scale = config.attention_multiplier
+        mixer = attention(config, index, window=0, scale=scale, rope=rope)
+    shared = gated(
+        config.hidden_act, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
+    )
+    mlp: Mlp | Experts = shared
+    if config.num_local_experts > 0:
+        mlp = Experts(
+            config.num_experts_per_tok,
+            activation(GATED, config.hidden_act),
+            Router("block_sparse_moe.router.weight", Score.SOFTMAX_OF_CHOSEN, normalised=False),
+            part="block_sparse_moe.experts",
+            shared=shared,
+        )
+    norms = Norms(config.rms_norm_eps)
+    return LayerSpec(mixer, mlp, norms, residual_scale=config.residual_multiplier)
+
+
+FAMILIES = {
+    "lfm2": Family(_lfm2),
+    "granitemoehybrid": Family(_granite_hybrid),
+    "qwen3_next": Family(_qwen3_next),
+    "qwen3_5_text": Family(_qwen3_5),
+    "qwen3_5_moe_text": Family(_qwen3_5_moe),
+}

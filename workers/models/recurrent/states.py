@@ -1,0 +1,161 @@
+"""The states of a session in the layers that have one, and the factors of rows that are not in them
+yet.
+
+A state holds the first rows of a session; it cannot be cut back. Rows behind them, committed or of
+a tree, have factors by which a state is made to hold them, so that a tree is forgotten for nothing
+and its branches need no states of their own. A long chain of rows, as of a prompt, goes into the
+states as it is computed. Checkpoints are copies of the states at some lengths, to which a session
+can go back.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.kernels.states import StateRows, StateShape
+
+CHAIN = 16
+"""Rows of a chain that go into the states as they are computed, at least."""
+PENDING = 8
+"""Committed rows that wait by their factors, at most: to write the states takes about as long as to
+compute as many rows."""
+STEP = 4096
+"""Rows from one checkpoint to the next in a long session: by then keys and values take more."""
+WAITING = 24
+"""Rows whose factors a session has at a time, about, beside those of a tree."""
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The states of all layers at a length, and the factors of the rows that convolutions see."""
+
+    length: int
+    state: Tensor
+    window: Sequence[Tensor]
+    periodic: bool
+
+
+class RecurrentStates:
+    """The states of one session."""
+
+    def __init__(self, shapes: Sequence[StateShape]) -> None:
+        self.shapes = shapes
+        self.state = torch.zeros(sum(shape.state for shape in shapes))
+        self.folded = torch.zeros(len(shapes), dtype=torch.int64)
+        self._ring, self._factors = 0, torch.empty(0)
+        self._checkpoints: list[_Checkpoint] = []
+        self._window = max(shape.taps for shape in shapes) - 1
+
+    @property
+    def length(self) -> int:
+        """Return how many rows the states hold."""
+        return int(self.folded.max())
+
+    def rows(self, committed: int, start: int, count: int, *, chain: bool) -> StateRows:
+        """Return the states for a pass over the slots from `start` on, behind `committed` rows;
+        `chain`: one after the other. RuntimeError where they hold rows of a pass that failed."""
+        if self.length > start:
+            raise RuntimeError(
+                f"the states of a session hold {self.length} rows, and slot {start} is to be "
+                "computed: a pass over them failed; read the session anew"
+            )
+        stop, oldest = start + count, int(self.folded.min())
+        whole = chain and start == committed and count >= CHAIN
+        behind = committed - oldest >= PENDING
+        fold = stop if whole else committed if behind else self.length
+        self._make_room((start if whole else stop) - oldest + self._window, start)
+        return StateRows(self.state, self._factors, self.folded, self._ring, fold)
+
+    @torch.inference_mode()
+    def keep(self, first: int, slots: Sequence[int], length: int) -> None:
+        """Move the factors of `slots` to the slots from `first` on; `length` rows are committed
+        then. RuntimeError where the states hold more."""
+        if self.length > length:
+            raise RuntimeError(
+                f"{length} rows are to be kept, where a chain of {self.length} is in the states"
+            )
+        if slots:
+            source = torch.tensor(slots) % self._ring
+            target = torch.arange(first, first + len(slots)) % self._ring
+            for rows in self._layers(self._factors, self._ring):
+                rows[target] = rows[source]
+        last = max((c.length for c in self._checkpoints if c.periodic), default=0)
+        if self.length - last >= STEP:
+            self._save(periodic=True)
+
+    def restorable(self, length: int) -> int:
+        """Return the greatest length up to this one to which the states can go back."""
+        if length >= self.length:
+            return length
+        return max((c.length for c in self._checkpoints if c.length <= length), default=0)
+
+    @torch.inference_mode()
+    def truncate(self, length: int) -> None:
+        """Go back to a length that is `restorable`; ValueError for another."""
+        if self.restorable(length) != length:
+            raise ValueError(f"there is no state of the first {length} of {self.length} rows")
+        self._checkpoints = [c for c in self._checkpoints if c.length <= length]
+        if length >= self.length:
+            return
+        found = next((c for c in self._checkpoints if c.length == length), None)
+        self.folded.fill_(length)
+        if found is None:
+            self.state.zero_()
+            return
+        self.state.copy_(found.state)
+        slots = self._seen(length)
+        for rows, seen in zip(self._layers(self._factors, self._ring), found.window, strict=True):
+            rows[slots % self._ring] = seen
+
+    @torch.inference_mode()
+    def checkpoint(self) -> None:
+        """Keep a copy of the states as they are, in place of the last that was asked for."""
+        self._checkpoints = [c for c in self._checkpoints if c.periodic]
+        if self.length and all(c.length != self.length for c in self._checkpoints):
+            self._save(periodic=False)
+
+    def _save(self, *, periodic: bool) -> None:
+        if int(self.folded.min()) != self.length:
+            return
+        slots = self._seen(self.length) % max(1, self._ring)
+        window = [rows[slots].clone() for rows in self._layers(self._factors, self._ring)]
+        self._checkpoints.append(_Checkpoint(self.length, self.state.clone(), window, periodic))
+
+    def _seen(self, length: int) -> Tensor:
+        """Slots of the rows that a convolution sees at a length."""
+        return torch.arange(max(0, length - self._window), length)
+
+    def _make_room(self, rows: int, start: int) -> None:
+        """Have a ring of `rows` rows; those before slot `start` stay."""
+        if rows <= self._ring:
+            return
+        ring = -(-max(rows, 3 * self._ring // 2) // CHAIN) * CHAIN
+        factors = torch.empty(ring * sum(shape.row for shape in self.shapes))
+        slots = torch.arange(max(0, start - self._ring), start)
+        if self._ring:
+            for new, old in zip(
+                self._layers(factors, ring), self._layers(self._factors, self._ring), strict=True
+            ):
+                new[slots % ring] = old[slots % self._ring]
+        self._ring, self._factors = ring, factors
+
+    def _layers(self, factors: Tensor, ring: int) -> Iterator[Tensor]:
+        """The factors [ring, numbers of a row] of each layer."""
+        first = 0
+        for shape in self.shapes:
+            yield factors[first * ring : (first + shape.row) * ring].view(ring, shape.row)
+            first += shape.row
+
+
+def session_bytes(shapes: Sequence[StateShape]) -> int:
+    """Return what the states of a session take whatever its length: the states, a checkpoint, and
+    factors of rows that wait."""
+    rows = WAITING + max((shape.taps for shape in shapes), default=0)
+    return 4 * sum(2 * shape.state + rows * shape.row for shape in shapes)
+
+
+def token_bytes(shapes: Sequence[StateShape]) -> int:
+    """Return what periodic checkpoints take for each row of a session."""
+    return -(-4 * sum(shape.state for shape in shapes) // STEP)
