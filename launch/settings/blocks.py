@@ -5,8 +5,8 @@ from pathlib import Path
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.models.checkpoints.gguf.view import mix_of
 
-EXACT = ("fp32", "half")
-"""Weights that compute the function of the file."""
+FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
+"""Weights -> what they compute of a file; others compute another function."""
 
 
 def blocks_in_words(target: TargetSettings) -> str:
@@ -15,6 +15,6 @@ def blocks_in_words(target: TargetSettings) -> str:
     mix = mix_of(folder) if target.model else ""
     if not mix:
         return ""
-    said = "the file's exact function" if target.weights in EXACT else "another function"
+    said = FUNCTIONS.get(target.weights, "another function")
     less = "; --weights int8 takes a quarter" if target.weights == "fp32" else ""
-    return f"{folder.name} ({mix}) is computed in {target.weights}, {said}{less}"
+    return f"{folder.name} ({mix}) in {target.weights}, {said}{less}"

@@ -2,6 +2,7 @@
 safetensors, and files that are damaged or foreign."""
 
 import json
+import os
 import struct
 from itertools import cycle
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
@@ -24,6 +26,7 @@ from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
 from dovetail.workers.models.checkpoints.gguf.view import local_folder, resolved, view_of
+from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -323,3 +326,21 @@ def test_a_file_of_a_big_endian_machine_or_an_old_one_is_refused(tmp_path: Path)
         file.write_bytes(b"GGUF" + struct.pack("<IQQ", version, 0, 0))
         with pytest.raises(CheckpointError, match=words):
             read_model(file)
+
+
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no llama.cpp sources")
+def test_tokenizers_give_the_tokens_of_llama_cpp() -> None:
+    """Sources of llama.cpp have vocabularies, texts, and the tokens of these."""
+    tried = 0
+    for texts in sorted((Path(os.environ["LLAMA_CPP"]) / "models").glob("ggml-vocab-*.gguf.inp")):
+        model = read_model(texts.with_suffix(""))
+        if model.facts["tokenizer.ggml.model"] == "bert":
+            continue
+        tokenizer = Tokenizer.from_str(json.dumps(read_vocabulary(model).content))
+        lines = texts.with_suffix(".out").read_text().splitlines()
+        parts = texts.read_text().split("\n__ggml_vocab_test__\n")
+        for text, line in zip(parts, lines, strict=False):
+            expected = [int(token) for token in line.split()]
+            assert tokenizer.encode(text, add_special_tokens=False).ids == expected, (texts, text)
+        tried += 1
+    assert tried
