@@ -1,7 +1,7 @@
 """What states in trees cost: a tree of 16 rows beside a chain of 16, the memory of a tree beside
 copies of the states, and a prompt with and without the recurrence.
 
-    python tests/measures/states.py [--threads 1] [--rounds 9] [--weights int8]
+    python tests/measures/states.py [--shape Qwen3.5-4B] [--weights int8] [--threads 1]
 
 One layer of each kind with the sizes of a configuration below is filled with random numbers. Ways
 are called in turn, and medians are compared.
@@ -20,6 +20,7 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, Norm, lay_paths, new_cache
 from dovetail.workers.kernels.states import ScanPlan, ScanRule
+from dovetail.workers.models.backends.packing import DTYPES
 from dovetail.workers.models.recurrent.states import RecurrentStates
 
 NODES, PROMPT = 16, 256
@@ -46,7 +47,7 @@ SHAPES = {
 
 def matrix(kind: Kind, n: int, k: int) -> PackedMatrix:
     packed = PackedMatrix(kind, n, k)
-    packed.pack(torch.randn(n, k) * k**-0.5)
+    packed.pack((torch.randn(n, k) * k**-0.5).to(DTYPES[kind]))
     return packed
 
 
