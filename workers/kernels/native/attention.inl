@@ -22,7 +22,9 @@ constexpr int SCORE_ROWS = 3, SCORE_BLOCKS = 2, VALUE_ROWS = 3, VALUE_BLOCKS = 2
 constexpr int SCORE_ROWS = 2, SCORE_BLOCKS = 2, VALUE_ROWS = 2, VALUE_BLOCKS = 2;
 #endif
 constexpr int UNIT_ROWS = 48;           // query rows of a unit, at most
-constexpr int64_t UNIT_SCORES = 1 << 18;  // floats of scores that a unit may have: they should stay in the cache nearest to a core but one
+// Floats of scores that a unit may have. Beyond a quarter of a million they leave the caches of a core, which costs 16 bytes for a row and position, where
+// another unit would read keys and values once more: 512 bytes and more for a position.
+constexpr int64_t UNIT_SCORES = 1 << 23;
 constexpr int64_t LINE = 64;            // bytes
 constexpr int64_t VALUE_RUN = 64;       // positions whose values are used by all rows of a unit before the next are read
 
@@ -42,6 +44,7 @@ struct Desk {
     float* queries;  // tiles of SCORE_ROWS rows, each [head_dim][rows of the tile]
     float* sums;    // [rows][padded head_dim]
     float* path;    // [stride]
+    float* panel;   // [VALUE_RUN][head_dim]: keys or values that several tiles read, widened once
     int64_t stride, padded;
 };
 
@@ -138,10 +141,20 @@ static void lay_out_queries(const Unit<K>& u) {
     }
 }
 
+// `count` numbers of a cache as floats, for so many tiles: halves are widened where more than one reads them.
+static inline const float* widened(const float* numbers, int64_t, int64_t, float*) { return numbers; }
+static inline const float* widened(const uint16_t* numbers, int64_t count, int64_t tiles, float* panel) {
+    if (tiles == 1) return nullptr;
+    for (int64_t i = 0; i < count; i += LANES) put(panel + i, i + LANES <= count ? widen(numbers + i) : widen_first(numbers + i, (int)(count - i)), count - i);
+    return panel;
+}
+
 // All rows with the blocks from `block` on, as far as they see them.
 template <class K>
-static void score_blocks(const Unit<K>& u, int64_t block, const K* next) {
+static void score_blocks(const Unit<K>& u, int64_t block, int64_t last, const K* next) {
     const int64_t panel = u.head_dim * LANES, tiles = (u.count + SCORE_ROWS - 1) / SCORE_ROWS;
+    const K* keys = u.keys + block * panel;
+    const float* wide = widened(keys, smaller(SCORE_BLOCKS, last - block) * panel, tiles, u.desk.panel);
     for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
         const int64_t rows = smaller(SCORE_ROWS, u.count - first);
         int64_t seen = 0;
@@ -149,8 +162,10 @@ static void score_blocks(const Unit<K>& u, int64_t block, const K* next) {
         const int64_t blocks = smaller(SCORE_BLOCKS, seen - block);
         if (blocks <= 0) continue;
         const Ahead ahead = share_ahead(next, SCORE_BLOCKS * panel, u.head_dim, first / SCORE_ROWS, tiles);
-        score<SCORE_ROWS>(rows, u.desk.queries + first * u.head_dim, u.keys + block * panel, u.head_dim, blocks, ahead,
-                          u.desk.scores + first * u.desk.stride + block * LANES, u.desk.stride);
+        const float* queries = u.desk.queries + first * u.head_dim;
+        float* scores = u.desk.scores + first * u.desk.stride + block * LANES;
+        if (wide) score<SCORE_ROWS>(rows, queries, wide, u.head_dim, blocks, ahead, scores, u.desk.stride);
+        else score<SCORE_ROWS>(rows, queries, keys, u.head_dim, blocks, ahead, scores, u.desk.stride);
     }
 }
 
@@ -166,7 +181,7 @@ static void score_slots(const Unit<K>& u) {
     const int64_t last = (stop + LANES - 1) / LANES;
     for (int64_t block = from / LANES; block < last; block += SCORE_BLOCKS) {
         const int64_t next = block + SCORE_BLOCKS;
-        score_blocks(u, block, next < last ? u.keys + next * u.head_dim * LANES : u.values);
+        score_blocks(u, block, last, next < last ? u.keys + next * u.head_dim * LANES : u.values);
     }
 }
 
@@ -326,12 +341,17 @@ static void mix_values(const Unit<K>& u) {
         from = smaller(from, t.from);
         stop = larger(stop, t.stop);
     }
-    for (int64_t p = from; p < stop; p += VALUE_RUN)
+    const int64_t count = (u.count + VALUE_ROWS - 1) / VALUE_ROWS;
+    for (int64_t p = from; p < stop; p += VALUE_RUN) {
+        const float* wide = widened(u.values + p * u.head_dim, smaller(VALUE_RUN, stop - p) * u.head_dim, count, u.desk.panel);
+        const K* next = p + VALUE_RUN < stop ? u.values + (p + VALUE_RUN) * u.head_dim : u.next;
         for (int64_t first = 0; first < u.count; first += VALUE_ROWS) {
-            const K* next = p + VALUE_RUN < stop ? u.values + (p + VALUE_RUN) * u.head_dim : u.next;
-            const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim, VALUE_RUN, first / VALUE_ROWS, (u.count + VALUE_ROWS - 1) / VALUE_ROWS);
-            sum_values(u, first, smaller(VALUE_ROWS, u.count - first), larger(p, tiles[first].from), smaller(p + VALUE_RUN, tiles[first].stop), ahead);
+            const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim, VALUE_RUN, first / VALUE_ROWS, count);
+            const int64_t rows = smaller(VALUE_ROWS, u.count - first), begin = larger(p, tiles[first].from), end = smaller(p + VALUE_RUN, tiles[first].stop);
+            if (wide && begin < end) value<VALUE_ROWS>(rows, mix_of(u, first, begin), InOrder<float>{wide + (begin - p) * u.head_dim, u.head_dim}, end - begin, ahead);
+            else sum_values(u, first, rows, begin, end, ahead);
         }
+    }
     for (int64_t r = 0; r < u.count; r++) follow_values(u, r, larger(tiles[r / VALUE_ROWS * VALUE_ROWS].stop, u.rows[r].from));
 }
 
@@ -408,11 +428,12 @@ static Desk desk_at(float* memory, int64_t rows, int64_t stride, int64_t head_di
     desk.scores = desk.sums + rows * desk.padded;
     desk.path = desk.scores + rows * stride;
     desk.queries = desk.path + stride;
+    desk.panel = desk.queries + rows * head_dim;
     return desk;
 }
 
 static int64_t desk_floats(int64_t rows, int64_t stride, int64_t head_dim) {
-    return round_up(rows * (round_up(head_dim, LANES) + stride + head_dim) + stride, LANES);
+    return round_up(rows * (round_up(head_dim, LANES) + stride + head_dim) + stride + VALUE_RUN * head_dim, LANES);
 }
 
 static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t kv_head, int64_t first, float* memory) {
