@@ -250,11 +250,8 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
             raise CheckpointError(
                 f"{folder / name} is missing, although {index.name} lists it; fetch the model again"
             )
-        absent = sorted(
-            t
-            for t, f in weight_map.items()
-            if f == name and t not in set(tensor_names(folder / name))
-        )
+        held = set(tensor_names(folder / name))
+        absent = sorted(t for t, f in weight_map.items() if f == name and t not in held)
         if absent:
             raise CheckpointError(
                 f"{folder / name} lacks tensor {absent[0]}, although {index.name} lists it; "
