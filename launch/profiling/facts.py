@@ -20,7 +20,7 @@ from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
-from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.protocol.settings import DEVICE, HEAD_KINDS
 
 HEAD, SMALL = "head", "small"
 """A draft whose kind its settings do not name: whether it reads its target's states tells which."""
@@ -165,12 +165,12 @@ class Facts:
 
 
 def _card(watch: Watch) -> Card | None:
-    """The card with the most memory free."""
+    """The card with the most memory free of those that a setting can name."""
     cards = watch.samplers.taken[-1].gpus if watch.samplers.taken else {}
     found = [
         Card(device, gpu.name, gpu.memory_bytes - gpu.used_bytes, gpu.link_gb_s)
         for device, gpu in cards.items()
-        if device.startswith("cuda")
+        if DEVICE.fullmatch(device)
     ]
     return max(found, key=lambda card: card.free_bytes, default=None)
 

@@ -28,6 +28,7 @@ HOST_DEVICES = ("cpu", "pretended")
 MODELLESS_KINDS = ("ngram", "substitute", "none")
 """The draft kinds that name no model of their own: none at all, or the target."""
 DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|pretended")
+"""Names of devices that a setting may have."""
 
 
 def cache_of(cache: str, weights: str) -> str:
