@@ -38,6 +38,7 @@ from dovetail.launch.bench.sweep import (
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
 from dovetail.launch.console.terminal import explained
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
@@ -58,7 +59,7 @@ from dovetail.protocol.files import writing
     "--prompts",
     "files",
     multiple=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="File of prompts, a set of its own; can be repeated.",
 )
 @click.option(
@@ -75,25 +76,16 @@ from dovetail.protocol.files import writing
     type=float,
     help="Can be repeated.  [default: sampling.temperature]",
 )
-@click.option(
-    "--limit", type=click.IntRange(min=1), help="Prompts taken of each set.  [default: all]"
-)
+@click.option("--limit", type=COUNT, cls=Rare, help="Prompts taken of each set.  [default: all]")
 @click.option(
     "--repeat",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=1,
     show_default=True,
     cls=Rare,
     help="Times that every prompt is measured with every method.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, (1 << 63) - 1),
-    default=0,
-    show_default=True,
-    cls=Rare,
-    help="Seed of every reply and of the bootstrap.",
-)
+@seed_option("Seed of every reply and of the bootstrap.")
 @click.option(
     "--sweep",
     type=click.Choice(tuple(VALUES)),
@@ -109,13 +101,14 @@ from dovetail.protocol.files import writing
 )
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
+    cls=Rare,
     help="Draw the speed-ups, or the curves of --sweep, into this SVG file.",
 )
 @click.option(
     "--csv",
     "table",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     cls=Rare,
     help="Write a line a method, set and temperature to this file.",
 )
@@ -127,13 +120,11 @@ from dovetail.protocol.files import writing
 )
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Keep every reply in this file, and at its end the JSON object; an interrupted run is "
     "continued from there.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
-)
+@json_instead_of("a table")
 @settings_flags(*DECODING_SECTIONS, without=("--temperature",))
 @click.pass_context
 def command(

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import COUNT, FILE, json_instead_of
 from dovetail.launch.console.terminal import note, progress_bar
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.directory import profile_path, writable_profile_path
@@ -51,7 +52,7 @@ PERCENT = 100
 @click.option(
     "--context",
     "contexts",
-    type=click.IntRange(min=1),
+    type=COUNT,
     multiple=True,
     help="Rows in the cache; can be repeated.  [default: a quarter of 512, 512, 4 x 512]",
 )
@@ -69,12 +70,10 @@ PERCENT = 100
 )
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Draw T_V and its limit over the rows into this SVG file.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables."
-)
+@json_instead_of("tables")
 @settings_flags("target", "draft")
 def command(
     configuration: Configuration,

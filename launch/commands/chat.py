@@ -22,6 +22,7 @@ from dovetail.launch.chat.stats import print_stats
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
 from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, unwound_by_signals
 from dovetail.launch.decoding.request import check_stops
 from dovetail.launch.files.directory import history_path
@@ -60,12 +61,7 @@ WAKE_S = 0.5
     metavar="TEXT",
     help="Text before which a reply ends; can be given several times.",
 )
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Without a terminal: the result of each reply as one JSON object on a line of stdout.",
-)
+@json_option("Without a terminal: the result of each reply as one JSON object on a line of stdout.")
 @settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
 def command(
     configuration: Configuration,

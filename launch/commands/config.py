@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import json_option
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
@@ -22,7 +23,7 @@ def command() -> None:
 
 @command.command("show", cls=HelpCommand)
 @click.option("--origin", is_flag=True, help="Say for each setting where it came from.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of TOML.")
+@json_option("One JSON object instead of TOML.")
 @settings_flags(*ALL_SECTIONS)
 def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
     """Print the settings in force, as a TOML file that --config reads."""

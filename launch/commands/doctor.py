@@ -13,13 +13,14 @@ from dataclasses import asdict
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import spinner
 from dovetail.launch.machine.examination import Check, examine
 from dovetail.launch.machine.facts import gather
 
 
 @click.command(cls=HelpCommand)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option()
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:
     """Check this machine: instruction sets, kernels, torch and GPUs, memory nodes, limits; say

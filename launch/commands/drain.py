@@ -6,6 +6,7 @@ import json
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.processes.changes import figures, named, told, wait_for
 from dovetail.launch.processes.connection import find_coordinator
@@ -26,7 +27,7 @@ from dovetail.launch.settings.flags import settings_flags
     help="Drain it even if it is the last target: requests are then refused until there is "
     "another.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option()
 @settings_flags("coordinator.keys")
 def command(
     configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool

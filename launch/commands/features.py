@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.training.progress import json_option, show_progress
+from dovetail.launch.training.progress import show_progress
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     "files",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING_FILE,
     multiple=True,
     required=True,
     help="Chats as JSON lines, or a token file (.bin, with its .mask); may be given more than "
@@ -102,7 +103,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--new-tokens",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=1024,
     show_default=True,
     cls=Rare,
@@ -124,7 +125,7 @@ if TYPE_CHECKING:
     cls=Rare,
     help="Seed of the answers at temperatures above 0.",
 )
-@json_option
+@json_option()
 def command(
     target: str,
     files: tuple[Path, ...],

@@ -10,6 +10,7 @@ import click
 
 from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import FILE, SEED, json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.decoding.batch import decode_file
 from dovetail.launch.decoding.request import Wish, check_stops, read_prompt, tell_what_travels
@@ -47,12 +48,12 @@ from dovetail.protocol.messages import Result
 )
 @click.option(
     "--prompts",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help='File of prompts, a line {"id", "turns"} each.',
 )
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help='File that gets a line {"id", "results"} for each; prompts that it already '
     "answers are skipped.",
 )
@@ -69,28 +70,29 @@ from dovetail.protocol.messages import Result
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0, (1 << 63) - 1),
+    type=SEED,
     help="Seed of the sampling.  [default: a random one, reported]",
 )
 @click.option(
     "--stop",
     multiple=True,
     metavar="TEXT",
+    cls=Rare,
     help="Text before which the reply ends; can be given several times.",
 )
 @click.option(
     "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     cls=Rare,
     help="Write the time line of all processes, for ui.perfetto.dev.",
 )
 @click.option(
     "--record",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     cls=Rare,
     help="File that gets a line for every round: offered, verified, accepted, times.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The result as one JSON object on stdout.")
+@json_option("The result as one JSON object on stdout.")
 @settings_flags(*ALL_SECTIONS)
 def command(
     configuration: Configuration,

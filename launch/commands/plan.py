@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import json_instead_of
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar, spinner
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import (
@@ -79,9 +80,7 @@ COLUMNS = {
     type=click.Path(path_type=Path),
     help="Recording of a draft, made by `simulate record`; can be repeated.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
-)
+@json_instead_of("a table")
 @settings_flags("target", "memory", "draft.device", "draft.weights", "tree.width", stratified=False)
 def command(
     configuration: Configuration,

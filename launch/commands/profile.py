@@ -17,6 +17,7 @@ import click
 
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
 from dovetail.launch.console.terminal import counted, explained, in_print, note, print_table
 from dovetail.launch.files.charts import check_charts
 from dovetail.launch.files.outputs import OUT_FOLDER
@@ -63,12 +64,12 @@ WORDS = {
 @click.option(
     "--prompts",
     "file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="File of prompts; the first turn of each is decoded.",
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=COUNT,
     cls=Rare,
     help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]",
 )
@@ -81,25 +82,17 @@ WORDS = {
 @click.option(
     "--seconds",
     type=click.FloatRange(0.5, 3600.0),
+    cls=Rare,
     help=f"With --connect: how long to watch where no prompts are given.  [default: {SECONDS:g}]",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, (1 << 63) - 1),
-    default=0,
-    show_default=True,
-    cls=Rare,
-    help="Seed of the replies.",
-)
+@seed_option("Seed of the replies.")
 @click.option(
     "--out",
     type=OUT_FOLDER,
     required=True,
     help="Folder for report.html, profile.json, trace.json, plots.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables."
-)
+@json_instead_of("tables")
 @settings_flags(*DECODING_SECTIONS)
 def command(
     configuration: Configuration,

@@ -10,6 +10,7 @@ import click
 from dovetail.launch.checks.exchanges import Role, parts_of
 from dovetail.launch.checks.worker_replay import Outcome, replay_to_worker
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import FILE, json_option
 from dovetail.launch.console.terminal import counted, spinner
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
@@ -18,14 +19,14 @@ from dovetail.runtime.record.replay import Difference, Replay
 
 
 @click.command(cls=HelpCommand)
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @click.option(
     "--worker",
     "role",
     type=click.Choice(["target", "draft"]),
     help="Play it to a worker of this role, started here with these settings.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option()
 @settings_flags("target", "draft")
 @click.pass_context
 def command(

@@ -17,6 +17,7 @@ import click
 from dovetail.launch.checks.agreement import Agreement, agreement_of
 from dovetail.launch.console.draft_failure import first_failure
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, FILE, json_option
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
@@ -99,12 +100,12 @@ class Check:
 )
 @click.option(
     "--prompts",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="File of prompts.  [default: the demonstration's]",
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=3,
     show_default=True,
     help="Number of prompts taken.",
@@ -116,7 +117,7 @@ class Check:
     help="Tokens of the text that is compared with transformers; 0: none is.  [default: past "
     "what the configuration names, 256 to 2064]",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option()
 @settings_flags(*DECODING_SECTIONS)
 @click.pass_context
 def command(

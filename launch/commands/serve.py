@@ -19,6 +19,7 @@ import click
 from dovetail.launch.commands.http import read_keys
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.connection import models_of
@@ -38,12 +39,7 @@ ANYWHERE = ("0.0.0.0", "[::]")
 
 
 @click.command(cls=HelpCommand)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="When all is ready, one JSON object on stdout: url, address, pid, pids.",
-)
+@json_option("When all is ready, one JSON object on stdout: url, address, pid, pids.")
 @settings_flags(
     "target", "draft", "tree", "sampling", "memory", "coordinator", "http", shown=LISTENING
 )

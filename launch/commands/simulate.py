@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, FILE, json_instead_of, json_option
 from dovetail.launch.console.terminal import (
     counted,
     explained,
@@ -71,7 +72,7 @@ command.add_command(record)
     required=True,
     help="The folder that `simulate record` made.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Replies played.  [default: all]")
+@click.option("--limit", type=COUNT, help="Replies played.  [default: all]")
 @click.option(
     "--machine",
     metavar="NAME|FILE",
@@ -100,7 +101,7 @@ command.add_command(record)
 )
 @click.option(
     "--costs",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     cls=Rare,
     help="Take the costs of the rounds that `generate --record` wrote to this file instead.",
 )
@@ -124,17 +125,15 @@ command.add_command(record)
 )
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Draw the sweep, or the methods, into this SVG file.",
 )
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Write the JSON object to this file too.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
-)
+@json_instead_of("a table")
 @settings_flags("tree", "draft")
 def run(
     configuration: Configuration,
@@ -210,7 +209,7 @@ def run(
     required=True,
     help="The folder that `simulate record` made, with the same pair.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Replies decoded.  [default: all]")
+@click.option("--limit", type=COUNT, help="Replies decoded.  [default: all]")
 @click.option(
     "--method",
     "methods",
@@ -225,9 +224,7 @@ def run(
     show_default=True,
     help="How far tokens/s may be off.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
-)
+@json_instead_of("a table")
 @settings_flags(*DECODING_SECTIONS)
 @click.pass_context
 def validate(
@@ -272,9 +269,7 @@ def validate(
     show_default=True,
     help="Size of the target whose pass times are shown.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table; seconds."
-)
+@json_option("One JSON object on stdout instead of a table; seconds.")
 def machines(target_size: str, as_json: bool) -> None:
     """List the machines that come with the program, and what passes take there, behind a cache of
     512 rows."""

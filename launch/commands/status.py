@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import counted, format_cell, in_print, print_table
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes.connection import find_coordinator, shorten_model
@@ -25,7 +26,7 @@ SHOWN_DECISIONS = 8
     metavar="ADDRESS",
     help="The coordinator to ask.  [default: the only one of this user]",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option()
 @settings_flags("coordinator.keys")
 def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
     """Show the state of a coordinator.

@@ -18,6 +18,7 @@ import click
 
 from dovetail.launch.bench.turns import loop_begins
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
 from dovetail.launch.console.terminal import note, print_table, progress_bar, spinner
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output
@@ -36,7 +37,6 @@ from dovetail.protocol.settings import Settings, TreeSettings
 if TYPE_CHECKING:
     from dovetail.workers.training.stratify import Round, Strata
 
-FILE = click.Path(dir_okay=False, path_type=Path)
 GROUPS = 20
 """Points of the plot, each of as many rounds."""
 
@@ -70,24 +70,15 @@ class Reply:
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=COUNT,
     cls=Rare,
     help="Prompts taken of the file.  [default: all]",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, (1 << 63) - 1),
-    default=0,
-    show_default=True,
-    cls=Rare,
-    help="Seed of every reply.",
-)
+@seed_option("Seed of every reply.")
 @click.option(
     "--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file."
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."
-)
+@json_instead_of("a table")
 @settings_flags(*DECODING_SECTIONS, stratified=False)
 def command(
     configuration: Configuration,

@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.network_notice import leaves_the_machine
+from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import (
     only_announcement,
@@ -69,7 +70,9 @@ LOCAL = (
     "--beside", is_flag=True, help="Replace no worker: the new one joins those that are there."
 )
 @click.option(
-    "--name", help="Name of the new worker in `dovetail status`.  [default: one that is free]"
+    "--name",
+    cls=Rare,
+    help="Name of the new worker in `dovetail status`.  [default: one that is free]",
 )
 @click.option(
     "--print",
@@ -80,7 +83,7 @@ LOCAL = (
 @click.option(
     "--connect", metavar="ADDRESS", help="The coordinator.  [default: the only one of this user]"
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option()
 @settings_flags(
     "target",
     "draft",

@@ -22,6 +22,7 @@ from rich.live import Live
 
 from dovetail.launch.chat.web import Site, api_key
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.options import json_option
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
 from dovetail.launch.processes.connection import find_coordinator, speaks_http
@@ -57,7 +58,7 @@ Picture = dict[str, Any]
     help="The coordinator to look at, or a server over HTTP.  [default: the only one of this user]",
 )
 @click.option("--once", is_flag=True, help="Show what happens within a second, and end.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object on stdout.")
+@json_option("The same as one JSON object on stdout.")
 @settings_flags("coordinator.keys", "http")
 def command(configuration: Configuration, connect: str | None, once: bool, as_json: bool) -> None:
     """Show what happens in a coordinator, live.

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.heads import head_commands
-from dovetail.launch.training.progress import json_option, show_progress, tell
+from dovetail.launch.training.progress import show_progress, tell
 from dovetail.protocol.errors import UserError
 
 if TYPE_CHECKING:
     from dovetail.workers.training import run, small
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 RATE_OF_A_NEW_MODEL = 3e-3  # random weights bear a higher peak rate than trained ones
 ANSWER_TOKENS = 224
 
@@ -41,13 +41,13 @@ for head_command in head_commands():
     "--text",
     "texts",
     multiple=True,
-    type=FILE,
+    type=EXISTING_FILE,
     help="Chats as JSON lines, or a token file, to learn from; may be given more than once.",
 )
 @click.option("--target", type=FOLDER, help="Distil a draft for this model.")
 @click.option(
     "--prompts",
-    type=FILE,
+    type=EXISTING_FILE,
     help="Chats (JSON lines) that the target answers itself first; the draft learns from its "
     "answers.",
 )
@@ -96,7 +96,7 @@ for head_command in head_commands():
 )
 @click.option(
     "--layers",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=2,
     show_default=True,
     cls=Rare,
@@ -104,7 +104,7 @@ for head_command in head_commands():
 )
 @click.option(
     "--heads",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=4,
     show_default=True,
     cls=Rare,
@@ -112,7 +112,7 @@ for head_command in head_commands():
 )
 @click.option(
     "--kv-heads",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=2,
     show_default=True,
     cls=Rare,
@@ -128,11 +128,11 @@ for head_command in head_commands():
 )
 @click.option(
     "--max-parameters",
-    type=click.IntRange(min=1),
+    type=COUNT,
     cls=Rare,
     help="Refuse a new model with more parameters than this.",
 )
-@json_option
+@json_option()
 def small_command(
     texts: tuple[Path, ...],
     target: Path | None,

@@ -13,7 +13,7 @@ import click
 
 from dovetail.launch.console.migration import advice, extra_argument
 
-FEW = 16
+FEW = 13
 """A command with at most so many options shows all of them at once."""
 HELP_ALL = "--help-all"
 NAMES_OF_HELP = ["-h", "--help", HELP_ALL]

@@ -163,7 +163,7 @@ def _options(
                 multiple=setting.is_table,
                 cls=Grouped,
                 group=group,
-                rare=name not in (*BASIC, *shown),
+                rare=name not in (*BASIC, *shown) or short in without,
                 help=text,
             )
         )

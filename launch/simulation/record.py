@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, FILE, seed_option
 from dovetail.launch.console.terminal import (
     counted,
     note,
@@ -36,7 +37,7 @@ grows ahead."""
 @click.option(
     "--prompts",
     "file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="File of prompts; the first turn of each is decoded.",
 )
 @click.option(
@@ -45,14 +46,8 @@ grows ahead."""
     required=True,
     help="The folder to write; an interrupted run is continued.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Prompts taken.  [default: all]")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, (1 << 63) - 1),
-    default=0,
-    show_default=True,
-    help="Seed of every reply.",
-)
+@click.option("--limit", type=COUNT, help="Prompts taken.  [default: all]")
+@seed_option("Seed of every reply.")
 @click.option(
     "--sharpening",
     type=click.FloatRange(0.0, 100.0, min_open=True),
@@ -87,7 +82,7 @@ grows ahead."""
 )
 @click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=1,
     show_default=True,
     cls=Rare,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
-from dovetail.launch.training.progress import json_option, tell
+from dovetail.launch.training.progress import tell
 from dovetail.protocol.settings import HEAD_KINDS
 from dovetail.workers.heads.registry import KINDS, Entry, Option
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     pass
 from dovetail.launch.training.run import Wish, train_head
 
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 HELP = """Train {what}.
 
@@ -38,7 +38,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--data",
         multiple=True,
-        type=FILE,
+        type=EXISTING_FILE,
         help="Chats as JSON lines (ShareGPT, OpenAI), or a token file; may be given more than "
         "once.",
     ),
@@ -69,7 +69,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         type=click.FloatRange(min=0, min_open=True),
         help="How long to train.  [default: 10]",
     ),
-    click.option("--steps", type=click.IntRange(min=1), help="How many steps to train instead."),
+    click.option("--steps", type=COUNT, help="How many steps to train instead."),
     click.option(
         "--seed",
         type=int,
@@ -90,7 +90,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         cls=Rare,
         help="The peak learning rate.",
     ),
-    click.option("--batch", type=click.IntRange(min=1), cls=Rare, help="Rows a step."),
+    click.option("--batch", type=COUNT, cls=Rare, help="Rows a step."),
     click.option(
         "--length",
         type=click.IntRange(min=8),
@@ -121,9 +121,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         cls=Rare,
         help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
     ),
-    click.option(
-        "--warm-up", type=click.IntRange(min=1), cls=Rare, help="Steps over which the rate rises."
-    ),
+    click.option("--warm-up", type=COUNT, cls=Rare, help="Steps over which the rate rises."),
     click.option(
         "--number",
         type=click.Choice(["fp32", "bf16"]),
@@ -146,9 +144,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         cls=Rare,
         help="With the target's last layers where they fit, or random.",
     ),
-    click.option(
-        "--threads", type=click.IntRange(min=1), cls=Rare, help="CPU threads.  [default: torch's]"
-    ),
+    click.option("--threads", type=COUNT, cls=Rare, help="CPU threads.  [default: torch's]"),
 )
 
 
@@ -198,7 +194,7 @@ def _command(entry: Entry) -> click.Command:
             )
 
     decorated: Callable[..., Any] = run
-    for option in reversed((*COMMON, *map(_own, entry.options), json_option)):
+    for option in reversed((*COMMON, *map(_own, entry.options), json_option())):
         decorated = option(decorated)
     return click.command(
         cls=HelpCommand,

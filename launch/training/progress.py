@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from dovetail.workers.training.run import Progress
 
 PLAIN_LINE_EVERY_S = 15.0
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="The result as one JSON object on stdout."
-)
 
 
 def tell(result: Mapping[str, Any], line: str, *, as_json: bool) -> None:

@@ -1,0 +1,34 @@
+"""Options that several commands have, and the types of their values."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dovetail.launch.console.help import Rare
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+"""A file, which need not exist."""
+EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+COUNT = click.IntRange(min=1)
+SEED = click.IntRange(0, (1 << 63) - 1)
+
+Decorator = Callable[[Any], Any]
+
+OWN_COORDINATOR = "[default: the only coordinator of this user, else one that is started here]"
+
+
+def json_option(text: str = "One JSON object on stdout.") -> Decorator:
+    """`--json`, as the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def json_instead_of(shown: str) -> Decorator:
+    """`--json` of a command that shows something else without it."""
+    return json_option(f"One JSON object on stdout instead of {shown}.")
+
+
+def seed_option(text: str) -> Decorator:
+    """`--seed`, 0 by default."""
+    return click.option("--seed", type=SEED, default=0, show_default=True, cls=Rare, help=text)
