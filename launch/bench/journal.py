@@ -8,7 +8,6 @@ missing, and then that line is dropped. A file of another run, or of anything el
 stays as it is.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,10 +24,11 @@ from dovetail.launch.bench.contenders import Contender, Run, Task, Theirs
 from dovetail.launch.bench.methods import Method, PromptSet
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.terminal import counted, note
+from dovetail.launch.files.outputs import held_file
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import append, refusal
+from dovetail.protocol.files import append
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.profile import machine_key
 
@@ -187,7 +187,7 @@ def open_journal(path: Path | None, heading: Mapping[str, Any]) -> Iterator[Jour
     if path is None:
         yield Journal()
         return
-    with _locked(path) as file:
+    with held_file(path, "measurements") as file:
         journal = _read(path, file, heading)
         try:
             yield journal
@@ -243,32 +243,9 @@ def _digest(prompts: PromptSet) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[IO[bytes]]:
-    if path.exists() and not path.is_file():
-        raise UserError(
-            f"{path} is not a regular file, and a run that is continued reads it again: name a "
-            "file with --out"
-        )
-    try:
-        file = path.open("a+b")
-    except OSError as error:
-        raise UserError(f"cannot write the measurements to {path}: {refusal(error)}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run is writing its measurements to {path}: wait for it, or choose "
-                "another --out"
-            ) from None
-        yield file
-
-
 def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
     """Return the journal of an earlier run, and cut off a torn last line once all others have been
     checked."""
-    file.seek(0)
     lines = file.read().splitlines(keepends=True)
     journal, plain = Journal(file), json.loads(json.dumps(heading))
     if lines and not (lines[0].startswith(FIRST) or FIRST.startswith(lines[0])):

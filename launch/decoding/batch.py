@@ -10,7 +10,7 @@ from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.terminal import counted, note, progress_bar
 from dovetail.launch.decoding.request import Wish, tell_what_travels
 from dovetail.launch.decoding.single import cancel
-from dovetail.launch.files.answers import WorkerEvents, open_answers
+from dovetail.launch.files.answers import Answers, open_answers
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.processes.connection import (
     Connection,
@@ -98,7 +98,7 @@ def _batch_summary(prompts: int, tokens: int, seconds: float) -> str:
 class _Batch:
     """Several dialogues in flight over one client."""
 
-    def __init__(self, wish: Wish, connection: Connection, answers: WorkerEvents) -> None:
+    def __init__(self, wish: Wish, connection: Connection, answers: Answers) -> None:
         self._wish, self._connection, self._answers = wish, connection, answers
         self._flying: dict[int, _Dialogue] = {}
         self.tokens = 0

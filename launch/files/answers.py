@@ -6,7 +6,6 @@ and then that line is dropped and its prompt done again. A file that holds anyth
 somebody's, and stays as it is.
 """
 
-import fcntl
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from dovetail.launch.files.outputs import held_file
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import append, refusal
+from dovetail.protocol.files import append
 from dovetail.protocol.messages import Result
 
 BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
@@ -23,7 +23,7 @@ BEGIN, MIDDLE = b'{"id": "', b'", "results": ['
 ID = re.compile(rb'(?:[^"\\]|\\.)*')
 
 
-class WorkerEvents:
+class Answers:
     """The open file and the ids that are done."""
 
     def __init__(self, file: IO[bytes], path: Path, done: set[str]) -> None:
@@ -39,33 +39,16 @@ class WorkerEvents:
 
 
 @contextmanager
-def open_answers(path: Path) -> Iterator[WorkerEvents]:
+def open_answers(path: Path) -> Iterator[Answers]:
     """Open for appending, held against a second run; a torn last line is dropped. `UserError` if
     the file is something else."""
-    if path.exists() and not path.is_file():
-        raise UserError(
-            f"{path} is not a regular file, and a run that is continued reads it again: name a "
-            "file with --out"
-        )
-    try:
-        file = path.open("a+b")
-    except OSError as error:
-        raise UserError(f"cannot write the answers to {path}: {refusal(error)}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run is writing its answers to {path}: wait for it, or choose another "
-                "--out"
-            ) from None
-        yield WorkerEvents(file, path, _repair(path, file))
+    with held_file(path, "answers") as file:
+        yield Answers(file, path, _repair(path, file))
 
 
 def _repair(path: Path, file: IO[bytes]) -> set[str]:
     """The ids in the file, whose last line is cut off if it is one of ours, torn. Nothing is
     changed before all lines have been looked at."""
-    file.seek(0)
     done: set[str] = set()
     whole = 0
     for number, line in enumerate(file, start=1):

@@ -1,9 +1,11 @@
-"""Files and folders that are written at the end of a long run: whether they can be is found out at
-its beginning."""
+"""Files and folders that a long run writes: its beginning finds out whether they can be written."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -39,3 +41,27 @@ def check_output(path: Path | None, what: str) -> None:
                 path.unlink()
     except OSError as error:
         raise UserError(f"cannot write {what} to {path}: {refusal(error)}") from None
+
+
+@contextmanager
+def held_file(path: Path, what: str) -> Iterator[IO[bytes]]:
+    """Open a file of --out for appending and reading, held against a second run; `what` it holds is
+    for the errors, such as "answers"."""
+    if path.exists() and not path.is_file():
+        raise UserError(
+            f"{path} is not a regular file, and a run that is continued reads it again: name a "
+            "file with --out"
+        )
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise UserError(f"cannot write the {what} to {path}: {refusal(error)}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run is writing its {what} to {path}: wait for it, or choose another --out"
+            ) from None
+        file.seek(0)
+        yield file
