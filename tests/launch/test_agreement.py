@@ -44,7 +44,9 @@ def agreement(model: LanguageModel, tokens: Sequence[int], replied: int = 0) -> 
 @needs_kernels
 def test_the_model_of_a_checkpoint_agrees(tmp_path: Path) -> None:
     found = agreement(
-        load_language_model(str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"),
+        load_language_model(
+            str(tiny_mistral(tmp_path, sliding_window=20)), weights="fp32", device="cpu"
+        ),
         TOKENS,
     )
     assert found.ok
@@ -69,7 +71,7 @@ def test_a_model_that_is_broken_in_one_layer_is_found_where_it_first_shows(
     """A row is about the token behind it, so what breaks the second token shows at the third; what
     a window lets go may be of little weight at first."""
     model = load_language_model(
-        str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"
+        str(tiny_mistral(tmp_path, sliding_window=20)), weights="fp32", device="cpu"
     )
     setattr(model.back_end._layers[1].struct, field, value)  # type: ignore[attr-defined]
     found = agreement(model, TOKENS)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers import (
     MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -61,11 +62,9 @@ SHAPE = {
 }
 
 
-def _shape(context: int) -> dict[str, Any]:
-    return {**SHAPE, "max_position_embeddings": context}
-
-
-def tiny_llama(
+def _tiny(
+    kind: type[PreTrainedModel],
+    config: type[PretrainedConfig],
     folder: Path,
     *,
     vocab: int = VOCABULARY,
@@ -73,118 +72,51 @@ def tiny_llama(
     context: int = CONTEXT,
     layers: int = 2,
     dtype: torch.dtype = torch.float32,
-    **shape: Any,
+    **fields: Any,
 ) -> Path:
-    """A random Llama in `folder`, the same for the same arguments."""
-    config = LlamaConfig(
-        vocab_size=vocab,
-        num_hidden_layers=layers,
-        **{"tie_word_embeddings": False, **_shape(context), **shape},
-    )
-    return save_random(folder, LlamaForCausalLM, config, seed, dtype)
-
-
-def tiny_qwen2(
-    folder: Path,
-    *,
-    vocab: int = VOCABULARY,
-    seed: int = 0,
-    context: int = CONTEXT,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """A random Qwen2: biases in the projections, tied embeddings."""
+    """A random model of a class in `folder`, the same for the same arguments; `fields` are of its
+    config."""
+    shape = {**SHAPE, "max_position_embeddings": context, **fields}
     return save_random(
-        folder,
-        Qwen2ForCausalLM,
-        Qwen2Config(
-            vocab_size=vocab, num_hidden_layers=2, tie_word_embeddings=True, **_shape(context)
-        ),
-        seed,
-        dtype,
+        folder, kind, config(vocab_size=vocab, num_hidden_layers=layers, **shape), seed, dtype
     )
 
 
-def tiny_qwen3(
-    folder: Path,
-    *,
-    vocab: int = VOCABULARY,
-    seed: int = 0,
-    context: int = CONTEXT,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """A random Qwen3: norms on the heads of queries and keys, heads wider than hidden / heads."""
-    config = Qwen3Config(
-        vocab_size=vocab,
-        num_hidden_layers=2,
-        head_dim=24,
-        tie_word_embeddings=False,
-        **_shape(context),
-    )
-    return save_random(folder, Qwen3ForCausalLM, config, seed, dtype)
+tiny_llama = partial(_tiny, LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)
+tiny_qwen2 = partial(_tiny, Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True)
+"""Biases in the projections, tied embeddings."""
+tiny_qwen3 = partial(_tiny, Qwen3ForCausalLM, Qwen3Config, head_dim=24, tie_word_embeddings=False)
+"""Norms on the heads of queries and keys, heads wider than hidden / heads."""
+tiny_mistral = partial(_tiny, MistralForCausalLM, MistralConfig, sliding_window=None)
+"""Layers attend to all tokens; `sliding_window`: to the last so many."""
+tiny_sliding = partial(tiny_mistral, sliding_window=7)
+"""A window that is shorter than the sequences of the tests."""
+tiny_gemma2 = partial(
+    _tiny,
+    Gemma2ForCausalLM,
+    Gemma2Config,
+    layers=3,
+    head_dim=16,
+    query_pre_attn_scalar=24,
+    sliding_window=6,
+    attn_logit_softcapping=5.0,
+)
+"""Every other layer has a window, scores and logits are soft-capped, norms on both sides of each
+half."""
 
 
-def tiny_mistral(
-    folder: Path,
-    *,
-    vocab: int = VOCABULARY,
-    seed: int = 0,
-    context: int = CONTEXT,
-    window: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """A random Mistral whose layers attend to the last `window` tokens, None: to all."""
-    return save_random(
-        folder,
-        MistralForCausalLM,
-        MistralConfig(
-            vocab_size=vocab, num_hidden_layers=2, sliding_window=window, **_shape(context)
-        ),
-        seed,
-        dtype,
-    )
-
-
-def tiny_phi3(
-    folder: Path,
-    *,
-    vocab: int = VOCABULARY,
-    seed: int = 0,
-    context: int = CONTEXT,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
+def tiny_phi3(folder: Path, *, context: int = CONTEXT, **fields: Any) -> Path:
     """A random Phi-3: fused projections, and only half of each head is rotated."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    config = Phi3Config(
-        vocab_size=vocab,
-        num_hidden_layers=2,
+    return _tiny(
+        Phi3ForCausalLM,
+        Phi3Config,
+        folder,
+        context=context,
         rope_parameters=rope,
         original_max_position_embeddings=context,
-        **_shape(context),
+        **fields,
     )
-    return save_random(folder, Phi3ForCausalLM, config, seed, dtype)
-
-
-def tiny_gemma2(
-    folder: Path,
-    *,
-    vocab: int = VOCABULARY,
-    seed: int = 0,
-    context: int = CONTEXT,
-    window: int = 6,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """A random Gemma 2: every other layer attends to the last `window` tokens, scores and logits
-    are soft-capped, norms on both sides of each half."""
-    config = Gemma2Config(
-        vocab_size=vocab,
-        num_hidden_layers=3,
-        head_dim=16,
-        query_pre_attn_scalar=24,
-        sliding_window=window,
-        attn_logit_softcapping=5.0,
-        **_shape(context),
-    )
-    return save_random(folder, Gemma2ForCausalLM, config, seed, dtype)
 
 
 def tiny_gpt2(
@@ -196,20 +128,11 @@ def tiny_gpt2(
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """A random GPT-2: learned positions, layer norms with biases, weights [in, out]."""
-    names = {
-        name: value for name, value in _shape(context).items() if name.endswith(("_id", "range"))
-    }
+    names = {name: value for name, value in SHAPE.items() if name.endswith(("_id", "range"))}
     config = GPT2Config(
         vocab_size=vocab, n_embd=64, n_layer=2, n_head=4, n_positions=context, n_inner=96, **names
     )
     return save_random(folder, GPT2LMHeadModel, config, seed, dtype)
-
-
-def tiny_sliding(
-    folder: Path, *, context: int = CONTEXT, dtype: torch.dtype = torch.float32
-) -> Path:
-    """A random Mistral with a window shorter than the sequences of the tests."""
-    return tiny_mistral(folder, context=context, window=7, dtype=dtype)
 
 
 FAMILIES = {

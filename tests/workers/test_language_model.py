@@ -118,7 +118,7 @@ def test_a_draft_may_keep_sixteen_bits(llama_folder: Path, weights: str) -> None
 def test_a_sliding_window_does_not_shorten_the_context(tmp_path: Path) -> None:
     assert (
         load_language_model(
-            str(tiny_mistral(tmp_path, window=20)), weights="fp32", device="cpu"
+            str(tiny_mistral(tmp_path, sliding_window=20)), weights="fp32", device="cpu"
         ).context
         == CONTEXT
     )
