@@ -268,8 +268,8 @@ class _Assisted:
     def __init__(self, settings: Settings) -> None:
         from dovetail.runtime.text.tokenizer import TextCodec
         from dovetail.workers.baselines.assisted import (
-            AssistedModel,
-        )  # torch comes in here, after the binding
+            AssistedModel,  # torch comes in here, after the binding
+        )
 
         target, inflate = settings.target, settings.target.inflate
         source = target.model or str(DEMO_FOLDER / "target")

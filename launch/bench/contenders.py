@@ -10,11 +10,7 @@ from typing import Protocol
 
 from dovetail.launch.bench.assisted import AssistedPeer, Peer
 from dovetail.launch.bench.assisted import check as check_peer
-from dovetail.launch.bench.llama.peer import (
-    LlamaPeer,
-    Preparation,
-    python_for,
-)
+from dovetail.launch.bench.llama.peer import LlamaPeer, Preparation, python_for
 from dovetail.launch.bench.llama.peer import check as check_llama
 from dovetail.launch.bench.methods import Method
 from dovetail.launch.console.terminal import spinner

@@ -13,11 +13,7 @@ from pathlib import Path
 
 from dovetail.launch.bench.assisted import ASSISTED
 from dovetail.launch.bench.llama.kinds import read_config, type_of
-from dovetail.launch.bench.llama.peer import (
-    LLAMA,
-    LlamaOptions,
-    read_option,
-)
+from dovetail.launch.bench.llama.peer import LLAMA, LlamaOptions, read_option
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.settings.configure import Configuration, parse_setting, read_file

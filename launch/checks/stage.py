@@ -5,20 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dovetail.launch.checks.exchanges import (
-    Exchange,
-    answers,
-    ended,
-)
+from dovetail.launch.checks.exchanges import Exchange, answers, ended
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.codec import EVENT, INBOUND, encode
 from dovetail.protocol.links import Hub
-from dovetail.protocol.messages import (
-    Event,
-    Hello,
-    Message,
-    Welcome,
-)
+from dovetail.protocol.messages import Event, Hello, Message, Welcome
 from dovetail.runtime.record.replay import Asked
 
 POLL_MS = 250

@@ -27,14 +27,7 @@ from dovetail.launch.bench.csv import csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
 from dovetail.launch.bench.methods import NONE, Method, PromptSet, read_methods, read_prompt_set
 from dovetail.launch.bench.plot import draw_speedups
-from dovetail.launch.bench.sweep import (
-    VALUES,
-    draw_sweep,
-    points_of,
-    read_sweep,
-    show_sweep,
-    swept,
-)
+from dovetail.launch.bench.sweep import VALUES, draw_sweep, points_of, read_sweep, show_sweep, swept
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.help import HelpCommand, Rare

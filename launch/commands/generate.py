@@ -25,12 +25,7 @@ from dovetail.launch.decoding.summary import (
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
-from dovetail.launch.processes.connection import (
-    Connection,
-    connected,
-    is_url,
-    speaks_http,
-)
+from dovetail.launch.processes.connection import Connection, connected, is_url, speaks_http
 from dovetail.launch.settings.catalog import ALL_SECTIONS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags

@@ -18,21 +18,12 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_instead_of
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar, spinner
 from dovetail.launch.planning.acceptance import Recorded
-from dovetail.launch.planning.alternatives import (
-    KINDS,
-    Alternative,
-)
+from dovetail.launch.planning.alternatives import KINDS, Alternative
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.designs import Design, config_of, read_design
 from dovetail.launch.planning.prices import described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
-from dovetail.launch.planning.words import (
-    figure,
-    flags,
-    placement,
-    toml,
-    why,
-)
+from dovetail.launch.planning.words import figure, flags, placement, toml, why
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags

@@ -14,11 +14,7 @@ import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, json_option
-from dovetail.launch.console.terminal import (
-    counted,
-    explained,
-    print_table,
-)
+from dovetail.launch.console.terminal import counted, explained, print_table
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration

@@ -18,9 +18,7 @@ from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.network_notice import leaves_the_machine
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note
-from dovetail.launch.files.directory import (
-    only_announcement,
-)
+from dovetail.launch.files.directory import only_announcement
 from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.processes.newcomer import Newcomer

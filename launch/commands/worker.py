@@ -23,20 +23,15 @@ from dovetail.launch.processes.child import (
     ending_at_once,
     show_stacks_when_asked,
 )
-from dovetail.launch.processes.preflight import (
-    check_draft,
-    check_target,
-    check_unified,
-)
+from dovetail.launch.processes.preflight import check_draft, check_target, check_unified
 from dovetail.launch.processes.worker import (
     THREAD_VARIABLES,
     TOLD,
     Role,
+    WorkerProcess,
     announced,
     await_address,
     place_of,
-    serve_both,
-    serve_role,
     thread_count,
 )
 from dovetail.launch.settings.configure import Configuration
@@ -144,11 +139,10 @@ def command(
         keep_stderr_short()
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     say = note if parent is None else lambda _: None
-    serve = serve_both if role == "unified" else serve_role
     with nullcontext() if parent is None else ending_at_once():
         if connect == TOLD:
             connect = await_address(configuration, role)
-        let_go = serve(
+        let_go = WorkerProcess(
             configuration,
             role,
             connect,
@@ -157,8 +151,8 @@ def command(
             threads,
             str(binding),
             say,
-            standby=standby,
-        )
+            standby,
+        ).serve()
         if let_go and own_log:
             remove_stderr()
         if let_go and parent is not None:

@@ -12,18 +12,9 @@ from dovetail.launch.decoding.request import Wish, tell_what_travels
 from dovetail.launch.decoding.single import cancel
 from dovetail.launch.files.answers import Answers, open_answers
 from dovetail.launch.files.prompts import Prompt
-from dovetail.launch.processes.connection import (
-    Connection,
-    connected,
-)
+from dovetail.launch.processes.connection import Connection, connected
 from dovetail.protocol.errors import DovetailError, UserError
-from dovetail.protocol.messages import (
-    DraftFailure,
-    Failed,
-    Finished,
-    Recorded,
-    Result,
-)
+from dovetail.protocol.messages import DraftFailure, Failed, Finished, Recorded, Result
 
 # -- a file of prompts -----------------------------------------------------------------------------
 

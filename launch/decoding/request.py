@@ -10,17 +10,11 @@ from dovetail.launch.console.network_notice import leaves_the_machine, of_reques
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.prompts import is_unicode
 from dovetail.launch.files.records import RecordFile
-from dovetail.launch.processes.connection import (
-    Connection,
-    ahead_of,
-)
+from dovetail.launch.processes.connection import Connection, ahead_of
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
-from dovetail.protocol.messages import (
-    MAX_STOPS,
-    MAX_TEXT,
-)
+from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT
 
 STOP_CHARACTERS = 1024
 """The longest stop that `messages.Submit` takes."""

@@ -10,17 +10,9 @@ from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.terminal import note
 from dovetail.launch.decoding.request import Wish
 from dovetail.launch.decoding.summary import other_targets, summary, tell_full_context
-from dovetail.launch.processes.connection import (
-    Connection,
-)
+from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import DovetailError, LinkClosed, printable
-from dovetail.protocol.messages import (
-    Emitted,
-    Failed,
-    Finished,
-    Recorded,
-    Reported,
-)
+from dovetail.protocol.messages import Emitted, Failed, Finished, Recorded, Reported
 
 CANCEL_GRACE_S = 2.0
 QUIET_S = 1.0

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 
 from dovetail.launch.console.terminal import counted, note
-from dovetail.protocol.messages import (
-    Reported,
-    Result,
-)
+from dovetail.protocol.messages import Reported, Result
 
 TOLD_SHARE = 0.05
 """Above this share of the time, the summary tells of the prefill, and of waiting for workers."""

@@ -16,12 +16,7 @@ from dovetail.launch.machine.facts import (
     Gpu,
 )
 from dovetail.launch.machine.topology import cpus_for, format_numbers
-from dovetail.launch.machine.wheels import (
-    build_for,
-    driver_for,
-    has_code_for,
-    install_command,
-)
+from dovetail.launch.machine.wheels import build_for, driver_for, has_code_for, install_command
 
 INSTRUCTIONS = (
     "avx2",

@@ -16,10 +16,7 @@ from dovetail.launch.console.terminal import counted
 from dovetail.launch.files.directory import profile_path, writable_profile_path
 from dovetail.launch.machine.binding import memory_refusal
 from dovetail.launch.machine.topology import Topology, read_topology
-from dovetail.launch.machine.wheels import (
-    Capability,
-    parse_capability,
-)
+from dovetail.launch.machine.wheels import Capability, parse_capability
 from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
 from dovetail.protocol.profile import ProfileError, load_profile
 

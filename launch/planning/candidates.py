@@ -10,13 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.planning.acceptance import (
-    Acceptance,
-    Assumed,
-    Recorded,
-    figures_of,
-    published,
-)
+from dovetail.launch.planning.acceptance import Acceptance, Assumed, Recorded, figures_of, published
 from dovetail.launch.planning.designs import (
     Design,
     DraftSize,

@@ -5,21 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.planning.alternatives import (
-    Alternative,
-    Offered,
-    alternatives,
-    names_of,
-)
+from dovetail.launch.planning.alternatives import Alternative, Offered, alternatives, names_of
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, read_config
 from dovetail.launch.planning.prices import MEASURED, Hardware, Prices, level, price
 from dovetail.launch.planning.this_machine import Here, look_here
-from dovetail.launch.planning.words import (
-    settings,
-    told,
-    verdict,
-)
+from dovetail.launch.planning.words import settings, told, verdict
 from dovetail.launch.processes.preflight import is_path
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import CheckpointError

@@ -10,10 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dovetail.launch.console.terminal import note
-from dovetail.launch.files.directory import (
-    remove_unused_logs,
-    runtime_directory,
-)
+from dovetail.launch.files.directory import remove_unused_logs, runtime_directory
 from dovetail.launch.processes.supervise import GRACE_S, Child
 
 

@@ -5,7 +5,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,16 +22,12 @@ from dovetail.launch.files.directory import (
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes.child import (
-    end_undisturbed,
-)
-from dovetail.launch.processes.preflight import (
-    estimated_bytes,
-)
+from dovetail.launch.processes.child import end_undisturbed
+from dovetail.launch.processes.preflight import estimated_bytes
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, UserError
-from dovetail.protocol.links import open_link
+from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
 from dovetail.protocol.settings import TargetSettings
 
@@ -38,7 +35,8 @@ if TYPE_CHECKING:
     from dovetail.workers.serving.registration import Worker
 
 
-Role = Literal["draft", "target", "unified"]
+Part = Literal["draft", "target"]
+Role = Part | Literal["unified"]
 USER_ERROR = 2
 ANSWER_S, ANSWER_FACTOR = 1.0, 3.0
 """A coordinator that is looked for answers within so long, or so many times as long as it took to
@@ -56,7 +54,7 @@ TOLD = "-"
 """The address of a worker that is told it on standard input."""
 
 
-def await_address(configuration: Configuration, role: Role | Literal["unified"]) -> str:
+def await_address(configuration: Configuration, role: Role) -> str:
     """Return the line of standard input that says where the coordinator is; what a worker imports
     is imported before it is read, so that both begin at the same time."""
     if role != "draft" or configuration.settings.draft.kind != "ngram":
@@ -119,167 +117,129 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
     )
 
 
-def serve_role(
-    configuration: Configuration,
-    role: Role,
-    connect: str,
-    reconnect_s: float,
-    name: str,
-    threads: int,
-    binding: str,
-    say: Callable[[str], None],
-    *,
-    standby: bool,
-) -> bool:
-    """Return whether the coordinator let the worker go. Connect first: a wrong address or key is
-    told at once, not after a model has been loaded."""
-    settings = configuration.settings.coordinator
-    keys = Path(settings.keys) if settings.keys else None
-    began = time.monotonic()
-    link = open_link(connect, keys=keys, role=role)
-    answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
-    try:
-        from dovetail.workers.loop import serve  # torch comes in here, after the binding
-        from dovetail.workers.progress import Watchdog, hearing_loads
-        from dovetail.workers.serving.loading import Telling
-        from dovetail.workers.serving.registration import (
-            Reconnecting,  # torch comes in here, after the binding
-        )
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A worker of one role, or of both, that this process is."""
 
-        with hearing_loads(
-            Telling(
-                link,
-                name,
-                ("target" if role == "target" else "draft",),
-                model_of(configuration, role),
+    configuration: Configuration
+    role: Role
+    connect: str
+    """Address of the coordinator."""
+    reconnect_s: float
+    """Time for which a lost coordinator is looked for."""
+    name: str
+    threads: int
+    binding: str
+    say: Callable[[str], None]
+    standby: bool
+
+    @property
+    def _title(self) -> str:
+        return f"{self.role} worker {self.name}"
+
+    def serve(self) -> bool:
+        """Return whether the coordinator let the worker go. Connect first: a wrong address or key
+        is told at once, not after a model has been loaded."""
+        parts: tuple[Part, ...] = ("target", "draft") if self.role == "unified" else (self.role,)
+        keys = self.configuration.settings.coordinator.keys
+        reach = partial(open_link, self.connect, keys=Path(keys) if keys else None)
+        began = time.monotonic()
+        links = {part: reach(role=part) for part in parts}
+        answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
+        again = partial(reach, timeout_s=answer_s)
+        over = threading.Event()
+        try:
+            workers = self._load(links)
+            load_s = time.monotonic() - began
+            self.say(
+                f"{self._title} is loaded, {counted(self.threads, 'thread')}, bound: "
+                f"{self.binding}; it serves {self.connect}"
             )
-        ):
-            worker = _opener(configuration, role)(name, threads)
-        load_s = time.monotonic() - began
-        say(
-            f"{role} worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; "
-            f"it serves {connect}"
-        )
-        if leaves_the_machine(connect):
-            say(of_worker(worker.hello(0), connect))
-        again = partial(open_link, connect, keys=keys, role=role, timeout_s=answer_s)
-        reconnecting = Reconnecting(
-            again, reconnect_s, lambda news: say(f"{role} worker {name}: {news}")
-        )
-        watchdog = Watchdog(f"{role} worker {name}", settings.stuck_s)
-        watchdog.start()
-        again_if = reconnecting if reconnect_s else None
-        let_go = serve(
-            link,
-            worker,
-            binding=binding,
-            standby=standby,
-            load_s=load_s,
-            reconnecting=again_if,
-            watchdog=watchdog,
-        )
-        end_undisturbed()
-        say(f"{role} worker {name} ends: its coordinator {_parted(let_go)}")
-        return let_go
-    finally:
-        link.close()
+            if leaves_the_machine(self.connect):
+                self.say(
+                    "\n".join(of_worker(one.hello(0), self.connect) for one in workers.values())
+                )
+            first, *others = (
+                partial(self._work, links[part], workers[part], part, again, load_s)
+                for part in parts
+            )
+            threads = [SecondRole(work, over) for work in others]
+            for thread in threads:
+                thread.start()
+            let_go = first()
+            end_undisturbed()
+            for thread in threads:
+                thread.join(ANSWER_S)
+            parted = "released it" if let_go else "disconnected"
+            self.say(f"{self._title} ends: its coordinator {parted}")
+            return let_go
+        finally:
+            over.set()
+            for link in links.values():
+                link.close()
 
-
-def _parted(let_go: bool) -> str:
-    """Return what a worker's coordinator did when the worker ended."""
-    return "released it" if let_go else "disconnected"
-
-
-def serve_both(
-    configuration: Configuration,
-    role: Role,
-    connect: str,
-    reconnect_s: float,
-    name: str,
-    threads: int,
-    binding: str,
-    say: Callable[[str], None],
-    *,
-    standby: bool,
-) -> bool:
-    """Serve in a process with both roles: each has a link of its own and a thread, the target this
-    one."""
-    settings = configuration.settings
-    keys = Path(settings.coordinator.keys) if settings.coordinator.keys else None
-    parts: tuple[Role, Role] = ("target", "draft")
-    began = time.monotonic()
-    links = {part: open_link(connect, keys=keys, role=part) for part in parts}
-    answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
-    over = threading.Event()
-    try:
-        from dovetail.workers.loop import serve  # torch comes in here, after the binding
-        from dovetail.workers.progress import Watchdog, hearing_loads
+    def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
+        """Open the worker of each part, while the coordinator hears how far its model is."""
+        from dovetail.workers.progress import hearing_loads  # torch comes in here, after binding
         from dovetail.workers.serving.loading import Telling
-        from dovetail.workers.serving.registration import (
-            Reconnecting,  # torch comes in here, after the binding
-        )
+
+        first, *others = links
+        name = f"{self.name}-{first}" if others else self.name
+        model = model_of(self.configuration, first)
+        with hearing_loads(Telling(links[first], name, (first,), model)):
+            if others:
+                return dict(zip(links, self._open_unified(), strict=True))
+            return {first: _opener(self.configuration, first)(self.name, self.threads)}
+
+    def _open_unified(self) -> "tuple[Worker, Worker]":
         from dovetail.workers.unified import open_unified
 
-        target, draft, profile = (
-            with_target(settings.target),
-            settings.draft,
-            writable_profile_path(),
-        )
+        settings = self.configuration.settings
+        target = with_target(settings.target)
         _check_text(target.model)
-        with (
-            counting_bar(QUANTISED) as tell,
-            hearing_loads(Telling(links["target"], f"{name}-target", ("target",), target.model)),
-        ):
-            opened = open_unified(
+        with counting_bar(QUANTISED) as tell:
+            return open_unified(
                 target,
-                draft,
-                name=name,
-                threads=threads,
+                settings.draft,
+                name=self.name,
+                threads=self.threads,
                 memory=settings.memory,
-                profile=profile,
+                profile=writable_profile_path(),
                 cache=substitutes_path(),
                 tell=tell,
             )
-        workers, load_s = dict(zip(parts, opened, strict=True)), time.monotonic() - began
-        say(
-            f"unified worker {name} is loaded, {counted(threads, 'thread')}, bound: {binding}; "
-            f"it serves {connect}"
+
+    def _work(
+        self,
+        link: Link,
+        worker: "Worker",
+        part: Part,
+        again: Callable[..., Link],
+        load_s: float,
+    ) -> bool:
+        """Serve in one role until the coordinator lets it go, True, or is lost for good, False."""
+        from dovetail.workers.loop import serve
+        from dovetail.workers.progress import Watchdog
+        from dovetail.workers.serving.registration import Reconnecting
+
+        title = f"{self._title}, {part}" if self.role == "unified" else self._title
+        watchdog = Watchdog(title, self.configuration.settings.coordinator.stuck_s)
+        watchdog.start()
+        reconnecting = Reconnecting(
+            partial(again, role=part), self.reconnect_s, lambda news: self.say(f"{title}: {news}")
         )
-        if leaves_the_machine(connect):
-            say("\n".join(of_worker(worker.hello(0), connect) for worker in opened))
-
-        def work(part: Role) -> bool:
-            again = partial(open_link, connect, keys=keys, role=part, timeout_s=answer_s)
-            reconnecting = Reconnecting(
-                again, reconnect_s, lambda news: say(f"unified worker {name}, {part}: {news}")
-            )
-            watchdog = Watchdog(f"unified worker {name}, {part}", settings.coordinator.stuck_s)
-            watchdog.start()
-            again_if = reconnecting if reconnect_s else None
-            return serve(
-                links[part],
-                workers[part],
-                binding=binding,
-                standby=standby,
-                load_s=load_s,
-                reconnecting=again_if,
-                watchdog=watchdog,
-            )
-
-        beside = Beside(partial(work, "draft"), over)
-        beside.start()
-        let_go = work("target")
-        end_undisturbed()
-        beside.join(ANSWER_S)
-        say(f"unified worker {name} ends: its coordinator {_parted(let_go)}")
-        return let_go
-    finally:
-        over.set()
-        for link in links.values():
-            link.close()
+        return serve(
+            link,
+            worker,
+            binding=self.binding,
+            standby=self.standby,
+            load_s=load_s,
+            reconnecting=reconnecting if self.reconnect_s else None,
+            watchdog=watchdog,
+        )
 
 
-class Beside(threading.Thread):
+class SecondRole(threading.Thread):
     """The second of two roles; what ends it unasked, before the first one is over, is said, and
     ends the process."""
 

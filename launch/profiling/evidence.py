@@ -7,9 +7,7 @@ from typing import Any
 
 from dovetail.launch.machine.topology import Topology
 from dovetail.launch.profiling.bounds import Model, Roofline
-from dovetail.launch.profiling.forecast import (
-    Tree,
-)
+from dovetail.launch.profiling.forecast import Tree
 from dovetail.launch.profiling.samplers import Sample
 from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import NS, Slice

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.launch.machine.topology import read_topology
-from dovetail.launch.processes.connection import (
-    models_of,
-    weights_of,
-)
+from dovetail.launch.processes.connection import models_of, weights_of
 from dovetail.launch.profiling.bounds import Model, Roofline, count_layers, has_16_bits, read_model
 from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.forecast import Tree

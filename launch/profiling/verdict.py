@@ -8,12 +8,8 @@ from dovetail.launch.console.terminal import counted
 from dovetail.launch.profiling.advice import Advice
 from dovetail.launch.profiling.bounds import Bounds, Offloading, Pass, achieved
 from dovetail.launch.profiling.evidence import Evidence, disturbed
-from dovetail.launch.profiling.forecast import (
-    Forecast,
-)
-from dovetail.launch.profiling.rounds import (
-    Split,
-)
+from dovetail.launch.profiling.forecast import Forecast
+from dovetail.launch.profiling.rounds import Split
 
 OFF = 0.15
 """Relative error of the forecast that is not mentioned."""

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.launch.bench.sweep import read_sweep
-from dovetail.launch.console.terminal import (
-    progress_bar,
-)
+from dovetail.launch.console.terminal import progress_bar
 from dovetail.launch.simulation.figures import Figures, figures
 from dovetail.launch.simulation.machines import read_machine, read_size
 from dovetail.launch.simulation.methods import Method, vary

@@ -5,10 +5,7 @@ from collections.abc import Sequence
 import click
 
 from dovetail.launch.bench.table import share
-from dovetail.launch.console.terminal import (
-    note,
-    print_table,
-)
+from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.files.charts import Curve, draw
 from dovetail.launch.simulation.runs import COLUMNS, Row
 
