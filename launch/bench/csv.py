@@ -21,7 +21,7 @@ COLUMNS = {
     "speedup": "over none on the same prompts",
     "speedup_low": "lower end of its 95 % interval",
     "speedup_high": "upper end",
-    "tau": "tokens a round brings, over all replies",
+    "tau": "tokens committed per round, over all replies",
     "tau_macro": "mean of the replies' own",
     "calls": "passes of the target after those of the prompts",
     "verified_tokens": "rows of all these passes",

@@ -195,8 +195,8 @@ def open_journal(path: Path | None, heading: Mapping[str, Any]) -> Iterator[Jour
             raise
         except BaseException:
             note(
-                f"{counted(len(journal.replies), 'measured reply', 'measured replies')} kept in "
-                f"{path}: the same command continues from there"
+                f"{counted(len(journal.replies), 'measured reply', 'measured replies')} saved "
+                f"in {path}: the same command continues from there"
             )
             raise
 

@@ -81,8 +81,8 @@ def measure(
         )
     elif journal.replies:
         note(
-            f"{counted(len(journal.replies), 'measured reply', 'measured replies')} kept from "
-            f"before: {sum(left.values())} to go"
+            f"{counted(len(journal.replies), 'measured reply', 'measured replies')} from an "
+            f"earlier run: {sum(left.values())} to go"
         )
     with progress_bar(sum(left.values()), "replies", remaining.seconds) as step:
         turns = _Turns(found, repeat, seed, journal, remaining, step)

@@ -108,7 +108,8 @@ class Site:
                     yield response
             except (OSError, http.client.HTTPException) as error:
                 raise DovetailError(
-                    f"the server at {self.url} broke off: {str(error) or type(error).__name__}"
+                    f"the server at {self.url} closed the connection: "
+                    f"{str(error) or type(error).__name__}"
                 ) from None
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -182,7 +183,9 @@ class WebAnswerer:
                     if "error" in event:
                         raise _failure(500, event)
                     yield event
-        raise DovetailError(f"the server at {self._site.url} broke off in the middle of a reply")
+        raise DovetailError(
+            f"the server at {self._site.url} closed the connection in the middle of a reply"
+        )
 
 
 class _Reply:

@@ -114,8 +114,8 @@ from dovetail.protocol.files import writing
 @click.option(
     "--out",
     type=FILE,
-    help="Keep every reply in this file, and at its end the JSON object; an interrupted run is "
-    "continued from there.",
+    help="Save every reply in this file, and the JSON object at its end; an interrupted run "
+    "is continued from there.",
 )
 @json_instead_of("a table")
 @settings_flags(*DECODING_SECTIONS, without=("--temperature",))

@@ -150,9 +150,9 @@ def command(
         return
     show_found(found)
     note(
-        f"kept in {profile}"
+        f"saved in {profile}"
         if profile is not None
-        else f"not kept: {'--isa was given' if isa else f'{profile_path()} cannot be written'}"
+        else f"not saved: {'--isa was given' if isa else f'{profile_path()} cannot be written'}"
     )
 
 

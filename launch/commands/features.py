@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 @click.option(
     "--regenerate",
     is_flag=True,
-    help="Let the target write the answers itself first; they are kept in OUT.answers.jsonl.",
+    help="Let the target write the answers itself first; they are saved in OUT.answers.jsonl.",
 )
 @click.option(
     "--temperature",

@@ -39,7 +39,7 @@ COLUMNS = {
     "alternative": "a kind of placement; of each the best that was found",
     "placement": "layers of the target, and the draft",
     "tokens/s": "predicted; * played by the simulator, drafting ahead included",
-    "tau": "tokens that a round brings",
+    "tau": "tokens committed per round",
     "tree": "gamma/depth/width and policy",
     "VRAM GB": "of the device, for target and draft: weights, buffers, one long conversation",
     "RAM GB": "of the host, for weights",

@@ -64,8 +64,8 @@ def decode_one(
         if connection.stack is not None:
             raise
         raise LinkClosed(
-            f"{lost}, and the reply is not finished: ask again when there is a coordinator "
-            "(`dovetail serve`)"
+            f"{lost}, and the reply is not finished: start a coordinator (`dovetail serve`) "
+            "and try again"
         ) from None
     except KeyboardInterrupt:
         cancelled = cancel(connection, [request])
@@ -82,7 +82,7 @@ def break_off(shown: str, seed: int | None) -> None:
     if shown and not shown.endswith("\n"):
         click.echo()
     if seed is not None:
-        note(f"the reply breaks off here; seed {seed}")
+        note(f"the reply stops here; seed {seed}")
 
 
 def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:

@@ -333,8 +333,8 @@ def _environment(facts: Facts) -> Iterator[Check]:
 def _profile(facts: Facts) -> Iterator[Check]:
     advice = (
         facts.profile_problem
-        and "measurements are not kept: make that folder writable, or set XDG_CACHE_HOME to one "
-        "that is; remove a damaged file"
+        and "measurements are not saved: make that folder writable, or set XDG_CACHE_HOME to "
+        "one that is; remove a damaged file"
     )
     yield Check(
         "profile file", not facts.profile_problem, facts.profile_problem or facts.profile, advice

@@ -130,8 +130,8 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         return
     if models_named and announcements():
         note(
-            f"starting separate processes: {models_named} cannot change the workers that "
-            "already run"
+            f"starting separate processes: {models_named} does not change workers that are "
+            "already running"
         )
     if said := blocks_in_words(configuration.settings.target):
         note(said)

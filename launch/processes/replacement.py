@@ -116,8 +116,8 @@ class Change:
             if late.worker_epoch not in known:
                 gone = wait_for(self._client, self._client.dismiss(late.worker_epoch, last=False))
                 self.words.append(
-                    f"{late.name} (pid {late.pid} on {late.host}) came meanwhile and was "
-                    f"drained: {told(gone)}"
+                    f"{late.name} (pid {late.pid} on {late.host}) registered in the meantime "
+                    f"and was drained: {told(gone)}"
                 )
 
 

@@ -211,7 +211,7 @@ class Service:
     def _give_up(self, why: str, ended: Child) -> NoReturn:
         """Let the requests end that still can, then everything else; raises why."""
         last = ending_of(ended)
-        failure = f"{why}; at last it {': '.join(filter(None, (last.words, last.last_line)))}"
+        failure = f"{why}; most recently it {': '.join(filter(None, (last.words, last.last_line)))}"
         log.error("giving up: %s; running requests may finish, unless a signal ends them", failure)
         self._tell_coordinator(time.monotonic(), ending=why)
         coordinator, end_s = (

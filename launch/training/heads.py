@@ -55,7 +55,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--regenerate",
         is_flag=True,
-        help="Let the target write the answers to --data itself first; they are kept in "
+        help="Let the target write the answers to --data itself first; they are saved in "
         "OUT.answers.jsonl.",
     ),
     click.option(

@@ -559,7 +559,7 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
         "disconnected, and the reply is not finished: ask again when there is a coordinator"
         in complained
     )
-    assert re.match(r"the reply breaks off here; seed \d+\n", complained)
+    assert re.match(r"the reply stops here; seed \d+\n", complained)
 
 
 def test_a_reply_that_fills_the_context_says_so(invoke: Run) -> None:
@@ -839,7 +839,8 @@ def test_what_keeps_a_command_from_the_coordinator_that_runs_is_named(
     assert len(told) == lines
     assert (
         told[0].startswith(
-            "starting separate processes: --target.model cannot change the workers that already run"
+            "starting separate processes: --target.model does not change workers that are "
+            "already running"
         )
         is running
     )

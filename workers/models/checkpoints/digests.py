@@ -162,7 +162,7 @@ class Kept:
         except OSError as error:
             why = error.strerror or error
             log.warning(
-                "digests cannot be kept in %s (%s): every start reads the weights once more",
+                "digests cannot be saved in %s (%s): every start reads the weights once more",
                 self._folder,
                 why,
             )

@@ -124,7 +124,7 @@ class Proofs:
             self._tidy()
         except OSError as error:
             why = error.strerror or error
-            log.warning("proofs cannot be kept in %s (%s)", self.folder, why)
+            log.warning("proofs cannot be saved in %s (%s)", self.folder, why)
 
     def drop(self, key: str) -> None:
         """Forget a proof."""

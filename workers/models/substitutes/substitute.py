@@ -150,14 +150,16 @@ class Substitutes:
         except (
             OSError
         ) as error:  # a full or read-only disk costs the next start time, and nothing else
-            log.warning("what was quantised cannot be kept in %s (%s)", file.parent, error.strerror)
+            log.warning(
+                "what was quantised cannot be saved in %s (%s)", file.parent, error.strerror
+            )
             self.folder = None
 
     def report(self, name: str) -> str:
         """Return what was done, in one line; empty where all of it was there."""
         if not self.made:
             return ""
-        where = "not kept" if self.folder is None else f"kept in {self.folder}"
+        where = "not kept" if self.folder is None else f"saved in {self.folder}"
         return (
             f"{name}: quantised {self.made} layers, {self.weights / 1e6:.1f} million "
             f"weights, to {self._bits} bits in {self.seconds:.1f} s, {where}"
