@@ -159,7 +159,7 @@ def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
         ),
         (429, b'{"error": {"message": "full"}}', False, "the server cannot answer now: full"),
         (500, b"<html>", False, "something that is not a JSON object: '<html>'"),
-        (200, chunk("Hi"), False, "broke off in the middle of a reply"),
+        (200, chunk("Hi"), False, "closed the connection in the middle of a reply"),
         (
             200,
             chunk("Hi") + event({"error": {"message": "lost"}}),

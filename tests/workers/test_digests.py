@@ -302,7 +302,7 @@ def test_where_nothing_can_be_kept_the_weights_are_read_each_time_and_that_is_sa
     before = {*tmp_path.iterdir()}
     with caplog.at_level(logging.WARNING):
         assert open_weights(folder).digest == open_weights(folder).digest == plain_digest(folder)
-    assert "digests cannot be kept in" in caplog.text
+    assert "digests cannot be saved in" in caplog.text
     assert {*tmp_path.iterdir()} == before
 
 
