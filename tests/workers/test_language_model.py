@@ -238,7 +238,7 @@ def test_a_layer_that_the_kernels_cannot_compute_goes_to_the_library(
 
 
 @needs_kernels
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2], ids=["llama", "gemma2"])
 def test_keys_and_values_in_16_bits_move_logits_by_a_rounding(
     tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:
