@@ -321,8 +321,8 @@ def test_an_inflation_is_told_wherever_the_worker_was_started() -> None:
         cast(Any, None), report.model_copy(update={"workers": tuple(serving)})
     ).models()  # nothing is asked of the client
     assert (
-        "target demo/target (fp32, inflated to 512MiB, cpu 0-4, cuda:0 5-7 (1 resident, 2 "
-        "streamed) and head)" in told
+        "target demo/target (fp32, cache half, inflated to 512MiB, cpu 0-4, cuda:0 5-7 (1 "
+        "resident, 2 streamed) and head)" in told
     )
 
 
@@ -556,7 +556,7 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
     assert process.returncode == 1
     assert said.endswith("\n")
     assert (
-        "disconnected, and the reply is not finished: ask again when there is a coordinator"
+        "disconnected, and the reply is not finished: start a coordinator (`dovetail serve`)"
         in complained
     )
     assert re.match(r"the reply stops here; seed \d+\n", complained)
