@@ -265,7 +265,8 @@ def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
     from dovetail.workers.training.stratify import Round
 
     check_output(path, "the rounds")
-    whole, newline, torn = path.read_bytes().rpartition(b"\n")
+    content = path.read_bytes() if path.exists() else b""
+    whole, newline, torn = content.rpartition(b"\n")
     lines = whole.split(b"\n") if whole else []
     try:
         contents = [json.loads(line) for line in lines]
