@@ -77,11 +77,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "layer 0 .DogeDecoderLayer. .*attention with a mask of its own is not supported",
     ),
-    "llama4": (
-        "Llama4",
-        {"attention_chunk_size": 8, "num_local_experts": 2},
-        "layers of type chunked_attention",
-    ),
     "stablelm with head norms": (
         "StableLm",
         {"qk_layernorm": True},
@@ -96,9 +91,7 @@ def write(
     folder: Path, family: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> Path:
     """A tiny random checkpoint of a family."""
-    configuration = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}.get(
-        family, f"{family}Config"
-    )
+    configuration = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
     shape = {**SHAPE, "vocab_size": 48, "num_hidden_layers": 4, "head_dim": 16, **changes}
     config = getattr(transformers, configuration)(**shape)
     return save_random(folder, getattr(transformers, f"{family}ForCausalLM"), config, 0, dtype)

@@ -67,7 +67,9 @@ def write(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Tensor
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
         randomise(model)
         model.to(dtype).save_pretrained(folder)
-        logits: Tensor = model.float()(TOKENS[None], use_cache=False).logits[0]
+        # transformers 5.24 reads fields of Llama 4's output that its class does not have
+        part = model.language_model if kind == "llama4" else model
+        logits: Tensor = part.float()(TOKENS[None], use_cache=False).logits[0]
     write_tokenizer(folder, VOCABULARY)
     return logits
 

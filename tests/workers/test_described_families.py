@@ -15,6 +15,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import Sampling
 from dovetail.workers import kernels
 from dovetail.workers.kernels.layer_plan import HeadNorm
+from dovetail.workers.models import loading
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.families.description import Family, Growth, LayerSpec, Rope
 from dovetail.workers.models.families.registry import FAMILIES
@@ -31,7 +32,7 @@ TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.3}
 NEW = (
     *("smollm3", "glm4", "granite", "olmo3", "exaone4", "cohere2", "apertus"),
-    *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4_text"),
+    *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4_text", "llama4_text"),
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
     *("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"),
 )
@@ -108,6 +109,14 @@ FIELDS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
     },
     "hyperclovax": {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "llama4_text": {
+        "attention_chunk_size": 9,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+    },
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -238,7 +247,9 @@ def spoilt(spec: LayerSpec, how: str) -> LayerSpec:
         "window": replace(attention, window=attention.window + 1),
         "scale": replace(attention, scale=attention.scale * 1.5),
         "place": replace(attention, norm_place=HeadNorm.HEAD_AFTER_ROPE),
-        "growth": replace(attention, rope=Rope(growth=Growth(0.5, 17))),
+        "growth": replace(attention, growth=Growth(0.5, 17)),
+        "ahead": replace(attention, growth=Growth(0.5, 16)),
+        "chunk": replace(attention, chunk=9),
     }
     if how in changed:
         return replace(spec, attention=changed[how])
@@ -264,6 +275,8 @@ def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec
         ("qwen2", "scale"),
         ("qwen3", "place"),
         ("ministral3", "growth"),
+        ("llama4_text", "ahead"),
+        ("llama4_text", "chunk"),
         ("llama", "residual"),
         ("llama", "parallel"),
         ("llama", "plus one"),
@@ -275,7 +288,8 @@ def test_a_wrong_description_of_one_layer_is_found(
     family = FAMILIES[kind]
     wrong = replace(family, layer=partial(spoilt_layer, family, how))
     monkeypatch.setattr(fused, "FAMILIES", {kind: wrong})
-    with pytest.raises(CheckpointError, match=r"layer \d+ .*(differ|described)"):
+    monkeypatch.setattr(loading, "try_library", lambda *_: None)  # which may refuse it first
+    with pytest.raises(CheckpointError, match=r"layer \d+ .*(differ|described|sees others)"):
         load(kind, tmp_path / "model", "fp32")
 
 

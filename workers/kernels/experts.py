@@ -65,6 +65,7 @@ class RouterStruct(Structure):
         ("correction", c_void_p),
         *((name, c_int32) for name in ("score", "chosen", "groups", "chosen_groups", "normalised")),
         *((name, c_float) for name in ("least_sum", "scale", "epsilon")),
+        *((name, c_int32) for name in ("scales_input", "reserved")),
         ("norm", NormStruct),
         ("scales", c_void_p),
     )
@@ -150,7 +151,7 @@ def _router_struct(router: RouterPlan) -> RouterStruct:
             "groups cannot be chosen"
         )
     struct = RouterStruct(logits=router.logits.struct)
-    numbers = ("normalised", "least_sum", "scale", "epsilon")
+    numbers = ("normalised", "least_sum", "scale", "epsilon", "scales_input")
     for name in ("score", "chosen", "groups", "chosen_groups", *numbers):
         setattr(struct, name, getattr(router, name))
     struct.norm = norm_struct(router.norm, router.logits.k)

@@ -17,7 +17,7 @@ a structure points to is kept alive beside it.
 """
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.kernels import BUILD, Kind, MatrixStruct, declare, library
+from dovetail.workers.kernels import BUILD, Kind, declare, library
 from dovetail.workers.kernels.experts import NormStruct, experts_struct, norm_struct
 from dovetail.workers.kernels.layer_plan import (
     LANES,
@@ -40,91 +40,15 @@ from dovetail.workers.kernels.layer_plan import (
     check_heads,
     check_shapes,
 )
+from dovetail.workers.kernels.structs import (
+    ActivatorStruct,
+    LayerStruct,
+    PassStruct,
+    SegmentStruct,
+)
 
 CACHE_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16}
 """The kernels' kind of the numbers of a cache."""
-
-
-class ActivatorStruct(Structure):
-    """`Activator` of native/layer.h."""
-
-    _fields_ = (
-        ("kind", c_int32),
-        ("first", c_float),
-        ("second", c_float),
-        ("reserved", c_int32),
-    )
-
-
-class LayerStruct(Structure):
-    """`Layer` of native/layer.h."""
-
-    _fields_ = (
-        ("before", c_int64),
-        *(
-            (name, c_int32)
-            for name in (
-                "hidden",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "intermediate",
-                "rotary_dim",
-                "window",
-                "norm_kind",
-            )
-        ),
-        ("activation", ActivatorStruct),
-        *((name, c_float) for name in ("epsilon", "scale", "softcap")),
-        ("scalar", c_float),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
-        *(
-            (name, NormStruct)
-            for name in (
-                "attention_norm",
-                "post_attention_norm",
-                "mlp_norm",
-                "post_mlp_norm",
-                "query_norm",
-                "key_norm",
-            )
-        ),
-        *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
-        ("residual", c_float),
-        *((name, c_int32) for name in ("head_norm", "parallel")),
-        ("experts", c_void_p),
-        ("query_factors", c_void_p),
-        ("sinks", c_void_p),
-        ("value_norm", NormStruct),
-        ("scan", c_void_p),
-        ("mixer_gate", MatrixStruct),
-    )
-
-
-class SegmentStruct(Structure):
-    """`Segment` of native/layer.h."""
-
-    _fields_ = (
-        *(
-            (name, c_int32)
-            for name in ("first_row", "count", "start", "prefix", "capacity", "kind")
-        ),
-        *((name, c_void_p) for name in ("keys", "values", "path_offsets", "path_slots", "states")),
-    )
-
-
-class PassStruct(Structure):
-    """`Pass` of native/layer.h."""
-
-    _fields_ = (
-        ("hidden", c_void_p),
-        ("positions", c_void_p),
-        ("segments", POINTER(SegmentStruct)),
-        ("rows", c_int32),
-        ("segment_count", c_int32),
-        ("parts", c_void_p),
-    )
 
 
 @cache
@@ -334,6 +258,7 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         intermediate=0 if plan.down is None else plan.down.k,
         softcap=plan.softcap,
         window=plan.window,
+        chunk=plan.chunk,
         before=plan.before,
         activation=ActivatorStruct(plan.activation, *plan.activation_numbers),
         scalar=0.0 if plan.scalar == 1.0 else plan.scalar,

@@ -47,11 +47,12 @@ class Activation(IntEnum):
 
 class Score(IntEnum):
     """The score of an expert: its share of the softmax of all logits, the sigmoid of its logit, or
-    the logit itself, where weights are the softmax of those that were chosen."""
+    the logit itself, where weights are the softmax, or the sigmoids, of those that were chosen."""
 
     SOFTMAX = 0
     SIGMOID = 1
     SOFTMAX_OF_CHOSEN = 2
+    SIGMOID_OF_CHOSEN = 3
 
 
 class HeadNorm(IntEnum):
@@ -107,6 +108,8 @@ class RouterPlan:
     """The epsilon of that norm."""
     scales: Tensor | None = None
     """float32 [experts], by which the weights are multiplied."""
+    scales_input: bool = False
+    """True if what an expert reads is multiplied by its weight, and not what it gives."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ class LayerPlan:
     """Scores become softcap tanh(score / softcap); 0: they do not."""
     window: int = 0
     """A position sees itself and window - 1 before it; 0: all."""
+    chunk: int = 0
+    """A position sees those before it back to a multiple of chunk; 0: all."""
     residual: float = 1.0
     """The factor of what each half adds."""
     parallel: bool = False

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dovetail.workers.models.checkpoints.configured import base_model
+
 LAST = -1
 """The place behind the final norm."""
 
@@ -48,7 +50,7 @@ def keeping(model: Any, layers: Sequence[nn.Module], kept: Kept) -> Iterator[Non
     handles = [listen(place) for place in kept.wanted if place in range(len(layers))]
     if LAST in kept.wanted:
         handles.append(
-            model.base_model.register_forward_hook(
+            base_model(model).register_forward_hook(
                 lambda _model, _args, output: kept.keep(LAST, output.last_hidden_state[0])
             )
         )

@@ -384,6 +384,7 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
         row.common = row.n = row.stop = s.start + (int32_t)i + 1;
     }
     row.from = l.window > 0 && row.n > l.window ? row.n - l.window : 0;
+    if (l.chunk > 0) row.from = (int32_t)larger(row.from, (row.n - 1) / l.chunk * l.chunk);
     return row;
 }
 

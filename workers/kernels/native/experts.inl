@@ -79,6 +79,7 @@ struct Choice {
 // The weights of a row's experts, of their scores in place.
 static void weigh_experts(const dovetail::Router& r, const int32_t* ids, float* weights) {
     if (r.score == dovetail::SOFTMAX_OF_CHOSEN) softmax(weights, weights, r.chosen);
+    if (r.score == dovetail::SIGMOID_OF_CHOSEN) sigmoid(weights, r.chosen);
     if (r.normalised) {
         float total = 0.0f;
         for (int64_t i = 0; i < r.chosen; i++) total += weights[i];
@@ -165,11 +166,17 @@ static inline void add_weighted(float* y, float weight, const float* x, int64_t 
 static void run_expert(const dovetail::Layer& l, int64_t expert, const Bench& b, const int32_t* places, int64_t count, const float* x, float* y) {
     const dovetail::Matrix &gate_up = l.experts->gate_up[expert], &down = l.experts->down[expert];
     const int64_t chosen = l.experts->router.chosen, bytes = l.hidden * (int64_t)sizeof(float);
-    each(count, count * l.hidden, [&](int64_t i) { memcpy(b.x + i * l.hidden, x + places[i] / chosen * l.hidden, (size_t)bytes); });
+    const bool scales_input = l.experts->router.scales_input;
+    each(count, count * l.hidden, [&](int64_t i) {
+        memcpy(b.x + i * l.hidden, x + places[i] / chosen * l.hidden, (size_t)bytes);
+        if (scales_input) multiply(b.x + i * l.hidden, b.weights[places[i]], l.hidden);
+    });
     linear(gate_up, b.x, l.hidden, b.wide, gate_up.n, count);
     gate(l.activation, b.wide, b.narrow, count, down.k);
     linear(down, b.narrow, down.k, b.y, l.hidden, count);
-    each(count, count * l.hidden, [&](int64_t i) { add_weighted(y + places[i] / chosen * l.hidden, b.weights[places[i]], b.y + i * l.hidden, l.hidden); });
+    each(count, count * l.hidden, [&](int64_t i) {
+        add_weighted(y + places[i] / chosen * l.hidden, scales_input ? 1.0f : b.weights[places[i]], b.y + i * l.hidden, l.hidden);
+    });
 }
 
 // y [rows, hidden] is what all rows share, times its gate, or nothing where they share nothing.

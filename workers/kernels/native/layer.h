@@ -32,7 +32,7 @@ struct Norm {
     const float* bias;    // LAYER_NORM: [width] or null
 };
 
-enum Score : int { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2 };
+enum Score : int { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3 };
 
 // By which experts a row is computed, and the weight of each. The `chosen` experts of the largest scores are, each with its correction, the lower index first
 // of equals; where there are groups, only those of the `chosen_groups` groups in which the two best add up to most.
@@ -42,7 +42,9 @@ struct Router {
     int32_t score, chosen, groups, chosen_groups;
     int32_t normalised;  // weights are divided by their sum, or by least_sum where that is more
     float least_sum, scale;
-    float epsilon;        // of the norm
+    float epsilon;           // of the norm
+    int32_t scales_input;    // what an expert reads is multiplied by its weight, and not what it gives
+    int32_t reserved;
     Norm norm;            // RMS, of what the router reads; may be missing
     const float* scales;  // [experts], by which the weights are multiplied; or null
 };
@@ -76,6 +78,7 @@ struct Layer {
     float residual;     // what a half adds is multiplied by it; 0: it is not
     int32_t head_norm;  // where the norms of queries and keys stand
     int32_t parallel;   // the MLP reads what attention read, and not its sum
+    int32_t chunk;      // a position sees those before it back to a multiple of chunk; 0: all
     const Experts* experts;  // null: there are none
     const float* query_factors;  // [context], of queries; or null
     const float* sinks;          // [heads], scores that no value belongs to; or null

@@ -8,6 +8,7 @@ its parts alone.
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +45,14 @@ class ExpertParts:
         for name in STACKS:
             if not isinstance(stack := getattr(self.module, name, None), Tensor) or stack.ndim != 3:
                 raise UnsupportedError(f"{said.part} of {type(layer).__name__} has no {name}")
-        if not hasattr(self.module, "_apply_gate"):
+        told = hasattr(self.module, "_apply_gate")
+        if not told and said.transposed is None:
             raise UnsupportedError(f"{said.part} of {type(layer).__name__} does not say its layout")
-        self.transposed = bool(self.module.is_transposed)
+        self.transposed = self.module.is_transposed if said.transposed is None else said.transposed
         """True if matrices stand there as [experts, in, out]."""
-        self.mixed = not self.module.is_concatenated
+        self.mixed = told and not self.module.is_concatenated
         """True if gates and what they are for stand there one by one."""
+        self.biased = told and self.module.has_bias
         self.norms: Sequence[Norm | None] = (None, None, None)
         """The norms of what experts read, of what they give, and of what all rows share."""
 
@@ -62,7 +65,7 @@ class ExpertParts:
     def biases(self, name: str) -> Tensor | None:
         """Return the biases [experts, out] of all experts in fp32, those of gates first; None:
         there are none."""
-        if not self.module.has_bias:
+        if not self.biased:
             return None
         found = tensor_of(self.layer, f"{self.said.part}.{name}_bias").float()
         return self._gates_first(name, found.t()).t().contiguous()
@@ -112,6 +115,7 @@ class ExpertParts:
             self._router_norm(said),
             said.epsilon,
             None if said.scales is None else tensor_of(self.layer, said.scales).float(),
+            said.scales_input,
         )
 
     def _router_norm(self, said: Router) -> Norm | None:
@@ -169,11 +173,11 @@ class ExpertProof(nn.Module):
         """`what`: the layer, in errors."""
         super().__init__()
         self._what = what
-        self._activate: Any = parts.module._apply_gate
+        self._activate: Any = getattr(parts.module, "_apply_gate", partial(_gated, parts.module))
         self._mixed = parts.mixed
         self._plan: ExpertsPlan | None = None
         self._routed: Tensor | None = None
-        self.given, self._ids, self._weights = (torch.empty(0) for _ in range(3))
+        self.given, self._ids, self._weights, self._scores = (torch.empty(0) for _ in range(4))
         self._check_formula(parts)
 
     def use(self, plan: ExpertsPlan) -> None:
@@ -193,14 +197,14 @@ class ExpertProof(nn.Module):
         """x [rows, hidden] through the experts ids [rows, chosen], by their weights."""
         assert self._plan is not None
         self.given, self._ids, self._weights = x.clone(), ids, weights
-        gate_up, down = self._plan.gate_up, self._plan.down
+        return mixture(x, ids, weights, self._expert)
 
-        def expert(index: int, rows: Tensor) -> Tensor:
-            inner = self._gate(gate_up[index].linear(rows.contiguous()))
-            y: Tensor = down[index].linear(inner.contiguous())
-            return y
-
-        return mixture(x, ids, weights, expert)
+    def _expert(self, index: int, rows: Tensor) -> Tensor:
+        """Rows through one expert, by its packed matrices."""
+        assert self._plan is not None
+        inner = self._gate(self._plan.gate_up[index].linear(rows.contiguous()))
+        y: Tensor = self._plan.down[index].linear(inner.contiguous())
+        return y
 
     def settled(self, router: RouterPlan, *, exact: bool) -> Tensor:
         """bool [rows]: the rows of the last pass whose choice is no matter of rounding;
@@ -229,6 +233,11 @@ class ExpertProof(nn.Module):
         y: Tensor = self._activate(x)
         return y
 
+    def _run(self, experts: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Run transformers' experts on x, where there is one of them."""
+        y: Tensor = experts(x, ids, weights)
+        return y
+
     def _check_formula(self, parts: ExpertParts) -> None:
         """`UnsupportedError` where transformers computes more of an expert than the formula."""
         (gate_up, first), (down, second) = (
@@ -243,7 +252,7 @@ class ExpertProof(nn.Module):
             return self._gate(rows @ gate_up.t() + first) @ down.t() + second
 
         try:
-            expected = _alone(parts.module)(x, ids, weights)
+            expected = self._run(_alone(parts.module), x, ids, weights)
             found = mixture(x, ids, weights, expert)
         except Exception as error:  # experts that nobody here has seen may stumble in any way
             raise UnsupportedError(
@@ -253,12 +262,50 @@ class ExpertProof(nn.Module):
             raise UnsupportedError(f"experts of {self._what} are not gated MLPs in transformers")
 
 
+class ScaledExpertProof(ExpertProof):
+    """Stands in the place of experts that are given all rows once for each of them, times its
+    weight, or nothing where it was not chosen."""
+
+    def listen(self, router: nn.Module) -> None:
+        """Take what a router of transformers gives, [rows, experts], for the weights of rows."""
+
+        def hear(_router: nn.Module, given: tuple[Tensor, ...], result: Any) -> None:
+            self.given, self._scores = given[0].clone(), result[0]
+
+        router.register_forward_hook(hear)
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        """x [experts rows, hidden] -> the same."""
+        assert self._plan is not None
+        rows, chosen = len(self._scores), self._plan.router.chosen
+        best = self._scores.topk(chosen, dim=-1)
+        self._ids, self._weights = best.indices, best.values
+        y = torch.zeros_like(x)
+        for index in sorted(set(self._ids.flatten().tolist())):
+            own = index * rows + (self._ids == index).any(-1).nonzero().flatten()
+            y[own] = self._expert(index, x[own])
+        return y
+
+    def _run(self, experts: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = experts(x)
+        return y * weights
+
+
+def _gated(experts: Any, x: Tensor) -> Tensor:
+    """[rows, units] of [rows, 2 units], as experts of transformers compute it that have no function
+    of their own for it."""
+    gate, up = x.chunk(2, dim=-1)
+    y: Tensor = experts.act_fn(gate) * up
+    return y
+
+
 def _alone(module: Any) -> nn.Module:
     """transformers' experts with the last of them alone, in fp32, computed as the plainest."""
-    config = copy.copy(module.config)
-    config._experts_implementation = EAGER
     memo: dict[int, Any] = {id(part): part for part in module.parameters()}
-    own: Any = copy.deepcopy(module, {**memo, id(module.config): config})
+    if (config := getattr(module, "config", None)) is not None:
+        memo[id(config)] = plainest = copy.copy(config)
+        plainest._experts_implementation = EAGER
+    own: Any = copy.deepcopy(module, memo)
     own.num_experts = 1
     for name, stack in module.named_parameters(recurse=False):
         own.register_parameter(name, nn.Parameter(stack[-1:].float(), requires_grad=False))

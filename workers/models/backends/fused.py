@@ -50,7 +50,7 @@ from dovetail.workers.models.backends.proof import (
 )
 from dovetail.workers.models.backends.rotary_tables import NoAngles, RotaryTables
 from dovetail.workers.models.cache import CACHE_NAMES
-from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
@@ -186,13 +186,14 @@ class Kernels:
             )
         if turned:
             assert attention.rope is not None
-            pairs = self._tables.of(attention.rope).cosines.shape[1]
-            parts.interleave(2 * pairs, attention.head_dim)
+            table = self._tables.of(attention.rope)
+            assert table is not None
+            parts.interleave(2 * table.cosines.shape[1], attention.head_dim)
 
     def finish(self, model: Any) -> None:
         """Take the rest over, which has its numbers too: the norm and the head are replaced, and
         the layers stand as one."""
-        base = model.base_model
+        base = base_model(model)
         self._fused = self._together()
         for name, module in list(base.named_children()):
             if isinstance(module, nn.ModuleList) and len(module) == self._taken:
@@ -346,9 +347,9 @@ class Kernels:
     ) -> LayerPlan:
         spec, said = parts.spec, parts.spec.norms
         mixer = spec.attention if isinstance(spec.attention, Attention) else None
-        rope = None if mixer is None else mixer.rope
         norms: dict[str, Any] = {"attention_norm": None, "mlp_norm": None}
         norms |= {name: described_norm(module, said) for name, module in parts.norms.items()}
+        norms |= parts.unit_norms
         return LayerPlan(
             index=index,
             heads=noted.heads,
@@ -359,7 +360,7 @@ class Kernels:
             gate_up=matrices.get("gate_up"),
             down=matrices.get("down"),
             **norms,
-            rotary=None if rope is None else self._tables.of(rope),
+            rotary=None if mixer is None else self._tables.of(mixer.rope, mixer.growth),
             head_norm=HeadNorm.HEAD_BEFORE_ROPE if mixer is None else mixer.norm_place,
             scan=parts.scan,
             mixer_gate=matrices.get("mixer_gate"),
@@ -375,6 +376,7 @@ class Kernels:
             scale=noted.scaling,
             softcap=noted.softcap or 0.0,
             window=noted.window or 0,
+            chunk=0 if mixer is None else mixer.chunk,
         )
 
 

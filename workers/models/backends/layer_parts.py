@@ -43,6 +43,8 @@ class LayerParts:
         self.sinks: Tensor | None = None
         """float32 [heads]: scores without a value."""
         self.value_norm: Norm | None = None
+        self.unit_norms: dict[str, Norm] = {}
+        """The norms of queries and keys that have no weights."""
         self.scalar = 1.0
         """The factor of what the layer gives."""
         self.numbers = (0.0, 0.0)
@@ -89,6 +91,9 @@ class LayerParts:
             self.linears["mixer_gate"] = [self.gates.gates]
         if said.sinks is not None:
             self.sinks = tensor_of(layer, said.sinks).float().contiguous()
+        if said.norms_heads:
+            unit = Norm(torch.ones(said.head_dim))
+            self.unit_norms = {"query_norm": unit, "key_norm": unit}
         if said.norms_values:
             self.value_norm = Norm(torch.ones(said.head_dim))
 
@@ -191,7 +196,9 @@ def described_norm(module: nn.Module, norms: Norms) -> Norm:
 def refuse_apart(parts: "LayerParts") -> None:
     """`UnsupportedError` for a layer with parts that are computed on one CPU, by their own
     weights, and nowhere else."""
+    mixer = parts.spec.attention
     found = {
+        "of chunked attention": (mixer.chunk or None) if isinstance(mixer, Attention) else None,
         "of experts": parts.experts,
         "with sinks": parts.sinks,
         "with normed values": parts.value_norm,

@@ -23,7 +23,7 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import CacheRows, LayerPlan, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.experts import ExpertProof
+from dovetail.workers.models.backends.experts import ExpertProof, ScaledExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts
 from dovetail.workers.models.backends.packing import compare_product, sampled_rows
 from dovetail.workers.models.families.description import Attention
@@ -123,7 +123,7 @@ class _Rows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         y = self._product(x.reshape(-1, x.shape[-1]))[:, self._first : self._first + self._count]
-        y = y if self._order is None else y[:, self._order]
+        y = y.clone() if self._order is None else y[:, self._order]  # a layer may add to it
         return y.reshape(*x.shape[:-1], self._count)
 
 
@@ -187,6 +187,8 @@ class LayerProof:
     ) -> None:
         """Prepare the proof; call this before the weights of the parts are dropped."""
         self._order, linears = parts.order, parts.linears
+        mixer = parts.spec.attention
+        self._chunk = mixer.chunk if isinstance(mixer, Attention) else 0
         self._oracle, self._index, self._what = (
             oracle,
             index,
@@ -207,7 +209,8 @@ class LayerProof:
             )
         self._experts = None
         if parts.experts is not None:
-            self._experts = others[parts.experts.module] = ExpertProof(parts.experts, self._what)
+            proof = ScaledExpertProof if parts.experts.said.router.scales_input else ExpertProof
+            self._experts = others[parts.experts.module] = proof(parts.experts, self._what)
         self._layer = stand_in(layer, others)
         router = None if parts.experts is None else parts.experts.said.router.part
         if self._experts is not None and router is not None:
@@ -246,7 +249,7 @@ class LayerProof:
             ) from error
         if not notes:
             raise UnsupportedError(f"{self._what} computes no attention")
-        self._oracle.check_window(self._index, notes[0].window)
+        self._oracle.check_window(self._index, notes[0].window, self._chunk)
         if notes[0].value_dim != notes[0].head_dim:
             raise UnsupportedError(f"{self._what} has values of another width than keys")
         return notes[0]
@@ -262,7 +265,7 @@ class LayerProof:
         try:
             given = (self._layer, self._index, states)
             if plan.scan is None:
-                expected = alone = oracle.run_eager(*given)
+                expected = alone = oracle.run_eager(*given, counts=True)
             else:
                 alone, expected = run_recurrently(oracle, *given), run_together(oracle, *given)
         except (UnsupportedError, UnprovableError):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.kernels.layer import rotary_table
 from dovetail.workers.kernels.layer_plan import Rotary
+from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.families.description import Growth, Rope
 from dovetail.workers.models.parity.following import UnsupportedError
 
@@ -25,19 +26,25 @@ class RotaryTables:
     own."""
 
     def __init__(self, model: Any, context: int) -> None:
-        embedding = getattr(model.base_model, "rotary_emb", None)
+        embedding = getattr(base_model(model), "rotary_emb", None)
         self.given = embedding is not None
         self._embedding, self._context = copy.deepcopy(embedding), context
-        self._tables: dict[Rope, Rotary] = {}
+        self._tables: dict[tuple[Rope | None, Growth | None], Rotary] = {}
         self.angles: dict[str, tuple[Sequence[float], float]] = {}
         """The frequencies of each table that was asked for, and the factor of its cosines and
         sines."""
 
-    def of(self, rope: Rope) -> Rotary:
-        """Return the table of a layer."""
-        if rope not in self._tables:
-            self._tables[rope] = self._make(rope)
-        return self._tables[rope]
+    def of(self, rope: Rope | None, growth: Growth | None = None) -> Rotary | None:
+        """Return the table of a layer; None where that neither rotates nor has growing queries."""
+        if rope is None and growth is None:
+            return None
+        key = rope, growth
+        if key not in self._tables:
+            table = Rotary(*torch.empty(2, self._context, 0)) if rope is None else self._make(rope)
+            self._tables[key] = (
+                table if growth is None else replace(table, factors=self._grow(growth))
+            )
+        return self._tables[key]
 
     def _make(self, rope: Rope) -> Rotary:
         if rope.table not in self.angles:
@@ -45,7 +52,7 @@ class RotaryTables:
         frequencies, scaling = self.angles[rope.table]
         table = rotary_table(torch.tensor(frequencies), self._context, scaling=scaling)
         self._check(table, rope)
-        return table if rope.growth is None else replace(table, factors=self._grow(rope.growth))
+        return table
 
     def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
         """Return frequencies and factor of a table of the model's own embedding."""
@@ -62,7 +69,7 @@ class RotaryTables:
 
     def _grow(self, growth: Growth) -> Tensor:
         """Return the factors of queries, float32 [context]: the same bytes on every machine."""
-        steps = torch.arange(self._context) // growth.period
+        steps = (torch.arange(self._context) + growth.ahead) // growth.period
         last = int(steps[-1])
         return torch.tensor([1 + growth.beta * math.log1p(k) for k in range(last + 1)])[steps]
 
@@ -87,6 +94,8 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
     positions = torch.linspace(0, context - 1, min(context, TABLE_ROWS), dtype=torch.float64).long()
     which = (of.table,) if of.table else ()
     given = embedding(torch.zeros(1, 1), positions.unsqueeze(0), *which)
+    if isinstance(given, Tensor) and given.is_complex():
+        given = given.real, given.imag
     if not isinstance(given, tuple) or len(given) != 2:
         raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
     for own, other in zip((table.cosines, table.sines), given, strict=True):
@@ -95,7 +104,7 @@ def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) ->
         # some embeddings of neighbours give halves, and their layers repeat each angle themselves
         if of.interleaved and torch.equal(other[0, :, 0], other[0, :, other.shape[-1] // 2]):
             expected = found.repeat(1, 2)
-        if not of.interleaved and other.shape[-1] == found.shape[-1]:  # each angle once
+        if other.shape[-1] == found.shape[-1]:  # each angle once
             expected = found
         if other.shape[1:] != expected.shape:
             raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")

@@ -36,7 +36,7 @@ COUNTS = (
     "n_layers",
     "n_heads",
 )
-ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_FAMILIES = frozenset(
     {
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
@@ -49,8 +49,6 @@ RECURRENT = (
 )
 KERNELS_ALONE = "its layers with a state are computed by the C++ kernels on one CPU alone"
 LAYER_TYPES = {
-    "chunked_attention": "attend within chunks of positions, which the masks of token trees do "
-    "not know",
     "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
     "attention)",
     "conv": "mix neighbouring tokens by a convolution, whose state is not yet followed through the "

@@ -23,6 +23,7 @@ KINDS = (
     "got_ocr2",
     "idefics3",
     "internvl",
+    "llama4",
     "llava",
     "llava_next",
     "llava_onevision",

@@ -216,6 +216,13 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     )
 
 
+def base_model(model: Any) -> Any:
+    """Return the part of a model that its head stands behind; some classes give themselves."""
+    if model.base_model is not model:
+        return model.base_model
+    return model.get_submodule(decoder_layers(model)[0].rpartition(".")[0])
+
+
 def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
     """`CheckpointError` naming a tensor that has another shape than the model calls for, or other
     numbers than fractions where these are due.

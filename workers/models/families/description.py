@@ -37,11 +37,12 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 @dataclass(frozen=True)
 class Growth:
-    """Rotated queries are multiplied by 1 + beta ln(1 + floor(position / period)): those far away
-    look more sharply."""
+    """Queries, rotated or not, are multiplied by 1 + beta ln(1 + floor((position + ahead) /
+    period)): those far away look more sharply."""
 
     beta: float
     period: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class Rope:
     """The layer type whose angles are taken, where a model has several tables."""
     interleaved: bool = False
     """True if neighbours are rotated together, 0 with 1 and 2 with 3; else the halves of a head."""
-    growth: Growth | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class Attention:
     rope: Rope | None = field(default_factory=Rope)
     window: int = 0
     """A position sees itself and window - 1 before it; 0: all."""
+    chunk: int = 0
+    """A position sees those before it back to a multiple of chunk; 0: all."""
+    growth: Growth | None = None
     softcap: float = 0.0
     qkv: Sequence[str] = SEPARATE
     by_head: bool = False
@@ -74,6 +77,8 @@ class Attention:
     norms: tuple[str, str] | None = None
     """Names of the RMS norms of queries and of keys; None: there are none."""
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
+    norms_heads: bool = False
+    """True if each head's queries and keys have an RMS norm without weights; by `norm_place`."""
     norms_values: bool = False
     """True if each head's values have an RMS norm without weights."""
     sinks: str | None = None
@@ -152,9 +157,12 @@ class Router:
     scale: float = 1.0
     bias: str | None = None
     """The name of what is added to the logits, a number for each expert."""
+    scales_input: bool = False
+    """True if what an expert reads is multiplied by its weight, and not what it gives."""
     part: str | None = None
-    """transformers' part of the router, where that reads something else than the experts: the
-    states before the half's norm, through an RMS norm of its own."""
+    """transformers' part of the router, where experts are not told what it chose, or it reads
+    something else than they do: the states before the half's norm, through an RMS norm of its
+    own."""
     norm_weight: str | None = None
     """The name of that norm's weights, which stand there times the root of the width."""
     epsilon: float = 0.0
@@ -176,6 +184,8 @@ class Experts:
     """transformers' part that holds the experts' `gate_up_proj` [experts, 2 units, hidden] and
     `down_proj` [experts, hidden, units], or each of them transposed, gates and what they are for
     one by one, and with biases, as the part itself says."""
+    transposed: bool | None = None
+    """True if they stand there transposed; None: the part itself says."""
     numbers: tuple[float, float] = (0.0, 0.0)
     """The numbers of the activation."""
     shared: Mlp | None = None

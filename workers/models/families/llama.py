@@ -43,7 +43,7 @@ def _ministral3(config: Any, index: int) -> LayerSpec:
     """Queries grow with their position, in steps of the length of the first training."""
     rope = config.rope_parameters
     growth = Growth(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
-    return _llama(config, index, rope=Rope(growth=growth))
+    return _llama(config, index, growth=growth)
 
 
 def _neighbours(config: Any, index: int) -> LayerSpec:

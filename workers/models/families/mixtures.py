@@ -10,6 +10,7 @@ from dovetail.workers.models.families.description import (
     Attention,
     Experts,
     Family,
+    Growth,
     LayerSpec,
     Mlp,
     Norms,
@@ -30,12 +31,12 @@ def _experts(config: Any, chosen: int, router: Router, **fields: Any) -> Experts
     return Experts(chosen, activation(GATED, config.hidden_act), router, **fields)
 
 
-def _shared(config: Any, part: str) -> Mlp:
+def _shared(config: Any, part: str, within: str = "mlp") -> Mlp:
     """The MLP of all rows, whose linears are parts of `part`."""
     return gated(
         config.hidden_act,
-        gate_up=(f"mlp.{part}.gate_proj", f"mlp.{part}.up_proj"),
-        down=f"mlp.{part}.down_proj",
+        gate_up=(f"{within}.{part}.gate_proj", f"{within}.{part}.up_proj"),
+        down=f"{within}.{part}.down_proj",
     )
 
 
@@ -139,6 +140,46 @@ def _minimax_m2(config: Any, index: int) -> LayerSpec:
     return _layer(config, mixed, _experts(config, config.num_experts_per_tok, router))
 
 
+def _llama4(config: Any, index: int) -> LayerSpec:
+    """Layers that rotate see chunks of positions and may norm the heads that they have rotated; the
+    others see all, and their queries grow with their position. What an expert reads is multiplied
+    by the sigmoid of its logit; some layers have a wider MLP in the place of experts."""
+    rotates, growth = bool(config.no_rope_layers[index]), None
+    if config.attn_temperature_tuning and not rotates:
+        growth = Growth(config.attn_scale, int(config.floor_scale), ahead=1)
+    chunked = config.layer_types[index] == "chunked_attention"
+    mixed = attention(
+        config,
+        index,
+        window=0,
+        chunk=config.attention_chunk_size if chunked else 0,
+        rope=Rope(interleaved=True) if rotates else None,
+        growth=growth,
+        norms_heads=config.use_qk_norm and rotates,
+        norm_place=HeadNorm.HEAD_AFTER_ROPE,
+    )
+    if index not in config.moe_layers:
+        names = ("feed_forward.gate_proj", "feed_forward.up_proj")
+        dense = gated(config.hidden_act, gate_up=names, down="feed_forward.down_proj")
+        return _layer(config, mixed, dense)
+    router = Router(
+        "feed_forward.router.weight",
+        Score.SIGMOID_OF_CHOSEN,
+        normalised=False,
+        scales_input=True,
+        part="feed_forward.router",
+    )
+    experts = _experts(
+        config,
+        config.num_experts_per_tok,
+        router,
+        part="feed_forward.experts",
+        transposed=True,
+        shared=_shared(config, "shared_expert", within="feed_forward"),
+    )
+    return _layer(config, mixed, experts)
+
+
 FAMILIES = {
     "mixtral": Family(_mixtral),
     "qwen3_moe": Family(_qwen3_moe),
@@ -148,4 +189,5 @@ FAMILIES = {
     "ernie4_5_moe": Family(_ernie4_5_moe),
     "hunyuan_v1_moe": Family(_hunyuan_v1_moe),
     "minimax_m2": Family(_minimax_m2),
+    "llama4_text": Family(_llama4),
 }

@@ -11,20 +11,21 @@ class ClaimedCache(DynamicCache):  # type: ignore[misc]
     """A cache that says it holds `length` rows and keeps none: transformers builds masks by what a
     cache says."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int | Tensor) -> None:
+        """`length`: int64 [rows], of each row, where it is only to be added to a row's number."""
         super().__init__()
         self._length = length
         self.asked = False
         """True if anybody wanted to know how many rows there are."""
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         self.asked = True
         return self._length
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
         return self._length
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int | Tensor, int]:
         return self._length + query_length, 0
 
     def update(

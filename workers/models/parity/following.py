@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from dovetail.workers.models.checkpoints.configured import base_model
+
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 
@@ -173,10 +175,10 @@ def follow(
         )
         stack.enter_context(recorder)
         try:
-            output = (model if head else model.base_model)(
+            output = (model if head else base_model(model))(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=None if positions is None else positions.unsqueeze(0),
-                **{cache_name(model.base_model): cache},
+                **{cache_name(base_model(model)): cache},
                 use_cache=cache is not None,
                 **given,
             )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
-from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.comparison import Comparison, near
 from dovetail.workers.models.parity.following import (
@@ -26,12 +26,14 @@ from dovetail.workers.models.parity.following import (
     Call,
     Recorder,
     UnprovableError,
+    cache_name,
     first_of,
     follow,
     implementation,
     line_of,
 )
 from dovetail.workers.models.parity.landmarks import runs_of
+from dovetail.workers.models.parity.proof_cache import ProofCache
 from dovetail.workers.models.segment import Paths, Segment
 
 HIDDEN = -1e4
@@ -39,26 +41,6 @@ HIDDEN = -1e4
 LEAST_ADDED = 1e-3
 """A layer that adds less than this share of the states is measured by them: they are rounded as
 they are added to."""
-
-
-class ProofCache(KVCache):
-    """The keys and values of a proof, of whatever heads a layer turns out to have."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.length = capacity, 0
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
-        if layer not in self._rows:
-            self._rows[layer] = tuple(
-                part.new_zeros(part.shape[0], self.capacity, part.shape[2]) for part in (key, value)
-            )  # type: ignore[assignment]
-        for kept, new in zip(self._rows[layer], (key, value), strict=True):
-            kept[:, start : start + new.shape[1]] = new
-
-    def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        keys, values = self._rows[layer]
-        return keys[:, start:stop], values[:, start:stop]
 
 
 class Oracle:
@@ -79,7 +61,7 @@ class Oracle:
         size = model.get_input_embeddings().weight.shape[0]
         self.tokens = torch.randint(size, (self.count,), generator=torch.Generator().manual_seed(1))
         self._assembled: dict[tuple[int, ...], Tensor] = {}
-        self._checked: set[tuple[tuple[int, ...], int | None]] = set()
+        self._checked: set[tuple[tuple[int, ...], int | None, int]] = set()
         self._comparison = Comparison(model.config)
         try:
             self._record()
@@ -216,11 +198,12 @@ class Oracle:
             found.append(leaves[0] if leaves else None)
         return found
 
-    def check_window(self, index: int, window: int | None) -> None:
+    def check_window(self, index: int, window: int | None, chunk: int = 0) -> None:
         """`UnprovableError` unless transformers' rows of a layer see themselves and the window - 1
-        before them, everywhere in the context; None: all before."""
+        before them, everywhere in the context; None: all before, or back to a multiple of
+        `chunk`."""
         masks = self.masks(index)
-        key = (tuple(map(id, masks)), window)
+        key = (tuple(map(id, masks)), window, chunk)
         if key in self._checked:
             return
         if window is not None and window < 1:
@@ -231,6 +214,8 @@ class Oracle:
             seen = _visible(mask, index)
             row, slot = torch.arange(run.first, run.stop).unsqueeze(1), torch.arange(run.stop)
             expected = (slot <= row) & (slot > row - (run.stop if window is None else window))
+            if chunk:
+                expected &= slot >= row - row % chunk
             if not torch.equal(seen, expected.expand(seen.shape)):
                 wrong = run.first + int(
                     (seen != expected).flatten(0, -3).any(0).any(-1).nonzero()[0]
@@ -286,22 +271,28 @@ class Oracle:
         width = self.last.shape[-1]
         return torch.randn(self.count, width, generator=torch.Generator().manual_seed(1000 + index))
 
-    def run_eager(self, layer: nn.Module, index: int, states: Tensor) -> Tensor:
-        """Return what transformers' layer makes of states [count, hidden]: [count, hidden]."""
+    def run_eager(
+        self, layer: nn.Module, index: int, states: Tensor, *, counts: bool = False
+    ) -> Tensor:
+        """Return what transformers' layer makes of states [count, hidden]: [count, hidden].
+
+        `counts`: the layer may number its rows by those of transformers' cache, of which each row
+        has as many before it as its position says.
+        """
         results: list[Tensor] = []
-        for length in (0, int(self.positions[-1]) + 1):
+        for length in (0, int(self.positions[-1]) + 1, ahead_of(self.positions)):
             cache = ClaimedCache(length)
             args, kwargs = self.arranged(index, cache).of(states.unsqueeze(0))
             with self.eagerly(layer):
                 results.append(first_of(layer(*args, **kwargs)))
-            if not cache.asked:
+            if not cache.asked or (len(results) == 2 and torch.equal(*results)):
                 return results[0]
-        if not torch.equal(*results):
-            raise UnprovableError(
-                f"layer {index} ({type(layer).__name__}) counts the rows of transformers' cache, "
-                "where sessions are computed side by side and positions are given"
-            )
-        return results[0]
+            if len(results) == 2 and not counts:
+                raise UnprovableError(
+                    f"layer {index} ({type(layer).__name__}) counts the rows of transformers' "
+                    "cache, where sessions are computed side by side and positions are given"
+                )
+        return results[-1]
 
     def arranged(self, index: int, cache: Any) -> Call:
         """The call of a layer for all rows, with the true mask of those there and another cache."""
@@ -336,7 +327,7 @@ class Oracle:
     ) -> Tensor:
         """Return what a layer makes of the rows of our own pass [dense + count, hidden] with our
         attention, which says what it is asked for; `handed`: though the layer may not pass on to
-        its attention what it is given."""
+        its attention what it is given, and may number its rows as `run_eager` says."""
         masks = Masks(groups=1, device=torch.device("cpu"), dtype=torch.float32)
 
         def note(noted: Noted, query: Tensor, key: Tensor) -> None:
@@ -345,7 +336,10 @@ class Oracle:
 
         blocks = attention.arrange(self.segments(index, ProofCache), masks)
         rows = torch.cat([states[: self.dense], states]).unsqueeze(0)
-        args, kwargs = self._ours.calls[index].of(rows, blocks=blocks, notes=note)
+        call, changed = self._ours.calls[index], dict[str, Any]()
+        if handed and (name := cache_name(base_model(self._model))) in call.kwargs:
+            changed[name] = ClaimedCache(ahead_of(self.pass_positions))
+        args, kwargs = call.of(rows, blocks=blocks, notes=note, **changed)
         past_the_layer = attention.handing(blocks, note) if handed else nullcontext()
         with implementation(self._model, attention.IMPLEMENTATION, layer), past_the_layer:
             return first_of(layer(*args, **kwargs))
@@ -386,6 +380,11 @@ class Oracle:
             if share > tolerance
         ]
         return min(wrong, default=None)
+
+
+def ahead_of(positions: Tensor) -> Tensor:
+    """Return how many rows stand before those of a pass at these positions, for each of them."""
+    return positions - torch.arange(len(positions))
 
 
 def _visible(mask: Tensor, index: int) -> Tensor:

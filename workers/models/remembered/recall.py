@@ -21,6 +21,7 @@ from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.embedding import WidenedEmbedding
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.inflate import Plan
 from dovetail.workers.models.checkpoints.loader import Skeleton
@@ -170,7 +171,7 @@ def outline_of(skeleton: Skeleton) -> Proof | None:
     return Proof(
         config=config,
         modules=modules,  # type: ignore[arg-type]  # none of them is None
-        base=paths[model.base_model],
+        base=paths[base_model(model)],
         embedding=paths[embedding],
         head=paths[head],
         stored=dict(stored),

@@ -1,0 +1,88 @@
+"""The structures of `native/layer.h`, field by field."""
+
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+
+from dovetail.workers.kernels import MatrixStruct
+from dovetail.workers.kernels.experts import NormStruct
+
+
+class ActivatorStruct(Structure):
+    """`Activator` of native/layer.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("first", c_float),
+        ("second", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class LayerStruct(Structure):
+    """`Layer` of native/layer.h."""
+
+    _fields_ = (
+        ("before", c_int64),
+        *(
+            (name, c_int32)
+            for name in (
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "intermediate",
+                "rotary_dim",
+                "window",
+                "norm_kind",
+            )
+        ),
+        ("activation", ActivatorStruct),
+        *((name, c_float) for name in ("epsilon", "scale", "softcap")),
+        ("scalar", c_float),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        *(
+            (name, NormStruct)
+            for name in (
+                "attention_norm",
+                "post_attention_norm",
+                "mlp_norm",
+                "post_mlp_norm",
+                "query_norm",
+                "key_norm",
+            )
+        ),
+        *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
+        ("residual", c_float),
+        *((name, c_int32) for name in ("head_norm", "parallel", "chunk")),
+        ("experts", c_void_p),
+        ("query_factors", c_void_p),
+        ("sinks", c_void_p),
+        ("value_norm", NormStruct),
+        ("scan", c_void_p),
+        ("mixer_gate", MatrixStruct),
+    )
+
+
+class SegmentStruct(Structure):
+    """`Segment` of native/layer.h."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in ("first_row", "count", "start", "prefix", "capacity", "kind")
+        ),
+        *((name, c_void_p) for name in ("keys", "values", "path_offsets", "path_slots", "states")),
+    )
+
+
+class PassStruct(Structure):
+    """`Pass` of native/layer.h."""
+
+    _fields_ = (
+        ("hidden", c_void_p),
+        ("positions", c_void_p),
+        ("segments", POINTER(SegmentStruct)),
+        ("rows", c_int32),
+        ("segment_count", c_int32),
+        ("parts", c_void_p),
+    )
