@@ -233,7 +233,7 @@ class Kernels:
         """`CheckpointError` where keys and values in 16 bits move logits by more than rounding."""
         by_type = map(self._rows_over, (torch.float32, self._cache))
         exact, found = (self._pass(*rows, None, Kept()) for rows in by_type)
-        prove_cache(exact, found, self._oracle.positions)
+        prove_cache(exact, found, self._kind)
 
     def _finally(self, norm: KernelNorm) -> Tensor:
         """The final states [T, hidden] of the oracle, which this norm has to give too."""
