@@ -962,7 +962,8 @@ def test_passes_of_several_sessions_are_priced_by_all_their_rows_and_none_is_lef
 def test_what_is_not_known_is_said_to_be_not_available() -> None:
     findings = find(made_up_run(roofline=False))
     assert findings.told["bounds"]["pass"] is None
-    assert "not available" in " ".join(findings.told["verdict"]["in_words"])
+    words = " ".join(findings.told["verdict"]["in_words"])
+    assert "Whether memory or arithmetic bounds a pass is not known" in words
     text = report.page(findings, pictures.pictures(findings), "made")
     assert "dovetail calibrate" in text
 

@@ -207,7 +207,7 @@ def test_what_is_wrong_with_a_folder_is_told_in_one_line(tmp_path: Path) -> None
         read_library(tmp_path / "r")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="holds something other"):
         Folder(tmp_path / "other", about())
 
 

@@ -39,10 +39,10 @@ def test_figures_follow_their_definitions() -> None:
     accounts = Accounts(0)
     accounts.first_token_ns = 1_000_000_000
     accounts.proposal(proposal(grown=20, hit=False))
-    accounts.verdict(4, 2)
+    accounts.verdict(4, 2, 3)
     accounts.proposal(proposal(grown=10, hit=True))
-    accounts.verdict(4, 0)
-    accounts.verdict(0, 0)
+    accounts.verdict(4, 0, 1)
+    accounts.verdict(0, 0, 1)
     figures = accounts.figures(3_000_000_000, 7)
     assert figures["rounds"] == 3
     assert figures["tau"] == pytest.approx(2.0)
@@ -57,6 +57,7 @@ def test_figures_follow_their_definitions() -> None:
         figures["plain_rounds"],
     ) == (14, 6, 11, 1)
     assert figures["grown_nodes"] == 30
+    assert accounts.tally.completion_tokens == 5
     assert figures["unaccounted_s"] == pytest.approx(3.0)
 
 

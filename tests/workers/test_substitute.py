@@ -107,7 +107,7 @@ def test_what_was_quantised_once_is_read_the_next_time(folder: Path, tmp_path: P
     )
     assert (made.made, told) == (2, [(1, 2), (2, 2)])
     assert (
-        f"quantised 2 layers, 0.1 million weights, to 4 bits in {made.seconds:.1f} s, kept in "
+        f"quantised 2 layers, 0.1 million weights, to 4 bits in {made.seconds:.1f} s, saved in "
         f"{made.folder}" in made.report("draft")
     )
     again, nothing = load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)

@@ -170,7 +170,7 @@ class Drafter(Grower[DraftSession]):
         """Compute the rows of the log that are missing; logits [1, V] after its last token."""
         cache, logits = session.cache, torch.empty(0)
         told = len(session.log)
-        while missing := session.log[cache.length : next_stop(cache.length, told, CHUNK)]:
+        while missing := session.log[cache.length : next_stop(cache, told, CHUNK)]:
             start, count = cache.length, len(missing)
             tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
             logits = self.model.forward(

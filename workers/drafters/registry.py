@@ -16,7 +16,6 @@ from dovetail.protocol.spans import Spans
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
-from dovetail.workers.sessions.room import base_rows
 
 if TYPE_CHECKING:
     from dovetail.workers.devices import Device
@@ -47,6 +46,7 @@ class Wanted:
     ) -> Identity:
         """Return what a worker with a model on a device says of itself."""
         from dovetail.workers.calibration.levels import known_levels
+        from dovetail.workers.sessions.room import base_rows
 
         kept = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)
         return Identity(

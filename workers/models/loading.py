@@ -80,7 +80,7 @@ def load_language_model(
     inflate_bytes: int = 0,
     profile: Path | None = None,
     stage: Stager | None = None,
-    cache: str = "fp32",
+    cache: str | None = None,
     proof: str = "off",
 ) -> LanguageModel:
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
@@ -89,7 +89,8 @@ def load_language_model(
     `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file
     that remembers what was measured of the library. `stage`: how it is spread over devices, in
     place of `device`; only a model that the kernels can compute is. `cache`: the type of keys and
-    values, one of `protocol.settings.CACHES`. `proof`: auto, a proof that is
+    values, one of `protocol.settings.CACHES`; None: fp32 on the CPU, that of the weights on a
+    device. `proof`: auto, a proof that is
     remembered is enough; anew, it is made anew and remembered; off, it is made and not remembered.
     """
     check_names(weights, backend)
@@ -97,13 +98,15 @@ def load_language_model(
     if proof != "auto" or not Proofs(read_bytes(file)).known:
         read_config(file)  # what cannot be decoded is refused before all weights are read
     checkpoint = open_checkpoint(source)
+    on_cpu = stage is not None or torch.device(device).type == "cpu"
+    cache = cache or ("fp32" if on_cpu else "auto")
     wanted = Wanted(
         weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage, cache, proof
     )
     digest = (
         inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
     )
-    if stage is not None or torch.device(device).type == "cpu":
+    if on_cpu:
         return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, digest, wanted)
     return _on_gpu(checkpoint, digest, wanted, torch.device(device))
 

@@ -21,11 +21,11 @@ TURN_TAIL = 16
 parts from this one where a template asks for the reply, some tokens before the end."""
 
 
-def next_stop(start: int, stop: int, step: int) -> int:
-    """Return up to which row a prompt is read in a pass from `start` on: at most `step` rows, not
-    beyond the checkpoint before its end."""
-    mark = stop - TURN_TAIL
-    return min(start + step, mark if start < mark else stop)
+def next_stop(cache: Cache, stop: int, step: int) -> int:
+    """Return up to which row a prompt is read into a cache in the next pass: at most `step` rows,
+    not beyond the checkpoint before its end, if the cache has a state to make one of."""
+    start, mark = cache.length, stop - TURN_TAIL
+    return min(start + step, mark if cache.base_bytes and start < mark else stop)
 
 
 class Prefill:
@@ -68,7 +68,7 @@ class Prefill:
             yield from slices(part)
         step, told = PREFILL_ROWS if scored else self._step, len(session.log)
         while (start := session.cache.length) < told:
-            chunk = session.log[start : next_stop(start, told, step)]
+            chunk = session.log[start : next_stop(session.cache, told, step)]
             logits, part = self._read(
                 chunk, session.cache, session.reads, features_from=features_from, all_logits=scored
             )
