@@ -28,8 +28,8 @@ from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import CoreLayout, parse_cores
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.processes.nursery import THREAD_VARIABLES
 from dovetail.launch.processes.supervise import Child, Supervisor
-from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import settings_flags

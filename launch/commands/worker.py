@@ -23,9 +23,9 @@ from dovetail.launch.processes.child import (
     ending_at_once,
     show_stacks_when_asked,
 )
+from dovetail.launch.processes.nursery import THREAD_VARIABLES
 from dovetail.launch.processes.preflight import check_draft, check_target, check_unified
 from dovetail.launch.processes.worker import (
-    THREAD_VARIABLES,
     TOLD,
     Role,
     WorkerProcess,

@@ -15,8 +15,8 @@ from dovetail.launch.files.directory import substitutes_path, writable_profile_p
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores, parse_nodes
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.processes.nursery import THREAD_VARIABLES
 from dovetail.launch.processes.preflight import free_memory_bytes
-from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.launch.settings.flags import settings_flags

@@ -11,8 +11,8 @@ from dovetail.launch.machine.cores import CoreLayout, lay_out_here
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, design_of
 from dovetail.launch.planning.prices import Engine, Hardware
+from dovetail.launch.processes.nursery import THREAD_VARIABLES
 from dovetail.launch.processes.preflight import estimated_bytes, free_memory_bytes
-from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target

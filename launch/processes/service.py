@@ -29,6 +29,7 @@ from dovetail.launch.processes.inquiry import Inquiry
 from dovetail.launch.processes.parts import GiveUp, Leave, Part, Replace, Start, Stop, Tell
 from dovetail.launch.processes.stack import (
     POLL_S,
+    begin_workers,
     coordinator_arguments,
     http_arguments,
     layout_of,
@@ -82,8 +83,9 @@ class Service:
         """The last news of the other parts that the coordinator got, and its process at that
         time."""
         self._early: dict[str, Child] = {}
-        """Workers that have been started and wait for an address, which comes when it is their
-        turn: until then they import."""
+        """Workers that have been started and wait until it is their turn to be told an address."""
+        self._begun_early: Callable[[], dict[str, Child]] = dict
+        """Returns these workers, once they have imported what they need."""
         self._begun: set[str] = set()
         """The parts that have been started at one time."""
         self.address = self.url = ""
@@ -112,10 +114,8 @@ class Service:
         told = (
             sys.stderr.isatty()
         )  # then `say` shows it; a log gets a line once only models are waited for
-        self._early = {
-            name: self._supervisor.start(name, self._arguments(name, address=TOLD), asks=True)
-            for name in self._workers
-        }
+        commands = {name: self._arguments(name, address=TOLD) for name in self._workers}
+        self._begun_early = begin_workers(self._supervisor, self._settings, commands)
         while not self._watch.serving:
             self._step()
             say(
@@ -250,6 +250,8 @@ class Service:
             self._perform(self._watch.refused(name, why, time.monotonic()))
             return
         self._begun.add(name)
+        if name in self._workers:
+            self._early, self._begun_early = {**self._early, **self._begun_early()}, dict
         if (early := self._early.pop(name, None)) is not None:
             child = early
             self._supervisor.tell(child, self.address)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from dovetail.launch.processes.preflight import (
     estimated_bytes,
 )
 from dovetail.launch.processes.supervise import Child, Supervisor
-from dovetail.launch.processes.worker import TOLD
+from dovetail.launch.processes.worker import IMPORTED, TOLD
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
@@ -75,25 +75,40 @@ def start_stack(
     """
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
-    began = len(supervisor.children)
     waits = [] if configuration.given("coordinator.recovery_s") else ["--coordinator.recovery_s=0"]
     flags = [
         *coordinator_arguments(configuration),
         *waits,
         *(["--coordinator.reuse=false"] if anew else []),
     ]
-    for role in processes_of(configuration.settings):  # their imports take the longest
+    commands = {}
+    for role in processes_of(configuration.settings):
         settings = with_room_for_draft(configuration) if role == "target" else configuration
-        supervisor.start(
-            f"{prefix}{role} worker", worker_arguments(settings, role, TOLD, layout), asks=True
-        )
+        commands[f"{prefix}{role} worker"] = worker_arguments(settings, role, TOLD, layout)
+    started = begin_workers(supervisor, configuration.settings, commands)
     address = supervisor.start_coordinator(
         layout.coordinator.cores, f"{prefix}coordinator", flags=flags
     )
-    *workers, coordinator = supervisor.children[began:]
-    for worker in workers:
+    coordinator = supervisor.children[-1]
+    workers = started()
+    for worker in workers.values():
         supervisor.tell(worker, address)
-    return Stack(address, configuration, coordinator, tuple(workers))
+    return Stack(address, configuration, coordinator, tuple(workers.values()))
+
+
+def begin_workers(
+    supervisor: Supervisor, settings: Settings, commands: Mapping[str, Sequence[str]]
+) -> Callable[[], dict[str, Child]]:
+    """Begin to start workers, by name, that are told on stdin where the coordinator is: their
+    imports take the longest. Returns what waits until they are there. Two that have models are
+    forked from one process that imports for both."""
+    if processes_of(settings) == ROLES and settings.draft.kind != "ngram":
+        nursery = supervisor.start_nursery(IMPORTED)
+        return lambda: supervisor.start_forked(nursery, commands)
+    children = {
+        name: supervisor.start(name, arguments, asks=True) for name, arguments in commands.items()
+    }
+    return lambda: children
 
 
 def check_stack(configuration: Configuration) -> None:

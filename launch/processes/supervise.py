@@ -17,14 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes import warden
+from dovetail.launch.processes import nursery, warden
+from dovetail.launch.processes.forked import Forked, Talk
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.memory import Kills, count_kills, why_killed
 
@@ -44,6 +46,7 @@ WHO_KILLED = (
     "not, somebody sent the signal"
 )
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Process = subprocess.Popen[bytes] | Forked
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Child:
     each write to it goes to its end."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: IO[bytes]
     before: Kills = field(default_factory=count_kills)
     """The kernel's count of processes killed for want of memory when it was started."""
@@ -141,6 +144,7 @@ class Supervisor:
         self.children: list[Child] = []
         self._sockets: list[tuple[Child, Path]] = []
         self._folders: list[Path] = []
+        self._talks = contextlib.ExitStack()
         self._warden: subprocess.Popen[bytes] | None = None
         self._before: dict[signal.Signals, object] = {}
         self._busy = False
@@ -161,6 +165,7 @@ class Supervisor:
             self._clean(self.children)
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
+            self._talks.close()
             self._dismiss_warden()
         finally:
             for number, handler in self._before.items():
@@ -199,16 +204,57 @@ class Supervisor:
     ) -> Child:
         """Start any command that takes `--parent`, as `start` does; `asks`: its stdin is ours to
         write to."""
+        return self._own(
+            name,
+            lambda log: subprocess.Popen(
+                [*command, f"--parent={os.getpid()}"],
+                stdin=subprocess.PIPE if asks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if reads else subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            ),
+        )
+
+    def start_nursery(self, modules: Sequence[str]) -> tuple[Child, Talk]:
+        """Start a process that imports modules, and can be forked then."""
+        talk = self._talks.enter_context(contextlib.closing(Talk()))
+        command = [sys.executable, "-P", "-m", nursery.__name__, *modules]
+        child = self._own(
+            "process that workers are forked from",
+            lambda log: subprocess.Popen(
+                [*command, f"--parent={os.getpid()}"],
+                env={**os.environ, **dict.fromkeys(nursery.THREAD_VARIABLES, "1")},
+                stdin=talk.theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            ),
+        )
+        return child, talk
+
+    def start_forked(
+        self, nursery: tuple[Child, Talk], commands: Mapping[str, Sequence[str]]
+    ) -> dict[str, Child]:
+        """Start commands of ours, by name, as forks of a process that ends then; their stdin is
+        ours to write to."""
+        parent, talk = nursery
+        if not talk.begun():
+            parent.process.wait()
+            raise parent.failure()
+        forked = {
+            name: self._own(name, partial(talk.fork, arguments))
+            for name, arguments in commands.items()
+        }
+        talk.close()
+        self.end([parent])
+        return forked
+
+    def _own(self, name: str, begin: Callable[[IO[bytes]], Process]) -> Child:
+        """Begin a process as one of ours; `begin` is given the file for its stderr."""
         self._busy = True
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
-        process = subprocess.Popen(
-            [*command, f"--parent={os.getpid()}"],
-            stdin=subprocess.PIPE if asks else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if reads else subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = begin(log)
         child = Child(name, process, log)
         self.children.append(child)
         self._have_minded(warden.CHILD, str(process.pid))

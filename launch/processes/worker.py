@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +22,7 @@ from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import end_undisturbed
+from dovetail.launch.processes.nursery import import_at_once
 from dovetail.launch.processes.preflight import estimated_bytes
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
@@ -42,24 +42,24 @@ ANSWER_S, ANSWER_FACTOR = 1.0, 3.0
 """A coordinator that is looked for answers within so long, or so many times as long as it took to
 connect at first, or is tried again: a handshake takes three and a half round trips."""
 
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
-
-
 TOLD = "-"
 """The address of a worker that is told it on standard input."""
+IMPORTED = (
+    "dovetail.launch.commands.worker",
+    "dovetail.workers.loop",
+    "dovetail.workers.serving.open_target",
+    "dovetail.workers.drafters.registry",
+    "dovetail.workers.drafters.head",
+    "dovetail.workers.drafters.model",
+)
+"""Modules that workers with a model import."""
 
 
 def await_address(configuration: Configuration, role: Role) -> str:
     """Return the line of standard input that says where the coordinator is; what a worker imports
     is imported before it is read, so that both begin at the same time."""
     if role != "draft" or configuration.settings.draft.kind != "ngram":
-        import_module("dovetail.workers.loop")
-        import_module("dovetail.workers.models.loading")
+        import_at_once(["dovetail.workers.loop", "dovetail.workers.models.loading"])
     address = sys.stdin.readline().strip()
     if not address:  # whoever started us ends
         sys.exit(0)

@@ -17,8 +17,8 @@ from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores, parse_nodes
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.processes.nursery import THREAD_VARIABLES
 from dovetail.launch.processes.supervise import Supervisor
-from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.protocol.calibration import MachineLimits
 
 SECONDS = 0.6

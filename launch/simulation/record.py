@@ -11,8 +11,8 @@ from dovetail.launch.console.options import COUNT, FILE, seed_option
 from dovetail.launch.console.terminal import counted, note, progress_bar, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import read_prompts
+from dovetail.launch.processes.nursery import THREAD_VARIABLES
 from dovetail.launch.processes.preflight import check_draft, check_target
-from dovetail.launch.processes.worker import THREAD_VARIABLES
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.settings.flags import settings_flags

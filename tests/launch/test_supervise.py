@@ -57,6 +57,23 @@ with supervise.Supervisor() as supervisor:
         signal.sigtimedwait([signal.SIGUSR1], 0.05)
 """,  # noqa: E501
 )
+FORKS = (
+    sys.executable,
+    "-P",
+    "-c",
+    """
+import signal
+from dovetail.launch.processes.supervise import Supervisor
+waiting = ["worker", "--role=draft", "--draft.kind=ngram", "--connect=-"]
+with Supervisor() as supervisor:
+    nursery = supervisor.start_nursery([])
+    forked = supervisor.start_forked(nursery, {"one": waiting, "other": waiting})
+    print(*(child.process.pid for child in forked.values()), flush=True)
+    signal.pause()
+""",
+)
+WAITING = ("worker", "--role=draft", "--draft.kind=ngram", "--connect=-")
+"""The command of a worker that waits for a line on its stdin."""
 CORES = (min(os.sched_getaffinity(0)),)
 GONE_S = 60.0
 
@@ -187,6 +204,81 @@ def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(
         child.kill()
     assert not alive
     assert not Path(address.removeprefix("ipc://")).parent.exists()
+
+
+def test_what_is_forked_is_a_child_of_its_own_as_one_that_was_started() -> None:
+    with Supervisor() as supervisor:
+        nursery = supervisor.start_nursery(["json"])
+        forked = supervisor.start_forked(nursery, {"one": WAITING, "other": WAITING})
+        assert supervisor.children == [*forked.values()]
+        assert nursery[0].ended
+        one, other = (child.process for child in forked.values())
+        assert {psutil.Process(process.pid).ppid() for process in (one, other)} == {os.getpid()}
+        assert {os.getsid(process.pid) for process in (one, other)} == {one.pid, other.pid}
+        with pytest.raises(subprocess.TimeoutExpired):
+            one.wait(0.0)
+        one.kill()
+        assert one.wait(GONE_S) == -signal.SIGKILL
+        assert forked["one"].how_it_ended() == "was killed by SIGKILL"
+        assert not forked["other"].ended
+    assert other.returncode in (0, -signal.SIGTERM)
+    assert_gone([one.pid, other.pid])
+
+
+def test_what_is_forked_has_its_own_words_stdin_and_exit_code() -> None:
+    with Supervisor() as supervisor:
+        commands = {
+            "wrong worker": ["worker", "--role=draft", "--draft.kind=odd"],
+            "left worker": WAITING,
+        }
+        forked = supervisor.start_forked(supervisor.start_nursery([]), commands)
+        assert forked["wrong worker"].process.wait(GONE_S) == supervise.USER_ERROR
+        with pytest.raises(UserError, match=r"^the wrong worker: .*'odd'"):
+            supervisor.check()
+        supervisor.tell(forked["left worker"], "")
+        assert forked["left worker"].process.wait(GONE_S) == 0
+        assert forked["left worker"].last_words() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_that_was_forked_outlives_its_supervisor(
+    start: Start, number: signal.Signals
+) -> None:
+    parent = start(command=FORKS)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.send_signal(number)
+    parent.wait(GONE_S)
+    assert_gone(pids)
+
+
+def test_what_cannot_be_imported_is_told_and_nothing_is_forked() -> None:
+    with Supervisor() as supervisor:
+        nursery = supervisor.start_nursery(["dovetail.launch.no_such_module"])
+        with pytest.raises(DovetailError, match=r"No module named .dovetail.launch.no_such_module"):
+            supervisor.start_forked(nursery, {"worker": WAITING})
+        assert supervisor.children == [nursery[0]]
+
+
+@pytest.mark.parametrize(
+    ("threads", "program"), [(False, "processes.nursery"), (True, "launch.cli")]
+)
+def test_a_process_with_threads_is_not_forked_but_executed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool, program: str
+) -> None:
+    begin = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    (tmp_path / "imported_here.py").write_text(begin if threads else "", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with Supervisor() as supervisor:
+        nursery = supervisor.start_nursery(["imported_here"])
+        (child,) = supervisor.start_forked(nursery, {"worker": WAITING}).values()
+        while not any(program in word for word in psutil.Process(child.process.pid).cmdline()):
+            assert not child.ended
+        supervisor.tell(child, "ipc:///nowhere/at/all")
+        child.process.wait(GONE_S)
+        assert child.was_mistaken or child.process.returncode == 1
+        assert "/nowhere/at/all" in child.last_words()[-1]
 
 
 def test_the_folders_of_a_killed_supervisor_go_though_its_children_have_ended_before(

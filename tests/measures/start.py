@@ -2,12 +2,13 @@
 
     python tests/measures/start.py [--runs N] [--before FOLDER]
 
-Three times, in seconds, medians and ranges over the runs: `word` from the start of
-`dovetail generate` to the first word on its stdout, `end` from the end of its text to the end of
-the command, `serve` from the start of `dovetail serve` to the line that says where it is. All of
-it is warm: the first run of each is not counted. `--before` names another checkout, whose runs
-alternate with those of this one. It uses caches of its own. Times are of this machine at this hour;
-nothing else should run on it.
+In seconds, medians and ranges over the runs: `word` from the start of `dovetail generate` to the
+first word on its stdout, `end` from the end of its text to the end of the command, `cpu` what all
+its processes computed together; `serve` from the start of `dovetail serve` to the line that says
+where it is, `cpu` again up to its end. All of it is warm: the first run of each is not counted.
+`--before` names another checkout, whose runs alternate with those of this one. It uses caches of
+its own. Times are of this machine at this hour: nothing else should run on it, and where something
+does, `cpu` says more.
 """
 
 import argparse
@@ -26,7 +27,7 @@ GENERATE = (
     "Could you tell me a story about a young hedgehog who lost his red balloon?",
 )
 SERVE = ("serve", "--http.port", "0", "--draft.device", "cpu")
-WHAT = ("word", "end", "serve")
+WHAT = ("word", "end", "cpu", "serve", "cpu")
 
 
 def environment(root: Path, own: Path) -> dict[str, str]:
@@ -51,6 +52,13 @@ def begin(given: dict[str, str], arguments: tuple[str, ...]) -> subprocess.Popen
     )
 
 
+def ended(process: subprocess.Popen[bytes]) -> float:
+    """Wait for a command, and return the seconds that its processes have computed."""
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return used.ru_utime + used.ru_stime
+
+
 def check(process: subprocess.Popen[bytes], said: bytes) -> None:
     """End this command where one of ours failed."""
     if process.returncode not in (0, 128 + signal.SIGTERM) or not said:
@@ -58,8 +66,8 @@ def check(process: subprocess.Popen[bytes], said: bytes) -> None:
         sys.exit(f"exit code {process.returncode}: {process.stderr.read().decode()[-2000:]}")
 
 
-def generated(given: dict[str, str]) -> tuple[float, float]:
-    """Return the seconds to the first word, and from the end of the text to the end."""
+def generated(given: dict[str, str]) -> tuple[float, float, float]:
+    """Return the seconds to the first word, from the end of the text to the end, and computed."""
     began = time.monotonic()
     process = begin(given, GENERATE)
     assert process.stdout is not None
@@ -67,14 +75,14 @@ def generated(given: dict[str, str]) -> tuple[float, float]:
     first = last = time.monotonic()
     while not said.endswith(b"\n") and (more := process.stdout.read(1)):
         said, last = said + more, time.monotonic()
-    process.wait()
-    ended = time.monotonic()
+    cpu = ended(process)
+    end = time.monotonic()
     check(process, said)
-    return first - began, ended - last
+    return first - began, end - last, cpu
 
 
-def served(given: dict[str, str]) -> float:
-    """Return the seconds until a server says that it is ready."""
+def served(given: dict[str, str]) -> tuple[float, float]:
+    """Return the seconds until a server says that it is ready, and computed until its end."""
     began = time.monotonic()
     process = begin(given, SERVE)
     assert process.stdout is not None
@@ -82,9 +90,9 @@ def served(given: dict[str, str]) -> float:
     ready = time.monotonic()
     process.send_signal(signal.SIGTERM)
     process.stdout.read()
-    process.wait()
+    cpu = ended(process)
     check(process, said)
-    return ready - began
+    return ready - began, cpu
 
 
 def main() -> None:
@@ -100,7 +108,7 @@ def main() -> None:
         for _ in range(options.runs + 1):
             for name, root in trees.items():
                 given = environment(root, Path(own))
-                found[name].append((*generated(given), served(given)))
+                found[name].append((*generated(given), *served(given)))
     sys.stdout.write(f"{'s':8}" + "".join(f"{what:>24}" for what in WHAT) + "\n")
     for name, runs in found.items():
         cells = [

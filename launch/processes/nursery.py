@@ -1,0 +1,105 @@
+"""A process that imports what workers import, once, and becomes several of them by forking.
+
+Run as a script whose arguments are modules, with a socket as its standard input. It says on that
+when it has imported them. Each packet that it gets then is the command of a worker, as JSON, with
+descriptors of its standard input and standard error; the answer is the number of its process, which
+is a child of our parent from then on, since the one that forked it has ended. A worker that was
+forked is as one that was started by itself: of other threads, open files and models there are none
+here yet. Where importing has started threads, which a fork would not have, the worker's command is
+executed anew.
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dovetail.launch.processes.child import end_with
+
+MAX_BYTES = 1 << 16
+"""Bytes of a worker's command."""
+READY = b"ready"
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+"""Variables of the environment that say how many threads a library starts."""
+
+
+def main() -> None:
+    """Import, and fork until our parent has closed its end."""
+    parent = int(sys.argv[-1].removeprefix("--parent="))
+    end_with(parent)
+    talk = socket.socket(fileno=os.dup(0))
+    import_at_once(sys.argv[1:-1])
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    talk.send(READY)
+    while True:
+        said, descriptors, _, _ = socket.recv_fds(talk, MAX_BYTES, 2)
+        if not said:
+            os._exit(0)
+        pid = _grandchild()
+        if not pid:
+            talk.close()
+            return become([*json.loads(said), sys.argv[-1]], *descriptors, anew=threads > 1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        talk.send(str(pid).encode())
+
+
+def import_at_once(modules: Sequence[str]) -> None:
+    """Import modules, without looking for garbage meanwhile, of which there is none: what they hold
+    is never looked at for it later on either."""
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+
+
+def _grandchild() -> int:
+    """Fork a process that is not our child but, as soon as the one between us has ended, of whoever
+    takes its place; return its number here, and 0 there, once that has happened."""
+    read, write = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(write)
+        os.waitpid(between, 0)
+        pid = int(os.read(read, 20))
+        os.close(read)
+        return pid
+    end = os.pidfd_open(os.getpid())
+    if pid := os.fork():
+        os.write(write, str(pid).encode())
+        os._exit(0)
+    os.close(read)
+    os.close(write)
+    select.select([end], [], [])
+    os.close(end)
+    return 0
+
+
+def become(arguments: Sequence[str], stdin: int, stderr: int, *, anew: bool) -> None:
+    """Run a command of ours in this process, which was forked for it, with these descriptors in
+    place of those that it has inherited; `anew`: as a new program."""
+    os.setsid()
+    for number, descriptor in ((0, stdin), (2, stderr)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if anew:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments])
+    from dovetail.launch.cli import main as run
+
+    sys.argv = ["dovetail", *arguments]
+    run()
+
+
+if __name__ == "__main__":
+    main()
