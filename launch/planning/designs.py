@@ -55,9 +55,10 @@ def read_design(folder: Path) -> "Design":
 
 
 def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
-    """Return the design of a config.json that lies in this folder. What experts weigh is asked of
-    transformers, which each family names in its own way."""
-    if count_experts(config)[0] == 1:
+    """Return the design of a config.json that lies in this folder. What experts weigh, and layers
+    whose heads differ, is asked of transformers, since each family names it in its own way."""
+    uneven = any(config.get(name) for name in ("global_head_dim", "per_layer_config"))
+    if count_experts(config)[0] == 1 and not uneven:
         return Design(config)
     from dovetail.workers.calibration import subject  # torch comes in here
 

@@ -52,7 +52,7 @@ class Sizes:
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
-    gpt2 = config.get("model_type") == "gpt2"
+    gpt2 = _has_names_of_gpt2(config)
     needed = [
         config.get(name)
         for name in (*(GPT2.values() if gpt2 else (*GPT2, "intermediate_size")), "vocab_size")
@@ -70,6 +70,11 @@ def has_sizes(config: Mapping[str, Any]) -> bool:
     return bool(fits and heads % (1 if gpt2 else config.get("num_key_value_heads") or heads) == 0)
 
 
+def _has_names_of_gpt2(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json calls its sizes as GPT-2's does."""
+    return "n_embd" in config and "hidden_size" not in config
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
@@ -78,19 +83,22 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     """The sizes of a model by its config.json (a dense decoder's) with these weights, and keys and
     values of the type `cache` (fp32 or half); an embedding is as the checkpoint has it, 2 or 4
     bytes a number."""
-    gpt2 = config.get("model_type") == "gpt2"
+    gpt2 = _has_names_of_gpt2(config)
 
     def number(name: str) -> int:
         return int(config[GPT2.get(name, name) if gpt2 else name])
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
-    kv_heads = heads if gpt2 else int(config.get("num_key_value_heads") or heads)
+    kv_heads = int((not gpt2 and config.get("num_key_value_heads")) or heads)
+    if config.get("model_type") == "gpt_bigcode" and config.get("multi_query", True):
+        kv_heads = 1
+    gated = not gpt2 and config.get("model_type") not in UNGATED
     head_dim = int(config.get("head_dim") or hidden // heads)
     units = int((config.get("n_inner") or 4 * hidden) if gpt2 else config["intermediate_size"])
     shapes = (
         ((heads + 2 * kv_heads) * head_dim, hidden),
         (hidden, heads * head_dim),
-        ((1 if gpt2 else 2) * units, hidden),
+        ((2 if gated else 1) * units, hidden),
         (hidden, units),
     )
     matrices = [matrix_bytes(weights, n, k) for n, k in shapes]
@@ -114,7 +122,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         row=mixed.average(2 * kv_heads * head_dim * CACHE_BYTES[cache], 0),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
-        inner=(3 * hidden + 2 * queries + heads * head_dim + (2 if gpt2 else 3) * units)
+        inner=(3 * hidden + 2 * queries + heads * head_dim + (3 if gated else 2) * units)
         * NUMBER_BYTES,
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,
@@ -168,6 +176,9 @@ GPT2 = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
+
+UNGATED = frozenset({"apertus", "arcee", "gpt_neox", "jais2", "nemotron", "phi", "starcoder2"})
+"""Model types, of those with names like Llama's, whose MLP has no gate."""
 
 ALIGNMENT, VECTOR, STEP = 64, 16, 4
 """Numbers of the packed matrices (`kernels/native/packing.h`): bytes between two of them, outputs
