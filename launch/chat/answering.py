@@ -14,6 +14,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from dovetail.launch.chat.conversation import Answer, Manner, Paint
+from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Described, Emitted, Failed, Finished
@@ -44,6 +45,7 @@ class CoordinatorAnswerer:
         self._connection, self._client = connection, connection.client
         self._described: Described | None = None
         self._codec: TextCodec | None = None
+        self._templated: Templated | None = None
 
     def models(self) -> str:
         return self._connection.models()
@@ -74,9 +76,12 @@ class CoordinatorAnswerer:
             return Answer(text, interrupted=True)
 
     def _submit(self, turns: Sequence[str], manner: Manner) -> int:
+        if manner.template and self._templated is None:
+            self._templated = templated(self._client, manner.template)
+        asked = {"turns": turns} if self._templated is None else self._templated.submitted(turns)
         try:
             return self._client.submit(
-                turns=turns,
+                **asked,
                 sampling=manner.sampling,
                 max_tokens=manner.max_tokens,
                 stop=manner.stop,
@@ -102,7 +107,7 @@ class CoordinatorAnswerer:
     def _forget_another(self, fingerprint: str) -> None:
         """The target that answered may be another than the one that was asked what it is."""
         if self._described is not None and self._described.fingerprint != fingerprint:
-            self._described = None
+            self._described = self._templated = None
 
 
 @contextmanager

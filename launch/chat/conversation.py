@@ -7,8 +7,9 @@ Knows nothing of who answers (`answering.py`), nor of terminals.
 import difflib
 import json
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
@@ -74,6 +75,19 @@ class Manner:
     stop: tuple[str, ...] = ()
     speculate: bool = True
     ahead: bool | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the chat template."""
+    said: frozenset[str] | None = None
+    """The settings of sampling that a server is told, by name; it decides the others. None: all."""
+
+    def decides(self, name: str) -> bool:
+        """Return whether a setting of sampling is as it stands here."""
+        return self.said is None or name in self.said
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether replies are sure to be greedy."""
+        return self.decides("temperature") and self.sampling.temperature == 0.0
 
 
 @dataclass(frozen=True)
@@ -97,13 +111,16 @@ class Exchange:
     def is_repeated_in(self, manner: Manner) -> bool:
         """Return whether the question, asked in that manner, is sure to get the same answer:
         greedily, or with the same seed, whatever the draft does."""
-        if self.answer.interrupted or manner.sampling != self.manner.sampling:
+        if self.answer.interrupted or (manner.sampling, manner.said) != (
+            self.manner.sampling,
+            self.manner.said,
+        ):
             return False
         seed = self.answer.result.seed if self.answer.result is not None else self.manner.seed
         drawn_alike = (
             manner.seed is not None and manner.seed == seed and not manner.sampling.rejects
         )
-        return manner.sampling.temperature == 0.0 or drawn_alike
+        return manner.is_greedy or drawn_alike
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
 from dovetail.protocol.files import decode
 from dovetail.protocol.messages import Result
+from dovetail.protocol.settings import SamplingSettings
 
 CONNECT_S = 10.0
 SILENCE_S = 120.0
@@ -68,6 +69,13 @@ def api_key(configuration: Configuration) -> str:
     except OSError as error:
         raise UserError(f"the file of API keys {file} cannot be read: {error.strerror}") from None
     return next((line.strip() for line in lines if line.strip()), "")
+
+
+def said_to_server(configuration: Configuration) -> frozenset[str]:
+    """The settings of sampling, by name, that the user has said: a server decides the others."""
+    return frozenset(
+        name for name in SamplingSettings.model_fields if configuration.given(f"sampling.{name}")
+    )
 
 
 class Site:
@@ -138,9 +146,22 @@ class WebAnswerer:
         self._site = Site(url, key)
         models = self._site.get("/v1/models").get("data") or [{}]
         self._model = str(models[0].get("id", ""))
+        held = models[0].get("sampling")
+        self._defaults: Mapping[str, Any] = held if isinstance(held, dict) else {}
 
     def models(self) -> str:
         return f"{printable(self._model)} at {self._site.url}"
+
+    def defaults(self, manner: Manner) -> str:
+        """In words, which sampling of the server's own holds, as it says itself; empty: none that
+        is not dovetail's default too."""
+        usual = SamplingSettings().model_dump(mode="json")
+        held = [
+            f"{name} {printable(str(value))}"
+            for name, value in self._defaults.items()
+            if not manner.decides(name) and name in usual and value != usual[name]
+        ]
+        return f"sampling by the server: {', '.join(held)}" if held else ""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """Stream a reply, as `answering.Answerer` describes; interrupting it closes the
@@ -155,7 +176,12 @@ class WebAnswerer:
         return Answer(reply.text, reply.result())
 
     def _body(self, turns: Sequence[str], manner: Manner) -> dict[str, Any]:
-        sampling = manner.sampling.model_dump(mode="json", exclude=set(SERVERS))
+        sampling = {
+            name: value
+            for name, value in manner.sampling.model_dump(mode="json").items()
+            if name not in (*SERVERS, "max_tokens") and manner.decides(name)
+        }
+        length = {"max_completion_tokens": manner.max_tokens}
         return {
             "model": self._model,
             "messages": [
@@ -164,8 +190,9 @@ class WebAnswerer:
             ],
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_completion_tokens": manner.max_tokens,
+            **(length if manner.decides("max_tokens") else {}),
             **sampling,
+            **({"chat_template_kwargs": dict(manner.template)} if manner.template else {}),
             **({"stop": list(manner.stop)} if manner.stop else {}),
             **({"seed": manner.seed} if manner.seed is not None else {}),
             "dovetail": {"drafted": True, "speculate": manner.speculate, "fit": True},

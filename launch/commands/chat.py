@@ -9,29 +9,31 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer
 from dovetail.launch.chat.conversation import COMMANDS, Answer, Command, Conversation, Manner, parse
 from dovetail.launch.chat.stats import print_stats
-from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
+from dovetail.launch.chat.templates import template_option
+from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
 from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, unwound_by_signals
+from dovetail.launch.decoding.by_target import connected_by_target
 from dovetail.launch.decoding.request import check_stops
 from dovetail.launch.files.directory import history_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import is_unicode
-from dovetail.launch.processes.connection import ahead_of, connected, speaks_http
+from dovetail.launch.processes.connection import ahead_of, speaks_http
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.launch.settings.generation import with_generation_config
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.files import decode, writing
 
@@ -62,9 +64,11 @@ WAKE_S = 0.5
     help="Text before which a reply ends; can be given several times.",
 )
 @json_option("Without a terminal: the result of each reply as one JSON object on a line of stdout.")
+@template_option
 @settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
 def command(
     configuration: Configuration,
+    template: Mapping[str, Any],
     connect: str | None,
     seed: int | None,
     stop: tuple[str, ...],
@@ -77,21 +81,21 @@ def command(
     file --http.api_key_file, else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
-    if connect is None:
-        configuration, taken = with_generation_config(configuration)
-        if taken:
-            note(taken)
-    settings = configuration.settings
-    manner = Manner(
-        settings.sampling,
-        settings.sampling.max_tokens,
-        settings.tree,
-        seed,
-        stop,
-        speculate=settings.draft.kind != "none",
-        ahead=ahead_of(settings.draft),
-    )
-    with unwound_by_signals(), _answerer(configuration, connect) as answerer:
+    with unwound_by_signals(), _answerer(configuration, connect) as (answerer, configuration):
+        settings = configuration.settings
+        manner = Manner(
+            settings.sampling,
+            settings.sampling.max_tokens,
+            settings.tree,
+            seed,
+            stop,
+            speculate=settings.draft.kind != "none",
+            ahead=ahead_of(settings.draft),
+            template=template,
+            said=said_to_server(configuration) if isinstance(answerer, WebAnswerer) else None,
+        )
+        if isinstance(answerer, WebAnswerer) and (held := answerer.defaults(manner)):
+            note(held)
         chat = Chat(answerer, manner, as_json=as_json)
         if sys.stdin.isatty():
             chat.talk()
@@ -100,13 +104,16 @@ def command(
 
 
 @contextmanager
-def _answerer(configuration: Configuration, connect: str | None) -> Iterator[Answerer]:
+def _answerer(
+    configuration: Configuration, connect: str | None
+) -> Iterator[tuple[Answerer, Configuration]]:
+    """Who answers, and the settings with the target's sampling defaults."""
     if connect is not None and speaks_http(connect):
         check_flags(configuration)
-        yield WebAnswerer(connect, api_key(configuration))
+        yield WebAnswerer(connect, api_key(configuration)), configuration
         return
-    with connected(configuration, connect) as connection:
-        yield CoordinatorAnswerer(connection)
+    with connected_by_target(configuration, connect) as (connection, configuration):
+        yield CoordinatorAnswerer(connection), configuration
 
 
 class Chat:
@@ -259,9 +266,7 @@ class Chat:
             return
         before, last = self._conversation.taken_back()
         if last.is_repeated_in(self._manner):
-            fixed = (
-                "/temperature 0.7" if self._manner.sampling.temperature == 0.0 else "/seed random"
-            )
+            fixed = "/temperature 0.7" if self._manner.is_greedy else "/seed random"
             note(f"the reply will be the same: {fixed} allows another one")
         self._answer(before, last.question)
 
@@ -289,7 +294,10 @@ def _changed(manner: Manner, command: Command) -> Manner:
     if command.name == "seed":
         return replace(manner, seed=_seed(command.argument))
     value = parse_setting("sampling.temperature", command.argument, "/temperature")
-    return replace(manner, sampling=manner.sampling.model_copy(update={"temperature": value}))
+    said = None if manner.said is None else manner.said | {"temperature"}
+    return replace(
+        manner, sampling=manner.sampling.model_copy(update={"temperature": value}), said=said
+    )
 
 
 def _in_force(manner: Manner, name: str) -> str:
@@ -297,7 +305,9 @@ def _in_force(manner: Manner, name: str) -> str:
     temperature = manner.sampling.temperature
     held = {
         "draft": "on" if manner.speculate else "off: the target decodes alone",
-        "temperature": f"{temperature:g}" if temperature else "0: greedy",
+        "temperature": (f"{temperature:g}" if temperature else "0: greedy")
+        if manner.decides("temperature")
+        else "as the server decides",
         "seed": str(manner.seed)
         if manner.seed is not None
         else "random: another one for each reply",

@@ -2,17 +2,21 @@
 
 import json
 import secrets
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
+from dovetail.launch.chat.templates import FLAG, template_option
 from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.options import FILE, SEED, json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.decoding.batch import decode_file
+from dovetail.launch.decoding.by_target import connected_by_target
 from dovetail.launch.decoding.request import Wish, check_stops, read_prompt, tell_what_travels
 from dovetail.launch.decoding.single import decode_one, decode_over_http
 from dovetail.launch.decoding.summary import (
@@ -25,7 +29,7 @@ from dovetail.launch.decoding.summary import (
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
-from dovetail.launch.processes.connection import Connection, connected, is_url, speaks_http
+from dovetail.launch.processes.connection import Connection, is_url, speaks_http
 from dovetail.launch.settings.catalog import ALL_SECTIONS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
@@ -87,6 +91,7 @@ from dovetail.protocol.messages import Result
     cls=Rare,
     help="File that gets a line for every round: offered, verified, accepted, times.",
 )
+@template_option
 @json_option("The result as one JSON object on stdout.")
 @settings_flags(*ALL_SECTIONS)
 def command(
@@ -101,6 +106,7 @@ def command(
     stop: tuple[str, ...],
     trace: Path | None,
     record: Path | None,
+    template: Mapping[str, Any],
     as_json: bool,
 ) -> None:
     """Decode PROMPT, or standard input, and stream the reply; or a file of prompts.
@@ -110,7 +116,11 @@ def command(
     else $DOVETAIL_API_KEY.
     """
     check_stops(stop)
-    wish = Wish(configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None)
+    if raw and template:
+        raise UserError(f"--raw is without the chat template, and {FLAG} is for it: leave one out")
+    wish = Wish(
+        configuration, raw=raw, seed=seed, stop=stop, trace=trace is not None, values=template
+    )
     if prompts is not None:
         _check_file_mode(prompt, connect, as_json=as_json, trace=trace)
         _decode_prompts(wish, connect, prompts, out, record, parallel)
@@ -130,12 +140,11 @@ def command(
     check_output(trace, "the trace")
     with (
         open_records(record) if record is not None else nullcontext() as records,
-        connected(configuration, connect) as connection,
+        connected_by_target(configuration, connect) as (connection, configuration),
     ):
         tell_what_travels(connection)
-        finished, last = decode_one(
-            replace(wish, records=records), connection, text, as_json=as_json
-        )
+        wish = replace(wish.to(connection, configuration), records=records)
+        finished, last = decode_one(wish, connection, text, as_json=as_json)
         _tell_about(wish, connection, finished.result, last)
         if trace is not None:
             from dovetail.runtime.telemetry.trace import write_trace  # the sessions come in here

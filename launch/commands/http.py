@@ -7,9 +7,11 @@ import logging
 import resource
 import socket
 import stat
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import uvloop
@@ -30,7 +32,7 @@ from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.links import open_link
-from dovetail.protocol.settings import HttpSettings, Settings, byte_count
+from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.gateway import Gateway
@@ -38,6 +40,7 @@ from dovetail.runtime.http.guard import is_loopback
 from dovetail.runtime.http.orders import Defaults
 from dovetail.runtime.http.server import Connections, listen, serve
 from dovetail.runtime.http.service import Service, Terms
+from dovetail.runtime.text.tokenizer import OWN_VALUES
 
 RECONNECT_S = 1.0
 SHORTEST_KEY = 16
@@ -151,6 +154,16 @@ def url_of(host: str, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
+def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
+    """The values for the chat template that hold for requests which do not say otherwise."""
+    values = template_values(settings.chat_template_kwargs)
+    if ours := sorted(OWN_VALUES.intersection(values)):
+        raise SettingsError(
+            f"http.chat_template_kwargs may not name {', '.join(ours)}: these follow from a request"
+        )
+    return values
+
+
 def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
     return Terms(
         defaults=Defaults(
@@ -158,6 +171,7 @@ def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
             settings.tree,
             settings.draft.kind != "none",
             ahead_of(settings.draft),
+            _template_values(settings.http),
         ),
         model=settings.http.model,
         version=installed_version(),

@@ -170,7 +170,10 @@ FLAGS = (
     Foreign(("--jinja", "--chat-template-file"), LLAMA, TEMPLATE),
     Foreign(("--chat-template",), BOTH, TEMPLATE),
     Foreign(
-        ("--default-chat-template-kwargs",), VLLM, "`chat_template_kwargs` of a request over HTTP"
+        ("--default-chat-template-kwargs",),
+        VLLM,
+        "`--http.chat_template_kwargs JSON` of a server; `--chat-template-kwargs JSON` of "
+        "`generate` and `chat`; `chat_template_kwargs` of a request",
     ),
     Foreign(("--generation-config",), VLLM, "`--sampling.generation_config auto` or `none`"),
     Foreign(("--lora", "--lora-scaled"), LLAMA, "not supported: merge it into the checkpoint"),

@@ -71,6 +71,16 @@ def _bar(share: float) -> str:
 
 
 @contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until what runs in this block is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def unwound_by_signals() -> Iterator[None]:
     """SIGTERM, and SIGHUP of a terminal that was closed, unwind what runs in this block, so that it
     leaves the terminal as it was, and end the process with 128 and their number. What is ignored,

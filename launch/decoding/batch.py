@@ -8,11 +8,12 @@ from pathlib import Path
 
 from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.terminal import counted, note, progress_bar
+from dovetail.launch.decoding.by_target import connected_by_target
 from dovetail.launch.decoding.request import Wish, tell_what_travels
 from dovetail.launch.decoding.single import cancel
 from dovetail.launch.files.answers import Answers, open_answers
 from dovetail.launch.files.prompts import Prompt
-from dovetail.launch.processes.connection import Connection, connected
+from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import DraftFailure, Failed, Finished, Recorded, Result
 
@@ -54,10 +55,11 @@ def decode_file(
         if not left:
             return
         with (
-            connected(wish.configuration, connect) as connection,
+            connected_by_target(wish.configuration, connect) as (connection, configuration),
             progress_bar(len(left), "prompts") as step,
         ):
             tell_what_travels(connection)
+            wish = wish.to(connection, configuration)
             batch, began_s = _Batch(wish, connection, answers), time.monotonic()
             errors = batch.run(left, parallel, step)
             taken_s = time.monotonic() - began_s

@@ -1,11 +1,13 @@
 """The settings of all requests of a command, checked before anything is started."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pydantic import ValidationError
 
+from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.console.network_notice import leaves_the_machine, of_request
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.prompts import is_unicode
@@ -31,19 +33,30 @@ class Wish:
     trace: bool = False
     records: RecordFile | None = None
     """Gets every round."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the chat template."""
+    template: Templated | None = None
+    """Makes tokens of turns with these values; None: the coordinator does, without any."""
 
     @property
     def speculates(self) -> bool:
         return self.configuration.settings.draft.kind != "none"
 
+    def to(self, connection: Connection, configuration: Configuration) -> "Wish":
+        """Return this wish with the settings that hold for a target, and its chat template."""
+        template = templated(connection.client, self.values)
+        return replace(self, configuration=configuration, template=template)
+
     def submit(self, connection: Connection, turns: tuple[str, ...]) -> int:
         """Ask for the reply to these turns (user first, then alternating), or for the plain
         continuation of a text."""
         settings = self.configuration.settings
+        asked: dict[str, Any] = {"text": turns[0]} if self.raw else {"turns": turns}
+        if self.template is not None:
+            asked = self.template.submitted(turns)
         try:
             return connection.client.submit(
-                text=turns[0] if self.raw else None,
-                turns=None if self.raw else turns,
+                **asked,
                 sampling=settings.sampling,
                 max_tokens=settings.sampling.max_tokens,
                 stop=self.stop,

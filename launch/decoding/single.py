@@ -5,9 +5,9 @@ import json
 import click
 
 from dovetail.launch.chat.conversation import Manner
-from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
+from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
 from dovetail.launch.console.draft_failure import failure_told
-from dovetail.launch.console.terminal import note
+from dovetail.launch.console.terminal import note, uninterrupted
 from dovetail.launch.decoding.request import Wish
 from dovetail.launch.decoding.summary import other_targets, summary, tell_full_context
 from dovetail.launch.processes.connection import Connection
@@ -27,10 +27,12 @@ def decode_one(
 ) -> tuple[Finished, int]:
     """Decode, streamed to stdout unless the whole result is wanted; the reply, and how many tokens
     came last. Ctrl-C cancels the request, and says what was decoded by then."""
-    request = wish.submit(connection, (text,))
+    request: int | None = None
     shown, last = "", 0
     asked = waiting = False
     try:
+        with uninterrupted():  # what has been sent is known, and can be cancelled
+            request = wish.submit(connection, (text,))
         while True:
             reply = connection.client.receive(QUIET_S)
             if reply is None:
@@ -68,7 +70,7 @@ def decode_one(
             "and try again"
         ) from None
     except KeyboardInterrupt:
-        cancelled = cancel(connection, [request])
+        cancelled = [] if request is None else cancel(connection, [request])
         break_off(shown, None if cancelled else wish.seed)
         for finished in cancelled:
             note(f"interrupted: {summary(finished.result, connection.models())}")
@@ -96,8 +98,12 @@ def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
         wish.seed,
         wish.stop,
         speculate=wish.speculates,
+        template=wish.values,
+        said=said_to_server(wish.configuration),
     )
     server = WebAnswerer(url, api_key(wish.configuration))
+    if held := server.defaults(manner):
+        note(held)
     shown: list[str] = []
 
     def show(piece: str, _drafted: bool) -> None:
@@ -125,7 +131,8 @@ def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
         note(other_targets(answer.result))
     if answer.result.draft_failure is not None:
         note(failure_told(answer.result.draft_failure))
-    tell_full_context(answer.result, manner.max_tokens)
+    if manner.decides("max_tokens"):
+        tell_full_context(answer.result, manner.max_tokens)
     if as_json:
         click.echo(json.dumps(answer.result.model_dump(), ensure_ascii=False))
 

@@ -32,6 +32,14 @@ def with_generation_config(configuration: Configuration) -> tuple[Configuration,
             f"{settings.target.model} has not been downloaded yet: the sampling defaults of "
             f"its {FILE} apply from the next start on"
         )
+    return by_folder(configuration, folder)
+
+
+def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Configuration, str]:
+    """Return what `with_generation_config` does, for the target in this folder; None: it is not
+    known."""
+    if folder is None or configuration.settings.sampling.generation_config == "none":
+        return configuration, ""
     file = folder / FILE
     if not file.is_file():
         return configuration, ""

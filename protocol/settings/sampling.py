@@ -139,6 +139,6 @@ class SamplingSettings(Sampling):
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="auto: chat and serve take sampling defaults from the target's "
+        description="auto: chat, generate and serve take sampling defaults from the target's "
         "generation_config.json; none: they do not",
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from dovetail.protocol.settings.values import Frozen, byte_count
+from dovetail.protocol.settings.values import Frozen, byte_count, template_values
 
 
 class MemorySettings(Frozen):
@@ -97,6 +97,17 @@ class HttpSettings(Frozen):
         description="the page at /: full shows the tokens of all requests, anonymous none of "
         "them; auto: full without a key",
     )
+    chat_template_kwargs: str = Field(
+        "",
+        description="JSON object: values for the target's chat template in chats that do not say "
+        "otherwise, such as enable_thinking",
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_values(cls, value: str) -> str:
+        template_values(value)
+        return value
 
     @field_validator("body")
     @classmethod

@@ -1,5 +1,8 @@
 """Values that settings are made of: frozen models, words out of a list, and sizes in bytes."""
 
+import json
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -17,6 +20,20 @@ def one_of(value: str, available: tuple[str, ...], what: str) -> str:
             f"there is no {what} {value!r}; choose {' or '.join(map(repr, available))}"
         )
     return value
+
+
+def template_values(text: str) -> dict[str, Any]:
+    """The values for a chat template in a JSON object, none in an empty text; `ValueError` if it is
+    no such object."""
+    if not text.strip():
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError("write a JSON object, such as '{\"enable_thinking\": false}'")
+    return values
 
 
 def byte_count(text: str) -> int:

@@ -7,7 +7,7 @@ names the field.
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
@@ -23,7 +23,7 @@ from dovetail.runtime.http.bodies import (
 )
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Target
-from dovetail.runtime.text.tokenizer import OWN_VALUES
+from dovetail.runtime.text.tokenizer import against_values
 
 COMPLETION_TOKENS = 16
 """Tokens of a text completion that does not say how many: OpenAI's default."""
@@ -49,6 +49,8 @@ class Defaults:
     speculate: bool = True
     ahead: bool | None = None
     """True if drafting goes on while the target verifies; None: where that pays."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = 
         raise ApiError(
             400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs"
         )
-    prompt = _messages(body, target)
+    prompt = _messages(body, target, defaults.template)
     most = body.max_completion_tokens or body.max_tokens or defaults.sampling.max_tokens
     _check_room(body, [prompt], target, body.max_completion_tokens or body.max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -127,7 +129,7 @@ def completion_order(
     )
 
 
-def tokens_of(body: TokenizeBody, target: Target) -> tuple[int, ...]:
+def tokens_of(body: TokenizeBody, target: Target, defaults: Defaults) -> tuple[int, ...]:
     """The token ids of a text or of messages."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
@@ -138,7 +140,7 @@ def tokens_of(body: TokenizeBody, target: Target) -> tuple[int, ...]:
         return target.text.encode_messages(
             messages,
             reply=body.add_generation_prompt,
-            values=_template_values(body.chat_template_kwargs, target),
+            values=_template_values(body.chat_template_kwargs, target, defaults.template),
         )
     except RequestError as error:
         raise ApiError(
@@ -299,31 +301,24 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
 # -- prompts ---------------------------------------------------------------------------------------
 
 
-def _messages(body: ChatBody, target: Target) -> tuple[int, ...]:
+def _messages(body: ChatBody, target: Target, defaults: Mapping[str, Any]) -> tuple[int, ...]:
     messages = [(message.role, message.text) for message in body.messages]
     _check_length((text for _, text in messages), target, "messages")
-    values = _template_values(body.chat_template_kwargs, target)
+    values = _template_values(body.chat_template_kwargs, target, defaults)
     try:
         return _checked(target.text.encode_messages(messages, values=values), target, "messages")
     except RequestError as error:
         raise ApiError(400, str(error), param="messages") from None
 
 
-def _template_values(given: Mapping[str, Any] | None, target: Target) -> Mapping[str, Any]:
-    """Return what a request gives the chat template, beside what every request does."""
-    if given and not target.described.vocabulary.template:
-        raise ApiError(
-            400,
-            "chat_template_kwargs are for a chat template, and the target has none: leave them out",
-            param="chat_template_kwargs",
-        )
-    if ours := sorted(OWN_VALUES.intersection(given or ())):
-        raise ApiError(
-            400,
-            f"chat_template_kwargs may not name {', '.join(ours)}: these follow from the request",
-            param="chat_template_kwargs",
-        )
-    return given or {}
+def _template_values(
+    given: Mapping[str, Any] | None, target: Target, defaults: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return what a request gives the chat template, beside what every request does; where it does
+    not say, the defaults hold."""
+    if why_not := against_values(given or {}, target.described.vocabulary.template):
+        raise ApiError(400, f"chat_template_kwargs: {why_not}", param="chat_template_kwargs")
+    return {**defaults, **(given or {})}
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:

@@ -4,7 +4,7 @@
 server runs. A field with a default may be missing.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Json
 from pydantic.json_schema import SkipJsonSchema
@@ -225,6 +225,8 @@ class Model(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
+    sampling: dict[str, Any]
+    """The settings of requests that do not say otherwise."""
 
 
 class Models(BaseModel):

@@ -144,7 +144,9 @@ class Service:
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """Return the token ids of a text, or of a conversation."""
         target = await self.target(body.model)
-        tokens = await _here_or_elsewhere(lambda: tokens_of(body, target), _size(body))
+        tokens = await _here_or_elsewhere(
+            lambda: tokens_of(body, target, self.terms.defaults), _size(body)
+        )
         words = [target.text.token(token) for token in tokens] if body.return_token_strs else None
         return {
             "count": len(tokens),
@@ -182,6 +184,7 @@ class Service:
             "owned_by": "dovetail",
             "root": self.name_of(target),
             "max_model_len": target.context,
+            "sampling": self.terms.defaults.sampling.model_dump(mode="json"),
         }
 
     async def reported(self) -> Reported | None:

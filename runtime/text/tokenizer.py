@@ -36,6 +36,15 @@ _LENGTH: FinishReason = "length"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+def against_values(values: Mapping[str, Any], template: str) -> str:
+    """Return why a template cannot be given these values, and what to do; empty: it can."""
+    if values and not template:
+        return "they are for a chat template, and the target has none: leave them out"
+    if ours := sorted(OWN_VALUES.intersection(values)):
+        return f"{', '.join(ours)} may not be among them: these follow from the request"
+    return ""
+
+
 class TextCodec:
     """The tokenizer and the chat template of one target."""
 

@@ -1,14 +1,22 @@
 """Sampling defaults that a target brings along: what is taken over, and what the user has said."""
 
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dovetail.launch.chat.templates import Templated, templated
+from dovetail.launch.decoding.by_target import connected_by_target
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.generation import FILE, with_generation_config
-from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.links import open_link
+from dovetail.runtime.client import Client
+from support.scripted import ScriptedTarget
+from support.web import backend
 
 
 def configured(folder: Path, content: Any, **flags: str) -> Configuration:
@@ -46,6 +54,48 @@ def test_what_the_user_says_stays_and_what_is_taken_over_is_told(tmp_path: Path)
     assert found.arguments("sampling") == ["--sampling.temperature=0.0", "--sampling.top_k=20"]
     without = configured(tmp_path, content, sampling__generation_config="none")
     assert with_generation_config(without) == (without, "")
+
+
+def test_a_request_to_a_target_that_runs_here_has_the_defaults_of_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"do_sample": True, "top_k": 20}))
+    given = configure(flags={"sampling.temperature": "0.5"}, environment={}, demo=False)
+    with backend(target=False, draft=False) as house:
+        here = {"model": str(tmp_path), "host": socket.gethostname(), "pid": os.getpid()}
+        worker = house.add(ScriptedTarget, "target", **here)
+        with connected_by_target(given, house.address) as (_, found):
+            assert found.settings.sampling == given.settings.sampling.model_copy(
+                update={"top_k": 20}
+            )
+        assert f"sampling by the target's {FILE}: top_k 20 (" in capsys.readouterr().err
+        house.lose(worker)
+        house.add(ScriptedTarget, "target", **here | {"host": "elsewhere"})
+        with connected_by_target(given, house.address) as (_, found):
+            assert found == given
+        assert capsys.readouterr().err == ""
+
+
+def test_a_persons_values_reach_the_targets_template() -> None:
+    thinks = "w5 {{ 'w6' if enable_thinking else 'w7' }} {{ messages[0].content }}"
+    with backend(target=False, draft=False) as house:
+        house.add(ScriptedTarget, "target", template=thinks)
+        with Client(open_link(house.address, role="client")) as client:
+            assert templated(client, {}) is None
+            asked = [
+                Templated(client, {"enable_thinking": wanted}).submitted(("w8",))["tokens"]
+                for wanted in (True, False)
+            ]
+            assert asked == [(5, 6, 8), (5, 7, 8)]
+            with pytest.raises(UserError, match=r"kwargs .*tools may not be among them"):
+                Templated(client, {"tools": []})
+        house.lose(house.workers[0])
+        house.add(ScriptedTarget, "target", template="")
+        with (
+            Client(open_link(house.address, role="client")) as client,
+            pytest.raises(UserError, match="the target has none"),
+        ):
+            Templated(client, {"enable_thinking": True})
 
 
 @pytest.mark.parametrize(

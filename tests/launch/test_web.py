@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dovetail.launch.commands.chat import Chat
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Result
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.http.replies import metrics_of
 from support.golden import representative
 
@@ -36,6 +37,7 @@ class Script(HTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.replies = replies
         self.asked: list[tuple[str, str, Any]] = []
+        self.sampling: dict[str, Any] | None = None
 
     @property
     def url(self) -> str:
@@ -46,7 +48,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: Script
 
     def do_GET(self) -> None:
-        self._say(200, b'{"data": [{"id": "tiny"}]}')
+        model = {"id": "tiny", "sampling": self.server.sampling}
+        self._say(200, json.dumps({"data": [model]}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -126,6 +129,30 @@ def test_a_reply_is_shown_as_it_comes_with_its_colours_and_its_figures() -> None
         ["END"],
         False,
     )
+
+
+def test_a_server_is_told_what_the_user_has_said_and_decides_the_rest() -> None:
+    said = frozenset({"temperature"})
+    manner = replace(MANNER, said=said, template={"enable_thinking": False})
+    with scripted(200, chunk("Hi") + DONE) as server:
+        WebAnswerer(server.url, "").answer(("Hello.",), manner, lambda *_: None)
+    ((_, _, body),) = server.asked
+    assert body["temperature"] == 0.5
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert not {*SamplingSettings.model_fields, "max_completion_tokens"} & {*body} - said
+
+
+def test_which_defaults_of_the_server_hold_is_told() -> None:
+    held = {**SamplingSettings().model_dump(mode="json"), "temperature": 0.6, "top_k": 20}
+    with scripted(200, DONE) as server:
+        server.sampling = held
+        answerer = WebAnswerer(server.url, "")
+        nothing = replace(MANNER, said=frozenset())
+        assert answerer.defaults(nothing) == "sampling by the server: temperature 0.6, top_k 20"
+        assert answerer.defaults(replace(nothing, said=frozenset({"temperature"}))) == (
+            "sampling by the server: top_k 20"
+        )
+        assert answerer.defaults(MANNER) == ""
 
 
 def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
@@ -331,6 +332,19 @@ def test_special_tokens_may_be_lists_and_generation_config_has_the_last_word(fol
     assert (facts.end, facts.begin) == ((1, 7), None)
     (folder / "generation_config.json").unlink()
     assert read_tokenizer(folder)[1].end == (5, 6)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_tokenizers_own_end_token_ends_replies_beside_the_models(
+    folder: Path, wrapped: bool
+) -> None:
+    spelt = read_vocabulary((folder / "tokenizer.json").read_bytes())[9]
+    edit_json(folder / "generation_config.json", eos_token_id=[1, 7])
+    told = {"eos_token": {"content": spelt} if wrapped else spelt}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    assert read_tokenizer(folder)[1].end == (1, 7, 9)
+    edit_json(folder / "generation_config.json", eos_token_id=9)
+    assert read_tokenizer(folder)[1].end == (9,)
 
 
 def test_the_chat_template_is_found_in_either_place(folder: Path) -> None:

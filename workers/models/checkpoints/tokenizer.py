@@ -42,17 +42,23 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
         if (folder / "generation_config.json").is_file()
         else {}
     )
+    own = (
+        read_json(folder / "tokenizer_config.json")
+        if (folder / "tokenizer_config.json").is_file()
+        else {}
+    )
     try:
-        digest = vocabulary_digest(read_vocabulary(content))
+        vocabulary = read_vocabulary(content)
+        digest = vocabulary_digest(vocabulary)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     try:
         facts = VocabularyFacts(
             digest=digest,
             size=config.get("vocab_size", 0),
-            end=ids_of(generation, config, "eos_token_id"),
+            end=_ends(generation, config, own, vocabulary),
             begin=(ids_of(generation, config, "bos_token_id") or (None,))[0],
-            template=_chat_template(folder),
+            template=_chat_template(folder, own),
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -71,7 +77,21 @@ def ids_of(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) 
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
-def _chat_template(folder: Path) -> str:
+def _ends(
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+    own: Mapping[str, Any],
+    vocabulary: Mapping[int, str],
+) -> tuple[int, ...]:
+    """The ids that end a reply: the model's, and that of the tokenizer's own end token, by which
+    vLLM ends replies too. It ends a turn where the model may name the end of a document alone."""
+    token = own.get("eos_token")
+    spelt = token.get("content") if isinstance(token, dict) else token
+    named = ids_of(generation, config, "eos_token_id")
+    return (*named, *(i for i, one in vocabulary.items() if one == spelt and i not in named))
+
+
+def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
     """The default chat template, from its own file or from tokenizer_config.json; empty if there is
     none."""
     if (file := folder / "chat_template.jinja").is_file():
@@ -81,9 +101,7 @@ def _chat_template(folder: Path) -> str:
             raise CheckpointError(
                 f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8"
             ) from None
-    if not (folder / "tokenizer_config.json").is_file():
-        return ""
-    template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
+    template = own.get("chat_template") or ""
     if isinstance(template, list):
         template = next(
             (

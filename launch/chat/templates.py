@@ -1,0 +1,60 @@
+"""Values that a person gives the target's chat template, such as enable_thinking, and turns that
+are made into tokens with them, as the HTTP API does it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from dovetail.protocol.errors import RequestError, UserError
+from dovetail.protocol.settings import template_values
+from dovetail.runtime.client import Client
+from dovetail.runtime.text.tokenizer import TextCodec, against_values
+
+FLAG = "--chat-template-kwargs"
+
+
+def _read(_context: click.Context, _option: click.Parameter, text: str) -> Mapping[str, Any]:
+    """The object that the option spells."""
+    try:
+        return template_values(text)
+    except ValueError as error:
+        raise UserError(f"{FLAG} {text!r}: {error}") from None
+
+
+template_option = click.option(
+    FLAG,
+    "template",
+    metavar="JSON",
+    default="",
+    callback=_read,
+    help="Values for the target's chat template, such as '{\"enable_thinking\": false}'.",
+)
+
+
+class Templated:
+    """Makes tokens of conversations by the template of a coordinator's target."""
+
+    def __init__(self, client: Client, values: Mapping[str, Any]) -> None:
+        """`UserError` for values that this template cannot be given."""
+        described = client.describe()
+        self._digest, self._values = described.vocabulary.digest, values
+        if why_not := against_values(values, described.vocabulary.template):
+            raise UserError(f"{FLAG} {json.dumps(values, ensure_ascii=False)}: {why_not}")
+        self._codec = TextCodec(described.tokenizer.data, described.vocabulary)
+
+    def submitted(self, turns: Sequence[str]) -> dict[str, Any]:
+        """Return what `Client.submit` is given for these turns, user first; `UserError` where the
+        template fails on them."""
+        said = [(("user", "assistant")[place % 2], turn) for place, turn in enumerate(turns)]
+        try:
+            tokens = self._codec.encode_messages(said, values=self._values)
+        except RequestError as error:
+            raise UserError(str(error)) from None
+        return {"tokens": tokens, "vocabulary": self._digest}
+
+
+def templated(client: Client, values: Mapping[str, Any]) -> Templated | None:
+    """Return what makes tokens of turns where there are values; None: the coordinator does."""
+    return Templated(client, values) if values else None
