@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from dovetail.launch.console.help import Rare
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.settings import template_values
 from dovetail.runtime.client import Client
@@ -29,6 +30,7 @@ template_option = click.option(
     metavar="JSON",
     default="",
     callback=_read,
+    cls=Rare,
     help="Values for the target's chat template, such as '{\"enable_thinking\": false}'.",
 )
 
