@@ -20,13 +20,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import IO, TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder
 from dovetail.workers.progress import loading
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BLOCK_BYTES = 4 << 20
 """A multiple of the size of every number type, so that no number lies across two blocks; small
@@ -215,13 +216,15 @@ def _seal(key: str, digest: str) -> str:
     return hashlib.sha256(f"{key} {digest}".encode()).hexdigest()
 
 
-def all_finite(block: bytearray | memoryview | np.ndarray, kind: str) -> bool:
+def all_finite(block: "bytearray | memoryview | np.ndarray", kind: str) -> bool:
     """Return whether none of the numbers of type `kind` in a block is NaN or infinite; types that
     know neither are finite.
 
     As integers positive numbers ascend to infinity and NaN, and so do negative ones, above them,
     where the sign counts as a digit: two maxima tell.
     """
+    import numpy as np  # late: every command reads what is remembered of digests
+
     if kind not in EXPONENTS:
         return True
     width, exponent = EXPONENTS[kind]

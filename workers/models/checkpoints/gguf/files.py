@@ -1,8 +1,7 @@
 """The files of one model in GGUF: a file, or the parts of a split one (llama.cpp's `llama-gguf-
 split`), checked against each other. Needs no torch."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,9 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.digests import refuse_changed
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.kinds import F32, KINDS, UNREAD
-from dovetail.workers.models.checkpoints.gguf.reader import AGAIN, Head, read_head
+from dovetail.workers.models.checkpoints.gguf.names import AGAIN, parts_of
+from dovetail.workers.models.checkpoints.gguf.reader import Head, read_head
 
-SUFFIX = ".gguf"
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-SIDECARS = re.compile(r"(^|[-_.])mmproj|^mtp[-_.]", re.IGNORECASE)
-"""Names of files that belong to a model and are none: encoders of images, heads."""
 MOST_NUMBERS = 1 << 16
 
 
@@ -37,11 +33,6 @@ class Model:
     def facts(self) -> Mapping[str, Any]:
         """Return what the model says of itself."""
         return self.heads[0].facts
-
-
-def is_gguf(source: str | Path) -> bool:
-    """Return whether a name is that of a GGUF file."""
-    return str(source).lower().endswith(SUFFIX)
 
 
 def read_model(file: Path) -> Model:
@@ -66,45 +57,6 @@ def read_model(file: Path) -> Model:
             f"where {counted} are called for; {AGAIN}"
         )
     return Model(heads)
-
-
-def parts_of(file: Path) -> list[Path]:
-    """Return all files of a model by the name of one."""
-    if (found := PART.fullmatch(file.name)) is None:
-        return [file]
-    count = int(found[3])
-    if not 1 <= int(found[2]) <= count:
-        raise CheckpointError(f"{file} says that it is part {found[2]} of {found[3]}; {AGAIN}")
-    names = [f"{found[1]}-{part:05d}-of-{found[3]}.gguf" for part in range(1, count + 1)]
-    return [file.with_name(name) for name in names]
-
-
-def models_in(names: Iterable[str]) -> list[str]:
-    """Return the files among these that each name a model: first parts, and no sidecars."""
-    return sorted(
-        name
-        for name in names
-        if is_gguf(name)
-        and not SIDECARS.search(name.rpartition("/")[2])
-        and ((part := PART.fullmatch(name)) is None or int(part[2]) == 1)
-    )
-
-
-def only_model(folder: Path) -> Path:
-    """Return the one model in a folder of GGUF files; `CheckpointError` lists them where there are
-    several."""
-    found = models_in(path.name for path in folder.iterdir())
-    if len(found) != 1:
-        sizes = [f"{name} ({_size(folder / name) / 1e9:.3g} GB)" for name in found]
-        raise CheckpointError(
-            f"{folder} has {len(found)} models in GGUF files: "
-            + (f"name one of {', '.join(sizes[:20])}" if found else "name a file of a model")
-        )
-    return folder / found[0]
-
-
-def _size(file: Path) -> int:
-    return sum(part.stat().st_size for part in parts_of(file) if part.is_file())
 
 
 def numbers_of(model: Model, name: str) -> list[float]:

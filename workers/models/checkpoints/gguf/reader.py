@@ -20,6 +20,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.digests import Identity
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.names import AGAIN
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -47,7 +48,6 @@ DIMENSIONS = 4
 LARGEST = 1 << 48
 """Numbers of a tensor."""
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 16
-AGAIN = "fetch the file again"
 
 
 @dataclass(frozen=True)

@@ -9,46 +9,25 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cache
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, refusal
 from dovetail.workers.models.checkpoints.digests import Identity
 from dovetail.workers.models.checkpoints.files import unreadable
-from dovetail.workers.models.checkpoints.gguf.configurations import CONFIGURATIONS
-from dovetail.workers.models.checkpoints.gguf.facts import Facts
-from dovetail.workers.models.checkpoints.gguf.files import (
-    Model,
-    is_gguf,
-    only_model,
-    parts_of,
-    read_model,
-)
-from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
-from dovetail.workers.models.checkpoints.gguf.placing import placed_in
-from dovetail.workers.models.checkpoints.gguf.vocabulary import Vocabulary, read_vocabulary
+from dovetail.workers.models.checkpoints.gguf.names import MARK, is_gguf, only_model, parts_of
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.checkpoints.gguf.files import Model
 
 VIEWS = "gguf"
 """The folder of views among the caches."""
-MARK = "gguf.json"
-"""The file that says whose view a folder is."""
 MOST_KEPT = 64
 """Views that are kept; the oldest go."""
 WEIGHTS = ("*.safetensors", "*.bin")
-SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-"""Names under `general.sampling`, and those of generation_config.json."""
 
 
 def local_folder(path: Path) -> Path | None:
@@ -77,8 +56,10 @@ def view_of(file: Path) -> Path:
     if (folder / MARK).is_file():
         folder.parent.touch()
         return folder
-    model = read_model(file)
-    contents = _contents(model)
+    from dovetail.workers.models.checkpoints.gguf.contents import contents_of  # numpy comes in here
+    from dovetail.workers.models.checkpoints.gguf.files import read_model
+
+    contents = contents_of(read_model(file))
     try:
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent.parent, prefix="new-") as made:
@@ -122,9 +103,11 @@ def mix_of(folder: Path) -> str:
     return str(_mark(folder).get("mix", ""))
 
 
-def model_of(folder: Path) -> Model | None:
+def model_of(folder: Path) -> "Model | None":
     """Return the model that a folder is the view of, None if it is no view; `CheckpointError` where
     its files have been changed since."""
+    from dovetail.workers.models.checkpoints.gguf.files import read_model
+
     mark = _mark(folder)
     if not mark:
         return None
@@ -148,73 +131,6 @@ def _mark(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _contents(model: Model) -> dict[str, str]:
-    """The files of a view, by their names."""
-    facts = Facts(model)
-    if facts.architecture not in CONFIGURATIONS:
-        raise CheckpointError(
-            f"{model.file}: models of llama.cpp's architecture {facts.architecture[:50]} are not "
-            "read from GGUF here; take the model's folder of safetensors"
-        )
-    config = CONFIGURATIONS[facts.architecture](facts)
-    facts.refuse_more()
-    tensors = placed_in(model)
-    vocabulary = read_vocabulary(model)
-    if len(vocabulary.content["model"]["vocab"]) > config["vocab_size"]:
-        raise facts.refusal("it has more tokens than rows of token_embd.weight")
-    ends = list(vocabulary.ends)
-    ids = {"bos_token_id": vocabulary.begin, "eos_token_id": ends or None}
-    config = {**config, **ids, "eos_token_id": ends[0] if ends else None}
-    files = [{"path": str(h.file.resolve()), "identity": asdict(h.identity)} for h in model.heads]
-    mark = {
-        "files": files,
-        "mix": _mix(model),
-        "tensors": {n: (p.kind, p.shape) for n, p in tensors.items()},
-    }
-    contents = {
-        "config.json": config,
-        "generation_config.json": {**ids, **_sampling(model)},
-        "tokenizer.json": vocabulary.content,
-        "tokenizer_config.json": _tokenizer_config(model, vocabulary),
-        MARK: mark,
-    }
-    return {name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()}
-
-
-def _mix(model: Model) -> str:
-    """The types of a model's numbers and how many tensors have each, and bits for each number."""
-    places = [place for head in model.heads for place in head.tensors]
-    counts = Counter(KINDS[place.kind].name for place in places)
-    bits = 8 * sum(place.size_bytes for place in places) / sum(prod(p.shape) for p in places)
-    kinds = ", ".join(f"{name} {count}" for name, count in counts.most_common())
-    return f"{kinds} tensors, {bits:.1f} bits a number"
-
-
-def _tokenizer_config(model: Model, vocabulary: Vocabulary) -> dict[str, Any]:
-    tokens = model.facts["tokenizer.ggml.tokens"]
-    named = {"bos_token": vocabulary.begin, "eos_token": next(iter(vocabulary.ends), None)}
-    template = model.facts.get("tokenizer.chat_template", "")
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **{name: tokens[place] for name, place in named.items() if place is not None},
-        **({"chat_template": template} if isinstance(template, str) and template else {}),
-    }
-
-
-def _sampling(model: Model) -> dict[str, Any]:
-    """The sampling that a file recommends; a temperature of 0 is no sampling."""
-    found = {
-        theirs: value
-        for ours, theirs in SAMPLING.items()
-        if isinstance(value := model.facts.get(f"general.sampling.{ours}"), int | float)
-    }
-    found = {name: round(value, 6) for name, value in found.items()}
-    if found.get("temperature") == 0:
-        return {"do_sample": False}
-    return {"do_sample": True, **found} if "temperature" in found else found
 
 
 def _place() -> Path:

@@ -1,0 +1,94 @@
+"""The files of a view: what the GGUF files of a model say of configuration, tokenizer and sampling,
+in the Hugging Face layout."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.gguf.configurations import CONFIGURATIONS
+from dovetail.workers.models.checkpoints.gguf.facts import Facts
+from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.names import MARK
+from dovetail.workers.models.checkpoints.gguf.placing import placed_in
+from dovetail.workers.models.checkpoints.gguf.vocabulary import Vocabulary, read_vocabulary
+
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Names under `general.sampling`, and those of generation_config.json."""
+
+
+def contents_of(model: Model) -> dict[str, str]:
+    """Return the files of a model's view, by their names; `CheckpointError` for a model that is not
+    read here."""
+    facts = Facts(model)
+    if facts.architecture not in CONFIGURATIONS:
+        raise CheckpointError(
+            f"{model.file}: models of llama.cpp's architecture {facts.architecture[:50]} are not "
+            "read from GGUF here; take the model's folder of safetensors"
+        )
+    config = CONFIGURATIONS[facts.architecture](facts)
+    facts.refuse_more()
+    tensors = placed_in(model)
+    vocabulary = read_vocabulary(model)
+    if len(vocabulary.content["model"]["vocab"]) > config["vocab_size"]:
+        raise facts.refusal("it has more tokens than rows of token_embd.weight")
+    ends = list(vocabulary.ends)
+    ids = {"bos_token_id": vocabulary.begin, "eos_token_id": ends or None}
+    config = {**config, **ids, "eos_token_id": ends[0] if ends else None}
+    files = [{"path": str(h.file.resolve()), "identity": asdict(h.identity)} for h in model.heads]
+    mark = {
+        "files": files,
+        "mix": _mix(model),
+        "tensors": {n: (p.kind, p.shape) for n, p in tensors.items()},
+    }
+    contents = {
+        "config.json": config,
+        "generation_config.json": {**ids, **_sampling(model)},
+        "tokenizer.json": vocabulary.content,
+        "tokenizer_config.json": _tokenizer_config(model, vocabulary),
+        MARK: mark,
+    }
+    return {name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()}
+
+
+def _mix(model: Model) -> str:
+    """The types of a model's numbers and how many tensors have each, and bits for each number."""
+    places = [place for head in model.heads for place in head.tensors]
+    counts = Counter(KINDS[place.kind].name for place in places)
+    bits = 8 * sum(place.size_bytes for place in places) / sum(prod(p.shape) for p in places)
+    kinds = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    return f"{kinds} tensors, {bits:.1f} bits a number"
+
+
+def _tokenizer_config(model: Model, vocabulary: Vocabulary) -> dict[str, Any]:
+    tokens = model.facts["tokenizer.ggml.tokens"]
+    named = {"bos_token": vocabulary.begin, "eos_token": next(iter(vocabulary.ends), None)}
+    template = model.facts.get("tokenizer.chat_template", "")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{name: tokens[place] for name, place in named.items() if place is not None},
+        **({"chat_template": template} if isinstance(template, str) and template else {}),
+    }
+
+
+def _sampling(model: Model) -> dict[str, Any]:
+    """The sampling that a file recommends; a temperature of 0 is no sampling."""
+    found = {
+        theirs: value
+        for ours, theirs in SAMPLING.items()
+        if isinstance(value := model.facts.get(f"general.sampling.{ours}"), int | float)
+    }
+    found = {name: round(value, 6) for name, value in found.items()}
+    if found.get("temperature") == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, **found} if "temperature" in found else found
