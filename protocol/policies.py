@@ -13,7 +13,7 @@ class PolicyTraits:
     fixed_shape: bool = False
     """No drawn token changes the tree's shape, so that drafts may be accepted by rejection."""
     without_model: bool = False
-    """A draft without a model, which grows best first, can follow it."""
+    """It may be chosen for a draft without a model, which grows best first, in one go."""
     by_entropy: bool = False
     """The policy goes by thresholds of entropy."""
     full_levels: bool = False

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.launch.simulation.recording import Library, Position, Recording
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.planner import Tree
@@ -79,9 +80,12 @@ def published(kind: str, blocks: int = 1) -> Published:
 
 
 def figures_of(kind: str) -> Figures:
-    """Return the figures that a paper reports of a kind of head."""
-    figures = KINDS[kind].figures
-    assert figures is not None
+    """Return the figures that a paper reports of a kind of head; `UserError` where none does."""
+    if (figures := KINDS[kind].figures) is None:
+        raise UserError(
+            f"no figures are known for a {kind} head: run dovetail bench --draft {kind}, or "
+            "give the entry of the kind in workers/heads/registry.py its figures"
+        )
     return figures
 
 

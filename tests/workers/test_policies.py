@@ -130,7 +130,7 @@ policies = st.sampled_from(tuple(POLICIES))
 
 
 def test_every_policy_that_is_built_has_a_definition_here() -> None:
-    assert sorted(DEFINITIONS) == sorted(POLICIES)
+    assert sorted(DEFINITIONS) == sorted(POLICIES), "write a slow definition into DEFINITIONS"
     assert [type(named(p, Shape(3, 3, 3))) for p in DEFINITIONS] == [
         Static,
         Dynamic,

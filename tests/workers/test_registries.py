@@ -50,7 +50,7 @@ def test_a_kind_of_head_that_can_be_named_can_be_trained_and_planned_with(kind: 
     assert own.name == kind
     assert entry.title
     assert entry.what.startswith(("a ", "an "))
-    assert entry.figures is not None
+    assert entry.figures is not None, "dovetail plan needs figures in its Entry"
     assert entry.figures.tokens == tuple(sorted(entry.figures.tokens))
     assert own.architecture.lower().endswith(kind)
 

@@ -63,6 +63,7 @@ class Entry:
     what: str = ""
     """The words of `dovetail train` for it."""
     figures: Figures | None = None
+    """Figures of its paper; None: a variant, which has those of the kind that it is one of."""
     options: tuple[Option, ...] = ()
 
 
