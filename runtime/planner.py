@@ -133,6 +133,8 @@ class Option:
     """Layers of the target on the device; `resident` keep their weights there."""
     resident: int
     layers: int
+    host_experts: bool
+    """True if the CPU computes the experts of the layers on the device."""
     tau: float
     draft_s: float
     """T_D of a round."""
@@ -167,7 +169,7 @@ class Option:
             return "draft"
         if self.copy_s > 0.5 * self.verify_s:
             return "link"
-        return "cpu" if self.on_cpu else "device"
+        return "cpu" if self.on_cpu or self.host_experts else "device"
 
 
 Places = Sequence[tuple[int, int]]
@@ -180,6 +182,10 @@ class Planner:
 
     target: Target
     machine: Machine
+    apart: "Planner | None" = None
+    """Plans it with the experts of layers on the device on the CPU; None: there are
+    none."""
+    host_experts: bool = False
 
     def on_cpu(self) -> Places:
         """The whole target on the CPU."""
@@ -268,6 +274,7 @@ class Planner:
             computed=computed,
             resident=resident,
             layers=self.target.layers,
+            host_experts=self.host_experts,
             tau=tokens,
             draft_s=draft_s,
             verify_s=self.pass_s(rows, computed, resident, draft_s),

@@ -19,7 +19,7 @@ from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
 
 Step = Callable[[str], None]
-KINDS = 11
+KINDS = 13
 """The largest number of kinds of placements, for the bar."""
 
 
@@ -63,52 +63,57 @@ def alternatives(
 ) -> list[Alternative]:
     """Return all possible alternatives, the fastest first. `ahead`: whether target and draft of an
     option compute at the same time."""
-    found = [_alone(planner, name, places) for name, places in _without_draft(planner)]
+    found = [_alone(own, name, places) for own, name, places in _without_draft(planner)]
     for kind in dict.fromkeys(one.candidate.kind for one in offered):
         own = [one for one in offered if one.candidate.kind == kind]
-        for name, places, drafts in _with_draft(planner, own):
+        for of, name, places, drafts in _with_draft(planner, own):
             step(f"{name}, {kind}")
-            found.append(_best(planner, name, places, drafts, ahead))
+            found.append(_best(of, name, places, drafts, ahead))
     return sorted((one for one in found if one is not None), key=lambda one: -one.tokens_per_s)
 
 
 def names_of(planner: Planner, offered: Sequence[Offered]) -> list[str]:
     """Return the names of all kinds of placements that this machine could have, if it had the
     memory."""
-    plain = [name for name, places in _without_draft(planner) if places]
+    plain = [name for _, name, places in _without_draft(planner) if places]
     return [
         *plain,
         *dict.fromkeys(
-            name for name, places, drafts in _with_draft(planner, offered) if places and drafts
+            name for _, name, places, drafts in _with_draft(planner, offered) if places and drafts
         ),
     ]
 
 
-def _without_draft(planner: Planner) -> Iterator[tuple[str, Places]]:
-    yield "target alone", planner.on_cpu()
-    yield "split target alone", planner.split()
-    yield "plain offloading", planner.streamed()
-    yield "all on the device", planner.whole()
+def _without_draft(planner: Planner) -> Iterator[tuple[Planner, str, Places]]:
+    yield planner, "target alone", planner.on_cpu()
+    yield planner, "split target alone", planner.split()
+    yield planner, "plain offloading", planner.streamed()
+    yield planner, "all on the device", planner.whole()
+    if (apart := planner.apart) is not None:
+        yield apart, "experts on the CPU", [*apart.split(), *apart.whole()]
 
 
 def _with_draft(
     planner: Planner, offered: Sequence[Offered]
-) -> Iterator[tuple[str, Places, Sequence[Offered]]]:
+) -> Iterator[tuple[Planner, str, Places, Sequence[Offered]]]:
     apart, shared = (
         [one for one in offered if not one.shared],
         [one for one in offered if one.shared],
     )
-    yield "Dovetail", planner.on_cpu(), apart
-    yield "Dovetail, split target", planner.split(), apart
-    yield "Dovetail, some layers streamed", planner.mixed(), apart
-    yield "offloading with a draft", planner.streamed(), apart
+    yield planner, "Dovetail", planner.on_cpu(), apart
+    yield planner, "Dovetail, split target", planner.split(), apart
+    yield planner, "Dovetail, some layers streamed", planner.mixed(), apart
+    yield planner, "offloading with a draft", planner.streamed(), apart
     yield (
+        planner,
         "offloading with a large tree (SpecExec)",
         planner.streamed(),
         [replace(one, draft=by_budget(one.draft)) for one in apart],
     )
-    yield "all on the device, with a draft", planner.whole(), apart
-    yield "SubSpec", [*planner.streamed(), *planner.whole()], shared
+    yield planner, "all on the device, with a draft", planner.whole(), apart
+    yield planner, "SubSpec", [*planner.streamed(), *planner.whole()], shared
+    if (own := planner.apart) is not None:
+        yield own, "Dovetail, experts on the CPU", [*own.split(), *own.whole()], apart
 
 
 def _alone(planner: Planner, name: str, places: Places) -> Alternative | None:

@@ -5,7 +5,6 @@ Knows shapes and bytes; no costs, no devices.
 """
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +28,9 @@ from dovetail.workers.models.backends.sizes import (
     WEIGHT_BYTES,
     Sizes,
     has_sizes,
-    matrix_bytes,
     sizes_of,
+    weighed,
+    with_host_experts,
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
@@ -132,17 +132,15 @@ class Design:
         sizes = sizes_of(self.config, weights, cache)
         if self.weighed is None:
             return sizes
-        shapes = list(self.weighed.shapes)
-        shapes.remove((self.vocabulary, self.hidden))
-        matrices = Counter(shapes)
-        layers = sum(count * matrix_bytes(weights, n, k) for (n, k), count in matrices.items())
-        largest = max(matrix_bytes(weights, n, k) for n, k in matrices)
-        return replace(sizes, layer=layers // sizes.layers, matrix=largest)
+        return weighed(sizes, weights, self.weighed.matrices)
 
-    def target(self, weights: str, device: str, cache: str = "fp32") -> Target:
+    def target(
+        self, weights: str, device: str, cache: str = "fp32", *, host_experts: bool = False
+    ) -> Target:
         """Return the parts of a target with weights of a type, some of them on a device, and keys
-        and values of a type."""
+        and values of a type; `host_experts`: the experts stay on the CPU."""
         sizes = self.sizes(weights, cache)
+        sizes = with_host_experts(sizes) if host_experts else sizes
 
         def on_device(computed: int, resident: int) -> int:
             return needed_bytes(sizes, computed, resident, device)

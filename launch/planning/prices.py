@@ -6,7 +6,7 @@ Knows numbers and their origins; neither files nor settings.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from dovetail.launch.planning.designs import DraftSize, weight_bytes
@@ -28,6 +28,11 @@ same rounds."""
 FP32_SHARE = 0.5
 """Share of a GPU's 16-bit arithmetic that it does in fp32, as its layers of a target are
 computed."""
+
+
+CROSSING_S = 50e-6
+"""States that go to the CPU and outputs of experts that come back, in a layer: two waits for a
+device, and 16 rows of 4096 numbers on a link of 16 GB/s. An estimate: none has been measured."""
 
 
 MEASURED = Origin(Source.PROFILED, "measured")
@@ -237,6 +242,21 @@ def _link(
     return Link(
         cache(lambda rows: max(0.0, parts.streamed.at(rows) - parts.layer.at(rows))), overlaps=False
     )
+
+
+def with_host_experts(prices: Prices, mixture: Mixture) -> Machine | None:
+    """Return the machine where the CPU computes the experts of layers on the device, in turn with
+    it; None where there is not both. Times of a layer are shared out by the weights that passes
+    read."""
+    host, device = prices.machine.host, prices.machine.device
+    if host is None or device is None or not mixture.share:
+        return None
+
+    def layer_s(rows: int) -> float:
+        plain = (1.0 - mixture.share) / mixture.read(rows)
+        return plain * device.layer_s(rows) + (1.0 - plain) * host.layer_s(rows) + CROSSING_S
+
+    return replace(prices.machine, device=Place(cache(layer_s), device.head_s), link=None)
 
 
 def level(

@@ -8,7 +8,14 @@ from typing import Any
 from dovetail.launch.planning.alternatives import Alternative, Offered, alternatives, names_of
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, read_config
-from dovetail.launch.planning.prices import MEASURED, Hardware, Prices, level, price
+from dovetail.launch.planning.prices import (
+    MEASURED,
+    Hardware,
+    Prices,
+    level,
+    price,
+    with_host_experts,
+)
 from dovetail.launch.planning.this_machine import Here, look_here
 from dovetail.launch.planning.words import settings, told, verdict
 from dovetail.launch.processes.preflight import is_path
@@ -34,13 +41,11 @@ class Subject:
         draft_device: str,
         weights: str,
     ) -> None:
-        if design.weighed is not None:
-            # Layers with experts are computed where they are: neither split nor streamed.
-            hardware = replace(hardware, device=None)
         self.configuration, self.design, self.hardware = configuration, design, hardware
         self.device, self.draft_device, self.weights = device, draft_device, weights
         target = configuration.settings.target.model_copy(update={"weights": weights})
-        self.target = design.target(weights, device or GPU, target.cached)
+        self.cache = target.cached
+        self.target = design.target(weights, device or GPU, self.cache)
         self.embedded = self.unnamed = False
         self.left_out: list[str] = []
         """Kinds of placements for which there is too little memory."""
@@ -55,7 +60,13 @@ class Subject:
 
     @property
     def planner(self) -> Planner:
-        return Planner(self.target, self.prices.machine)
+        """Return what places the target, and places it with its experts on the CPU."""
+        whole = Planner(self.target, self.prices.machine)
+        machine = with_host_experts(self.prices, self.target.mixture)
+        if machine is None:
+            return whole
+        target = self.design.target(self.weights, self.device or GPU, self.cache, host_experts=True)
+        return replace(whole, apart=Planner(target, machine, host_experts=True))
 
     def search(
         self, candidates: Sequence[Candidate], step: Callable[[str], None]
@@ -166,16 +177,11 @@ class Subject:
                 self.target.layers * self.target.layer + self.target.head,
                 link,
                 self.target.layer,
-                streams=self.design.weighed is None,
+                dense=self.design.weighed is None,
             ),
         }
 
     def _device_says(self) -> str:
-        if self.device and self.design.weighed is not None:
-            return (
-                "layers with experts are neither split nor streamed: the target is on the CPU, a "
-                "draft on the device"
-            )
         if self.device:
             return ""
         said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"

@@ -28,6 +28,8 @@ def placement(one: Alternative, device: str) -> str:
         kinds = ((option.resident, "resident"), (option.streamed, "streamed"))
         how = ", ".join(f"{count} {word}" for count, word in kinds if count)
         parts.append(f"{device} {_span(option.on_cpu, option.layers - 1)} ({how}) and head")
+        if option.host_experts:
+            parts.append("experts on the cpu")
     words = ", ".join(parts)
     return f"{words}; {one.option.draft.name}" if one.option.draft is not None else words
 
@@ -94,6 +96,13 @@ def settings(
 def _target(option: Option, device: str) -> dict[str, Any]:
     if not option.computed:
         return {}
+    if option.host_experts:
+        return {
+            "target.split.device": device,
+            "target.split.layers": option.computed,
+            "target.split.parts": "mixer",
+            "target.resident": option.resident,
+        }
     if option.on_cpu:
         return {
             "target.split.device": device,
@@ -124,9 +133,9 @@ def verdict(
     link: Link | None,
     layer_bytes: int,
     *,
-    streams: bool = True,
+    dense: bool = True,
 ) -> list[str]:
-    """Which wins, whether speculation is worth it, and, for layers that could be streamed,
+    """Which wins, whether speculation is worth it, and, for a target without experts,
     heterogeneous speculation against offloading (Appendix B of the Dovetail paper)."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
@@ -150,7 +159,7 @@ def verdict(
         )
         said.append(f"speculation is not worth it here: {cause}")
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
-    if mixed is not None and streams:
+    if mixed is not None and dense:
         offloading = _offloading(mixed, found, weights, bytes_read, link, layer_bytes)
         said.append(
             f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "

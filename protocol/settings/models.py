@@ -52,6 +52,12 @@ class SplitSettings(Frozen):
         "the device's free memory, holds",
     )
 
+    parts: Literal["layer", "mixer"] = Field(
+        "layer",
+        description="what of these layers the device computes: layer (all), or mixer (all but the "
+        "routed experts, which the CPU computes from its own memory)",
+    )
+
     @field_validator("device")
     @classmethod
     def _device(cls, value: str) -> str:

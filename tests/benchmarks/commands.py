@@ -10,6 +10,7 @@ from benchmarks.accuracy import accuracy
 from benchmarks.ahead import ahead
 from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
+from benchmarks.experts import experts
 from benchmarks.gains import gains, picture, utilisation
 from benchmarks.goodput import goodput
 from benchmarks.heterospec import heterospec
@@ -49,6 +50,7 @@ for command in (
     transformers,
     llama,
     limit,
+    experts,
     rest,
     bytes_command,
     accuracy,

@@ -174,8 +174,13 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
     assert named(found, "target alone")["ram_gb"] > 30.0
     read_s = found["active_parameters"] / 56.6e9  # bytes, at the bandwidth of that machine
     assert named(found, "target alone")["tokens_per_s"] == pytest.approx(1 / read_s, rel=0.1)
-    assert "neither split nor streamed" in found["device_says"]
-    assert not any("offloading" in one["name"] for one in found["alternatives"])
+    apart, plain = named(found, "experts on the CPU"), named(found, "target alone")
+    assert apart["vram_gb"] < 4.0  # attention, head, keys and values
+    assert apart["ram_gb"] > 28.0
+    assert apart["tokens_per_s"] > 1.05 * plain["tokens_per_s"]
+    assert "all on the device" in found["left_out"]
+    assert apart["settings"]["target.split.parts"] == "mixer"
+    assert "experts on the cpu" in apart["placement"]
     refused = invoke("plan", *asked, "--draft", "substitute")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "layers with experts have no copy of few bits" in refused.stderr

@@ -88,7 +88,7 @@ def pair(
         str(folder),
         weights="half",
         device="cpu",
-        stage=lambda _config, _weights: Staging(places, HostTransfer()),
+        stage=lambda *_: Staging(places, HostTransfer()),
     )
     substitute, made, shared = load_device_substitute(target, capture, weights=weights, folder=kept)
     assert shared == resident == 2 - made.made
@@ -166,7 +166,7 @@ def test_levels_that_a_gpu_replays_are_those_of_the_kernels_substitute(
         str(folder),
         weights="half",
         device="cpu",
-        stage=lambda _config, _weights: Staging(places, device.transfer()),
+        stage=lambda *_: Staging(places, device.transfer()),
     )
     shared = load_device_substitute(
         target, device.capture, weights=weights, folder=tmp_path / "kept"

@@ -19,14 +19,11 @@ from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
-from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import Choice, route
-from dovetail.workers.kernels.layer_plan import RouterPlan, Score
+from dovetail.workers.kernels.layer_plan import LayerPlan, RouterPlan, Score
 from dovetail.workers.models.backends import fused
-from dovetail.workers.models.backends.packing import check_packed
-from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.backends.packing import DTYPES, check_rows
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.footprint import in_pieces, read_tensors, weights_bytes
@@ -34,9 +31,10 @@ from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.families.description import Experts, Family, LayerSpec
 from dovetail.workers.models.families.mixtures import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.progress import hearing_loads
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
 from support.architectures import VOCABULARY, write_tiny
@@ -157,6 +155,15 @@ def test_a_row_has_the_same_bytes_among_any_number_of_rows_and_threads(
         assert torch.equal(read(model, ids, rows), alone), rows
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama4_text"])
+def test_rows_of_several_batches_have_the_bytes_that_each_has_alone(
+    kind: str, tmp_path: Path
+) -> None:
+    write_tiny(kind, tmp_path / "m", num_local_experts=8, num_experts_per_tok=7)
+    model, ids = load(tmp_path / "m"), tokens(90)  # 630 places, of which 512 are computed at a time
+    assert torch.equal(read(model, ids, 90), read(model, ids, 1))
+
+
 # tokens
 
 
@@ -185,6 +192,11 @@ def test_tokens_are_those_that_transformers_chooses(
     model, prompt, sampling = load(tmp_path / "m"), tokens(12), Sampling(temperature=temperature)
     expected = reference_tokens(tmp_path / "m", prompt, 12, key=KEY, sampling=sampling)
     assert decode(model, prompt, 12, sampling) == expected
+
+
+def decoder_plans(model: LanguageModel) -> list[LayerPlan]:
+    assert isinstance(model.back_end, fused.Kernels)
+    return [layer.plan for layer in model.back_end._layers]
 
 
 # checkpoints
@@ -333,15 +345,22 @@ def test_a_wrong_description_of_experts_is_found(
         load(tmp_path / "m")
 
 
-def test_of_thousands_of_experts_none_is_refused_for_its_rounding() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", Kind)
+def test_a_matrix_is_packed_by_one_thread_as_by_all(kind: Kind, dtype: torch.dtype) -> None:
+    if kind in (Kind.FP16, Kind.BF16):
+        dtype = DTYPES[kind]
     generator = torch.Generator().manual_seed(5)
-    for _ in range(3000):
-        weight = torch.randn(16, 64, generator=generator) ** 3  # few are large, as in models
-        matrix = PackedMatrix(Kind.INT8, *weight.shape)
-        matrix.pack(weight)
-        check_packed("experts'", matrix, weight)
-    with pytest.raises(UnsupportedError, match="experts' weights differs"):
-        check_packed("experts'", matrix, weight.roll(1, 0))
+    for shape in ((37, 48), (100, 33), (16, 3)):
+        weight = (torch.randn(shape, generator=generator) ** 3).to(dtype)
+        weight[0, :2] = torch.tensor([0.0, 1e-7])  # subnormal in fp16
+        alone, together = (PackedMatrix(kind, *shape) for _ in range(2))
+        alone.pack_alone(weight)
+        together.pack(weight.to(DTYPES[kind]))
+        assert bytes(alone.memory) == bytes(together.memory)
+        check_rows("experts'", alone, weight)
+        with pytest.raises(UnsupportedError, match="experts' weights differs"):
+            check_rows("experts'", alone, weight.roll(1, 0))
 
 
 def test_olmoe_that_clips_is_left_to_the_library(tmp_path: Path) -> None:
@@ -351,15 +370,27 @@ def test_olmoe_that_clips_is_left_to_the_library(tmp_path: Path) -> None:
         load(tmp_path / "m")
 
 
-def test_experts_that_are_to_be_split_or_streamed_are_refused(tmp_path: Path) -> None:
-    write_tiny("mixtral", tmp_path / "m")
-    with pytest.raises(CheckpointError, match="layers of experts are computed on one CPU"):
-        load_language_model(
-            str(tmp_path / "m"),
-            weights="fp32",
-            device="cpu",
-            stage=lambda config, kind: Staging([Place.RESIDENT] * 4, HostTransfer()),
-        )
+# random weights
+
+
+@pytest.mark.parametrize("weights", ["half", "int8"])
+def test_a_model_of_random_experts_is_made_one_by_one_and_tells_how_far_it_is(
+    weights: str, tmp_path: Path
+) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m", dtype=torch.bfloat16)
+    (tmp_path / "m" / "model.safetensors").unlink()
+    heard: list[tuple[str, int, int]] = []
+    with hearing_loads(lambda *told: heard.append(told)):
+        model = random_language_model(tmp_path / "m", weights=weights, layers=2)
+    assert model.backend == "kernels"
+    _, done, total = heard[-1]
+    assert 0.9 * total < done <= total
+    assert len({told[1] for told in heard}) > 8 * 2  # experts are counted one by one
+    layer = decoder_plans(model)[0]
+    assert layer.experts is not None
+    first, second = (matrix.row(0) for matrix in layer.experts.down[:2])
+    assert not (first == second).all()
+    assert 0.5 < float(first.std()) * first.size**0.5 < 2.0
 
 
 # memory

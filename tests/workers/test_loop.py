@@ -40,6 +40,7 @@ from dovetail.workers import loop
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.loop import serve
+from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import beat
 from dovetail.workers.serving.open_target import open_target_worker
@@ -155,7 +156,7 @@ def test_the_introduction_says_what_the_worker_is(
     assert hello.vocabulary is not None
     assert hello.vocabulary.size == VOCABULARY
     assert hello.fingerprint is not None
-    assert hello.fingerprint.kernels == "dovetail-1" or "1t" in hello.fingerprint.kernels
+    assert hello.fingerprint.kernels == VERSION or "1t" in hello.fingerprint.kernels
 
 
 def test_a_session_is_opened_verified_and_closed(

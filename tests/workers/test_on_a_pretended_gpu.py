@@ -124,7 +124,7 @@ def test_layers_on_it_compute_the_kernels_function(
     found, expected = (
         decode(
             load_language_model(
-                str(folder), weights=weights, device="cpu", stage=lambda config, kind: staging
+                str(folder), weights=weights, device="cpu", stage=lambda *_: staging
             )
         ),
         decode(whole),
@@ -208,7 +208,7 @@ def test_a_prompt_that_it_has_read_goes_on_on_the_cpu(tmp_path: Path, there: tor
             str(folder),
             weights="fp32",
             device="cpu",
-            stage=lambda config, kind, reader=reader: Staging([Place.CPU] * 3, reader=reader),
+            stage=lambda *_, reader=reader: Staging([Place.CPU] * 3, reader=reader),
         )
         cache, last = model.new_cache(36), torch.tensor([32])
         if reader is None:
@@ -250,7 +250,7 @@ def test_a_substitute_shares_with_a_target_there_and_drafts_what_it_verifies(
         str(folder),
         weights="half",
         device="cpu",
-        stage=lambda _config, _weights: Staging(places, PretendedTransfer()),
+        stage=lambda *_: Staging(places, PretendedTransfer()),
     )
     substitute = load_device_substitute(target, capture, weights="int4", folder=tmp_path / "kept")[
         0

@@ -116,7 +116,7 @@ def test_a_gpu_computes_the_same_function_up_to_rounding(
     found, expected = (
         decode(
             load_language_model(
-                str(folder), weights=weights, device="cpu", stage=lambda config, kind: staging
+                str(folder), weights=weights, device="cpu", stage=lambda *_: staging
             )
         ),
         decode(whole),
@@ -137,7 +137,7 @@ def test_a_prompt_that_a_gpu_has_read_goes_on_on_the_cpu(
             str(folder),
             weights="fp32",
             device="cpu",
-            stage=lambda config, kind, staging=staging: staging,
+            stage=lambda *_, staging=staging: staging,
         )
         cache, last = model.new_cache(length + 3), torch.tensor([length - 1])
         if reader is None:

@@ -17,7 +17,7 @@ from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.blob import Lying, unpack
-from dovetail.workers.models.backends.device_layer import product
+from dovetail.workers.models.backends.device.layer import product
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.stage_engines import TorchEngine
 from dovetail.workers.models.backends.staged import Staging
@@ -86,7 +86,7 @@ def load(
         str(folder),
         weights=weights,
         device="cpu",
-        stage=lambda config, kind: staging,
+        stage=lambda *_: staging,
         cache="auto",
     )
 
@@ -409,6 +409,6 @@ def test_what_the_kernels_cannot_compute_is_neither_split_nor_streamed(
             str(folders["fp32"]),
             weights="int8-per-tensor",
             device="cpu",
-            stage=lambda config, kind: Staging([S] * LAYERS, HostTransfer()),
+            stage=lambda *_: Staging([S] * LAYERS, HostTransfer()),
         )
     assert "\n" not in str(caught.value)

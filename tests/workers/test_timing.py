@@ -12,7 +12,7 @@ from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.models.timing import PARTS, asked, timed
+from dovetail.workers.models.timing import PLACES, asked, timed
 from dovetail.workers.sessions.timing import timed_pass
 
 FAMILIES = [
@@ -42,12 +42,12 @@ def test_the_parts_of_a_pass_are_parts_of_it_and_it_computes_the_same_bytes(
     with timed() as parts:
         found = logits(model)
     duration_ns = time.perf_counter_ns() - began_ns
-    taken = [parts.ns(part) for part in PARTS]
+    taken = [parts.ns(part) for part in PLACES]
     assert min(taken) > 0
     assert sum(taken) < duration_ns
     assert torch.equal(found, expected)
     assert torch.equal(logits(model), expected)
-    assert [parts.ns(part) for part in PARTS] == taken, "nobody asks any more"
+    assert [parts.ns(part) for part in PLACES] == taken, "nobody asks any more"
     assert asked() is None
 
 
@@ -56,10 +56,10 @@ def test_the_parts_grow_with_the_work(llama_folder: Path, backend: str) -> None:
     model = load_language_model(str(llama_folder), weights="fp32", device="cpu", backend=backend)
     logits(model)
     with timed() as parts:
-        before = [parts.ns(part) for part in PARTS]
+        before = [parts.ns(part) for part in PLACES]
         for _ in range(8):
             logits(model)
-            after = [parts.ns(part) for part in PARTS]
+            after = [parts.ns(part) for part in PLACES]
             assert all(now > then for now, then in zip(after, before, strict=True))
             before = after
 

@@ -29,7 +29,7 @@ from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.linear import CANDIDATES
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.selection import profile_key
-from dovetail.workers.models.backends.sizes import has_sizes, sizes_of
+from dovetail.workers.models.backends.sizes import has_sizes, mixed, sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
@@ -127,7 +127,8 @@ def measure_device(
             for place in (Place.CPU, Place.RESIDENT)
         )
         streaming = bench.curve(Place.STREAMED, MORE)
-    layer = sizes_of(config, settings.weights).layer
+    matrices = read_design(settings).matrices
+    layer = mixed(sizes_of(config, settings.weights), settings.weights, matrices).layer
     link = link_gb_s(opened, layer)
     return DeviceCosts(
         device=opened.name,
@@ -191,7 +192,7 @@ class _Bench:
             weights=weights,
             backend=backend,
             layers=layers,
-            stage=lambda _config, _weights: staging,
+            stage=lambda *_: staging,
             cache=self._settings.cache,
         )
 

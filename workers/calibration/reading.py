@@ -12,7 +12,7 @@ from dovetail.protocol.calibration import Reading, RowsSeconds
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers.devices import open_device
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.sizes import sizes_of
+from dovetail.workers.models.backends.sizes import Matrices, sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -31,7 +31,7 @@ def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -
     median of three, after one that is not counted."""
     device = open_device(settings.prefill, threads)
 
-    def stage(config: Mapping[str, Any], weights: str) -> Staging:
+    def stage(config: Mapping[str, Any], weights: str, _: Matrices) -> Staging:
         return Staging((Place.CPU,) * sizes_of(config, weights).layers, reader=device.transfer())
 
     inflate_bytes = byte_count(settings.inflate) if settings.inflate else 0

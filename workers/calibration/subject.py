@@ -1,6 +1,5 @@
 """The model that is measured, and the one that its cost is told for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings, byte_count
+from dovetail.workers.models.backends.sizes import Matrices, Shapes
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
@@ -18,8 +18,6 @@ from dovetail.workers.models.checkpoints.inflate import (
 )
 from dovetail.workers.models.checkpoints.loader import random_skeleton
 from dovetail.workers.models.language_model import LanguageModel, context_of
-
-Shapes = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,13 @@ class Design:
     layers: int
     context: int
     mixture: Mixture = DENSE
+    experts: Shapes = ()
+    """Those of experts alone, which stand last in `shapes`."""
+
+    @property
+    def matrices(self) -> Matrices:
+        """Return the matrices of the model, those of experts apart."""
+        return Matrices(self.shapes[: len(self.shapes) - len(self.experts)], self.experts)
 
     @property
     def weights(self) -> int:
@@ -73,4 +78,4 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     count, chosen = count_experts(model.config.to_dict())
     mixture = Mixture(count, chosen, routed / (routed + rest)) if routed else DENSE
     layers = len(decoder_layers(model)[1])
-    return Design(folder, [*linears, *experts], layers, context_of(model.config), mixture)
+    return Design(folder, [*linears, *experts], layers, context_of(model.config), mixture, experts)

@@ -49,6 +49,7 @@ from dovetail.workers.calibration.subject import Design, Subject, read_design
 from dovetail.workers.devices import open_device
 from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.loading import load_language_model, random_language_model
+from dovetail.workers.progress import LoadingTold, hearing_loads
 
 SHARE_OF_MEMORY = 0.8
 """The share of the free memory that is for a model that is measured without being needed."""
@@ -87,7 +88,8 @@ def calibrate(
     say("measuring the machine", 0.0)
     before = measure_limits(min(PROBE_S, seconds / 10))
     say("loading the model", LOADED / 3)
-    subject = open_subject(settings, design, memory_bytes=memory_bytes, profile=profile)
+    with hearing_loads(_told_by(say)):
+        subject = open_subject(settings, design, memory_bytes=memory_bytes, profile=profile)
     curves, skipped = _measure(subject, base, lengths, seconds, say)
     reading = _measure_reading(settings, subject, threads, seconds, say)
     say("measuring the machine again", 0.98)
@@ -296,6 +298,20 @@ def _measure(
         )
         curves[length] = passes.curve(rows, budget_s, scale=subject.scale)
     return curves, []
+
+
+def _told_by(say: Say) -> LoadingTold:
+    """Return what tells `say` how far the model is loaded: a third of the share is for checking it,
+    one for the rest; of one that is loaded anew, only what goes beyond."""
+    most = LOADED / 3
+
+    def hear(doing: str, done: int, total: int) -> None:
+        nonlocal most
+        begun = 1 if doing == "checking" else 2
+        most = max(most, LOADED * (begun + done / max(1, total)) / 3)
+        say(f"{doing} the model", most)
+
+    return hear
 
 
 def _say_share(say: Say, doing: str, begun: float, share: float, done: float) -> None:

@@ -71,6 +71,10 @@ ELEMENTS = {
 """The types that `PackedMatrix.pack` takes for a kind; uint16 are raw bits."""
 
 
+STORED_HALVES = {"float16": Kind.FP16, "bfloat16": Kind.BF16}
+"""Types of 16 bits that are widened while they are packed."""
+
+
 class MatrixStruct(Structure):
     """`Matrix` of native/kernels.h."""
 
@@ -94,6 +98,11 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_layer_bytes": (c_int64, ()),
     "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "dt_pack": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
+    "dt_pack_alone": (
+        None,
+        (*(c_int, c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),),
+    ),
+    "dt_unpack_row": (None, (POINTER(MatrixStruct), c_int64, c_void_p)),
     "dt_pack_codes": (
         None,
         (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
@@ -203,6 +212,28 @@ class PackedMatrix:
         library().dt_pack(
             self.kind, address, first, count, self.n, self.k, self.struct.packed, self.struct.scales
         )
+
+    def pack_alone(self, rows: Array) -> None:
+        """Pack all rows [n, k] by the calling thread alone, so that several threads may pack a
+        matrix each. FP32 and INT8 take fp32, fp16 and bf16, the others their own type."""
+        stored = Kind.FP32 if self.kind in (Kind.FP32, Kind.INT8) else Kind(self.kind)
+        element = str(rows.dtype).removeprefix("torch.")
+        if stored is Kind.FP32 and element in STORED_HALVES:
+            stored = STORED_HALVES[element]
+        address = address_of(rows, (self.n, self.k), ELEMENTS[stored])
+        library().dt_pack_alone(
+            self.kind,
+            stored,
+            address,
+            *(0, self.n, self.n, self.k),
+            *(self.struct.packed, self.struct.scales),
+        )
+
+    def row(self, index: int) -> Array:
+        """Return a row [k] in float32 as it is multiplied with, a numpy array."""
+        found = _numpy_empty(1, self.k)[0]
+        library().dt_unpack_row(self._reference, index, _start(found))
+        return found
 
     def at(self, memory: Any, address: int) -> "PackedMatrix":
         """Return the matrix with its `nbytes` at another address, which `memory` keeps; whoever

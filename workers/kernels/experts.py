@@ -100,8 +100,18 @@ class Choice:
 def _functions() -> Any:
     router = POINTER(RouterStruct)
     types = (router, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
-    declare(library(), {"dt_route": (None, types)})
+    mix = (c_void_p, c_void_p, c_void_p, c_int64)
+    declare(library(), {"dt_route": (None, types), "dt_experts": (None, mix)})
     return library()
+
+
+def mix(layer: Structure, x: Tensor) -> Tensor:
+    """Return what the experts of a layer give for each row of x [rows, hidden]: of what the MLP
+    reads, or of the states before its norm where experts have a norm of their own."""
+    y, shape = torch.empty_like(x), (x.shape[0], layer.hidden)
+    addresses = (address_of(part, shape, ("float32",)) for part in (x, y))
+    _functions().dt_experts(byref(layer), *addresses, x.shape[0])
+    return y
 
 
 def route(router: RouterPlan, x: Tensor) -> Choice:

@@ -101,8 +101,8 @@ class LayerPass:
         self.reference = byref(self.struct)
 
     def time_parts(self, address: int | None) -> None:
-        """Have the layers add the nanoseconds of their matrices and of attention to two int64 at
-        this address from now on; None: no more."""
+        """Have the layers add to three int64 at this address from now on: the nanoseconds of their
+        matrices, those of attention, and the experts that rows go through; None: no more."""
         self.struct.parts = address
 
 

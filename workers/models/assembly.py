@@ -52,13 +52,15 @@ def assemble(
     prefixes = [
         f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))
     ]
-    with loading("loading", _stored_bytes(checkpoint, prefixes)), provable(checkpoint, model):
+    size = _stored_bytes(checkpoint, prefixes) or skeleton.size_bytes
+    with loading("loading", size), provable(checkpoint, model):
         skeleton.fill(
             model, "", types, but=layers
         )  # transformers' own forward runs around the layers, and proves them
         back_end = open_back_end(model, plan)
+        one_by_one = not isinstance(back_end, Library)
         for index, layer in enumerate(layers):
-            skeleton.fill(layer, prefixes[index], types)
+            skeleton.fill(layer, prefixes[index], types, one_by_one=one_by_one)
             if plan is not None:
                 grow_layer(layer, index, plan)
             layers[index] = back_end.take_layer(layer, index)

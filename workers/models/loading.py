@@ -18,6 +18,7 @@ from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library, prove_whole
 from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
 from dovetail.workers.models.backends.selection import select
+from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.architecture import refuse_states
@@ -28,6 +29,7 @@ from dovetail.workers.models.checkpoints.files import read_bytes, read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     Plan,
+    expert_shapes,
     grow_layer,
     grow_skeleton,
     inflated_digest,
@@ -253,7 +255,8 @@ def _assemble(
 
 def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bool) -> BackEnd:
     if kernels and wanted.stage is not None:
-        staging = wanted.stage(model.config.to_dict(), wanted.weights)
+        matrices = Matrices(planned_shapes(model, plan), expert_shapes(model))
+        staging = wanted.stage(model.config.to_dict(), wanted.weights, matrices)
         return Staged(
             model,
             KINDS[wanted.weights],

@@ -18,26 +18,33 @@ from typing import Any, Literal
 from torch import nn
 
 Part = Literal["linears", "attention", "head"]
-PARTS: tuple[Part, ...] = ("linears", "attention", "head")
+LINEARS, ATTENTION, EXPERTS, HEAD = range(4)
+PLACES: dict[Part, int] = {"linears": LINEARS, "attention": ATTENTION, "head": HEAD}
 
 
 class Parts:
-    """The times of the parts of a pass, in all layers together."""
+    """The times of the parts of a pass, in all layers together, and the experts that it went
+    through."""
 
     def __init__(self) -> None:
-        self._ns = (c_int64 * len(PARTS))()
+        self._added = (c_int64 * (HEAD + 1))()
 
     @property
     def layers(self) -> int:
-        """Return where the kernels add up: the address of int64 nanoseconds of matrices and
-        attention, in this order."""
-        return addressof(self._ns)
+        """Return where the kernels add up: the address of int64 nanoseconds of matrices and of
+        attention, and the number of experts, in this order."""
+        return addressof(self._added)
+
+    @property
+    def experts(self) -> int:
+        """Return how many experts the pass went through, those of all layers together."""
+        return self._added[EXPERTS]
 
     def add(self, part: Part, duration_ns: int) -> None:
-        self._ns[PARTS.index(part)] += duration_ns
+        self._added[PLACES[part]] += duration_ns
 
     def ns(self, part: Part) -> int:
-        return self._ns[PARTS.index(part)]
+        return self._added[PLACES[part]]
 
 
 class _Thread(threading.local):

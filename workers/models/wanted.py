@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from dovetail.protocol.settings import cache_of
+from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.cache import HALF
 
-Stager = Callable[[Mapping[str, Any], str], Staging]
+Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
 """A function that says how a model of a configuration (config.json's) with weights of a type (fp32,
-fp16, bf16 or int8) is to be spread over devices."""
+fp16, bf16 or int8), and with these matrices, is to be spread over devices."""
 
 
 @dataclass(frozen=True)

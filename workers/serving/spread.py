@@ -14,6 +14,7 @@ import torch
 
 from dovetail.protocol.calibration import Reading
 from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.experts import count_experts
 from dovetail.protocol.memory import read_room
 from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import MemorySettings, TargetSettings
@@ -30,12 +31,19 @@ from dovetail.workers.models.backends.placement import (
     place_layers,
     reader_bytes,
 )
-from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, has_sizes, sizes_of
+from dovetail.workers.models.backends.sizes import (
+    WEIGHT_BYTES,
+    Matrices,
+    has_sizes,
+    mixed,
+    sizes_of,
+)
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 
+NO_MATRICES = Matrices(())
 FREE_SHARE = 0.9
 """The share of a GPU's free memory that is used; the rest is left to libraries, and to what is
 between two matrices."""
@@ -63,15 +71,17 @@ class Spread:
     """Bits of the codes of a substitute of all layers that the device has to hold too; 0: there is
     none."""
 
-    def stage(self, config: Mapping[str, Any], weights: str) -> Staging:
-        """The staging of a model by its configuration; a `Stager`."""
+    def stage(
+        self, config: Mapping[str, Any], weights: str, matrices: Matrices = NO_MATRICES
+    ) -> Staging:
+        """The staging of a model by its configuration and its matrices; a `Stager`."""
         if not has_sizes(config):
             kind = config.get("model_type")
             raise SettingsError(
                 f"the config.json of a {kind} model has no sizes that layers could be placed "
                 "by: leave target.split and target.resident out"
             )
-        sizes = sizes_of(config, weights, self.cache)
+        sizes = mixed(sizes_of(config, weights, self.cache), weights, matrices)
         demand = self.demand
         if demand is not None and self.beside and demand.device_bytes is not None:
             demand = replace(
@@ -108,6 +118,7 @@ class Spread:
             self.placement.places,
             None if self.device is None else self.device.transfer(),
             None if self.reader is None else self.reader.transfer(),
+            self.placement.host_experts,
         )
 
     @property
@@ -122,7 +133,8 @@ class Spread:
         differ. Whether they are resident or streamed changes none."""
         if self.placement is None or self.device is None or not _is_gpu(self.device):
             return ""
-        return f"{len(self.placement.places) - self.placement.first}@{self.device.library}"
+        split = f"{len(self.placement.places) - self.placement.first}@{self.device.library}"
+        return f"{split}, experts on the cpu" if self.placement.host_experts else split
 
     @property
     def prefill(self) -> str:
@@ -163,6 +175,11 @@ def spread_of(
     if split.layers != "auto" and not split.device:
         raise SettingsError(
             f"target.split.layers = {split.layers} needs a device: name it with "
+            "target.split.device, or leave both out"
+        )
+    if split.parts != "layer" and not split.device:
+        raise SettingsError(
+            f"target.split.parts = {split.parts!r} needs a device: name it with "
             "target.split.device, or leave both out"
         )
     if split.device and not device.is_cpu:
@@ -229,6 +246,8 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
         return False
     sizes = sizes_of(config, settings.weights, settings.cached)
+    if count_experts(config)[0] > 1:
+        sizes = mixed(sizes, settings.weights, read_design(settings).matrices)
     return needed_bytes(sizes, sizes.layers, sizes.layers, device.name) > _room(memory, device)
 
 
@@ -241,6 +260,7 @@ def _demand(settings: TargetSettings, memory: MemorySettings, device: Device) ->
         streams=not split.device,
         device_bytes=_room(memory, device) if _is_gpu(device) else memory.vram_bytes,
         host_bytes=memory.ram_bytes,
+        host_experts=split.parts == "mixer",
     )
 
 

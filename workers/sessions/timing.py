@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dovetail.protocol.spans import Spans
-from dovetail.workers.models.timing import PARTS, timed
+from dovetail.workers.models.timing import PLACES, timed
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def timed_pass(spans: Spans) -> Iterator[None]:
     with timed() as parts:
         yield
     ended_ns = time.monotonic_ns()
-    known = {part: parts.ns(part) for part in PARTS}
+    known = {part: parts.ns(part) for part in PLACES}
     if not known["linears"]:
         return
     other = max(0, ended_ns - began_ns - sum(known.values()))

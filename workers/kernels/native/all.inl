@@ -7,6 +7,8 @@
 
 #include "attention.inl"
 
+#include "products.inl"
+
 #include "experts.inl"
 
 #include "walk.inl"
@@ -19,6 +21,6 @@
 
 namespace DT_NS {
 
-static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, route, likeliest}; }
+static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, route, experts, likeliest}; }
 
 }  // namespace DT_NS

@@ -103,6 +103,12 @@ void dt_pack(int kind, const void* source, int64_t first_row, int64_t count, int
     pack(kind, source, first_row, count, n, k, packed, scales);
 }
 
+// Neither shares anything with another caller.
+void dt_pack_alone(int kind, int stored, const void* source, int64_t first_row, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
+    pack_alone(kind, stored, source, first_row, count, n, k, packed, scales);
+}
+void dt_unpack_row(const Matrix* matrix, int64_t row, float* out) { unpack_row(*matrix, row, out); }
+
 void dt_pack_codes(
     int kind, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int64_t first_row, int64_t count, int64_t k, void* packed) {
     const Turn mine;

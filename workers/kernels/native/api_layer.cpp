@@ -68,6 +68,12 @@ void dt_route(const Router* router, const float* x, int64_t rows, int32_t* ids, 
     active().route(*router, x, rows, ids, weights, margins);
 }
 
+// y [rows, hidden] is what the experts of each row of x give; x is what the half's norm gives, or the states before it where experts have a norm of their own.
+void dt_experts(const Layer* layer, const float* x, float* y, int64_t rows) {
+    const Turn mine;
+    active().experts(*layer, x, y, rows);
+}
+
 // The bytes of a `Layer`, by which a caller knows that both mean the same fields.
 int64_t dt_layer_bytes() { return sizeof(Layer); }
 

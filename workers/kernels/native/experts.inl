@@ -1,7 +1,7 @@
 // Experts: of each row some are chosen by its scores, and the rows of each go through its matrices together.
 //
-// Scores, choice and weights are of a row alone, a matrix gives a row the same bytes in any company, and a row's outputs are added by ascending index: so is the
-// sum of them the same bytes whatever rows are beside it.
+// Scores, choice and weights are of a row alone, a matrix gives a row the same bytes in any company, and a row's outputs are added by ascending index, then to
+// what all rows share: so is the sum of them the same bytes whatever rows are beside it.
 
 namespace DT_NS {
 
@@ -129,7 +129,8 @@ static void route(const dovetail::Router& r, const float* x, int64_t rows, int32
 
 // ---- the experts ----
 
-// The rows of each expert, in order: those of expert e are places[first[e]] .. places[first[e + 1]], each a row times `chosen` and which of its experts this is.
+// The rows of each expert, in order: those of expert e have the ranks first[e] .. first[e + 1], and places[rank] is a row times `chosen` and which of its experts
+// this is.
 static void list_rows(const int32_t* ids, int64_t count, int64_t experts, int32_t* first, int32_t* places) {
     for (int64_t e = 0; e <= experts; e++) first[e] = 0;
     for (int64_t i = 0; i < count; i++) first[ids[i] + 1]++;
@@ -139,21 +140,31 @@ static void list_rows(const int32_t* ids, int64_t count, int64_t experts, int32_
     first[0] = 0;
 }
 
-// What the rows of one expert take.
+// So many places are computed at a time, so that what a long prompt takes does not grow with it.
+constexpr int64_t BATCH = 512;
+
+// What the rows of the experts take: for each place of a batch what its expert is given, the units of it before and after they are gated, and what it gives.
 struct Bench {
-    float *x, *wide, *narrow, *y, *read, *sum;
+    float *x, *wide, *narrow, *y;
+    float* read;     // [rows, hidden], what experts read where that has a norm of its own
     float* weights;  // [rows, chosen]
-    int32_t *ids, *places, *first;
+    int32_t *ids, *places, *ranks, *first;
+    Product* products;
+    char* packed;
 };
 
 static Bench bench(const dovetail::Layer& l, int64_t rows) {
     const dovetail::Experts& e = *l.experts;
-    const int64_t hidden = round_up(rows * l.hidden, LANES), wide = round_up(rows * e.gate_up->n, LANES), narrow = round_up(rows * e.down->k, LANES);
-    const int64_t chosen = round_up(rows * e.router.chosen, LANES), first = round_up(e.router.logits.n + 1, LANES);
-    float* memory = (float*)dovetail::scratch(EXPERTS_SCRATCH, (4 * hidden + wide + narrow + 3 * chosen + first) * (int64_t)sizeof(float));
+    const int64_t total = rows * e.router.chosen, batch = smaller(total, BATCH), lists = round_up(total, LANES);
+    const int64_t read = e.input_norm.weight ? rows * l.hidden : 0, first = round_up(e.router.logits.n + 1, LANES);
+    const int64_t numbers = batch * (2 * (int64_t)l.hidden + e.gate_up->n + e.down->k) + read + 4 * lists + first;
+    const int64_t bytes = batch * ((int64_t)sizeof(Product) + larger(row_bytes(*e.gate_up), row_bytes(*e.down)));
+    float* memory = (float*)dovetail::scratch(EXPERTS_SCRATCH, round_up(numbers, LANES) * (int64_t)sizeof(float) + bytes);
     Bench b;
-    b.x = memory, b.y = b.x + hidden, b.read = b.y + hidden, b.sum = b.read + hidden, b.wide = b.sum + hidden, b.narrow = b.wide + wide, b.weights = b.narrow + narrow;
-    b.ids = (int32_t*)(b.weights + chosen), b.places = b.ids + chosen, b.first = b.places + chosen;
+    b.x = memory, b.y = b.x + batch * l.hidden, b.wide = b.y + batch * l.hidden, b.narrow = b.wide + batch * e.gate_up->n, b.read = b.narrow + batch * e.down->k;
+    b.weights = b.read + read;
+    b.ids = (int32_t*)(b.weights + lists), b.places = b.ids + lists, b.ranks = b.places + lists, b.first = b.ranks + lists;
+    b.products = (Product*)(memory + round_up(numbers, LANES)), b.packed = (char*)(b.products + batch);
     return b;
 }
 
@@ -162,53 +173,92 @@ static inline void add_weighted(float* y, float weight, const float* x, int64_t 
     for (int64_t i = 0; i < n; i += LANES) put(y + i, fma(set1(weight), take(x + i, n - i), take(y + i, n - i)), n - i);
 }
 
-// The rows at `places` through one expert, added to y by their weights.
-static void run_expert(const dovetail::Layer& l, int64_t expert, const Bench& b, const int32_t* places, int64_t count, const float* x, float* y) {
-    const dovetail::Matrix &gate_up = l.experts->gate_up[expert], &down = l.experts->down[expert];
-    const int64_t chosen = l.experts->router.chosen, bytes = l.hidden * (int64_t)sizeof(float);
-    const bool scales_input = l.experts->router.scales_input;
-    each(count, count * l.hidden, [&](int64_t i) {
-        memcpy(b.x + i * l.hidden, x + places[i] / chosen * l.hidden, (size_t)bytes);
-        if (scales_input) multiply(b.x + i * l.hidden, b.weights[places[i]], l.hidden);
-    });
-    linear(gate_up, b.x, l.hidden, b.wide, gate_up.n, count);
-    gate(l.activation, b.wide, b.narrow, count, down.k);
-    linear(down, b.narrow, down.k, b.y, l.hidden, count);
-    each(count, count * l.hidden, [&](int64_t i) {
-        add_weighted(y + places[i] / chosen * l.hidden, scales_input ? 1.0f : b.weights[places[i]], b.y + i * l.hidden, l.hidden);
-    });
+// Some of the ranks, first .. end, whose experts begin with `expert`.
+struct Batch {
+    int64_t expert, first, end;
+};
+
+// The products of a batch with one of the two matrices of its experts, x [ranks, k] to y [ranks, n].
+static void run_batch(const Batch& batch, const dovetail::Matrix* matrices, const Bench& b, const float* x, float* y) {
+    int64_t count = 0;
+    char* packed = b.packed;
+    for (int64_t expert = batch.expert, rank = batch.first; rank < batch.end;) {
+        const dovetail::Matrix& m = matrices[expert];
+        const int64_t stop = smaller(batch.end, b.first[expert + 1]), rows = smaller(stop - rank, CHUNK), at = rank - batch.first;
+        if (rows > 0) b.products[count++] = {&m, x + at * m.k, y + at * m.n, rows, packed};
+        packed += rows * row_bytes(m), rank += rows;
+        if (rank == b.first[expert + 1]) expert++;
+    }
+    run_products(b.products, count);
 }
 
-// y [rows, hidden] is what all rows share, times its gate, or nothing where they share nothing.
-static void begin_sum(const dovetail::Layer& l, const float* x, float* y, int64_t rows, float* gates) {
-    const dovetail::Matrix& gate = l.experts->shared_gate;
-    if (!l.gate_up.packed) memset(y, 0, (size_t)(rows * l.hidden) * sizeof(float));
-    else if (gate.packed) {
-        linear(gate, x, l.hidden, gates, 1, rows);
+// The outputs of each row's experts of x [rows, hidden], added to y by their weights; a batch of experts after the other, each row's by ascending index.
+static void run_experts(const dovetail::Layer& l, const Bench& b, const float* x, float* y, int64_t rows) {
+    const dovetail::Experts& e = *l.experts;
+    const int64_t hidden = l.hidden, chosen = e.router.chosen, total = rows * chosen;
+    for (Batch batch = {0, 0, 0}; batch.first < total; batch.first = batch.end) {
+        batch.end = smaller(batch.first + BATCH, total);
+        while (b.first[batch.expert + 1] <= batch.first) batch.expert++;
+        const int64_t count = batch.end - batch.first;
+        each(count, count * hidden, [&](int64_t i) {
+            const int32_t place = b.places[batch.first + i];
+            memcpy(b.x + i * hidden, x + place / chosen * hidden, (size_t)hidden * sizeof(float));
+            if (e.router.scales_input) multiply(b.x + i * hidden, b.weights[place], hidden);
+        });
+        run_batch(batch, e.gate_up, b, b.x, b.wide);
+        gate(l.activation, b.wide, b.narrow, count, e.down->k);
+        run_batch(batch, e.down, b, b.narrow, b.y);
+        each(rows, count * hidden, [&](int64_t row) {
+            for (int64_t i = row * chosen; i < (row + 1) * chosen; i++)
+                if (b.ranks[i] >= batch.first && b.ranks[i] < batch.end) {
+                    const float weight = e.router.scales_input ? 1.0f : b.weights[i];
+                    add_weighted(y + row * hidden, weight, b.y + (b.ranks[i] - batch.first) * hidden, hidden);
+                }
+        });
+    }
+}
+
+// y [rows, hidden] is what the experts of each row of x give; x are the states before the half's norm where experts have a norm of their own. How many of them
+// rows went through.
+static int64_t experts(const dovetail::Layer& l, const float* x, float* y, int64_t rows) {
+    const dovetail::Experts& e = *l.experts;
+    const Bench b = bench(l, rows);
+    route(e.router, x, rows, b.ids, b.weights, nullptr);
+    list_rows(b.ids, rows * e.router.chosen, e.router.logits.n, b.first, b.places);
+    for (int64_t rank = 0; rank < rows * e.router.chosen; rank++) b.ranks[b.places[rank]] = (int32_t)rank;
+    if (e.input_norm.weight) {
+        norm(l.norm_kind, e.input_norm, x, b.read, rows, l.hidden, l.epsilon);
+        x = b.read;
+    }
+    memset(y, 0, (size_t)(rows * l.hidden) * sizeof(float));
+    run_experts(l, b, x, y, rows);
+    if (e.output_norm.weight) norm(l.norm_kind, e.output_norm, y, y, rows, l.hidden, l.epsilon);
+    int64_t unique = 0;
+    for (int64_t expert = 0; expert < e.router.logits.n; expert++) unique += b.first[expert + 1] > b.first[expert];
+    return unique;
+}
+
+// What all rows share, y [rows, hidden] of x, times its gate, and with its norm.
+static void settle_shared(const dovetail::Layer& l, const float* x, float* y, int64_t rows) {
+    const dovetail::Experts& e = *l.experts;
+    if (e.shared_gate.packed) {
+        float* gates = (float*)dovetail::scratch(ROUTER_SCRATCH, rows * (int64_t)sizeof(float));
+        linear(e.shared_gate, x, l.hidden, gates, 1, rows);
         sigmoid(gates, rows);
         each(rows, rows * l.hidden, [&](int64_t row) { multiply(y + row * l.hidden, gates[row], l.hidden); });
     }
+    if (e.shared_norm.weight) norm(l.norm_kind, e.shared_norm, y, y, rows, l.hidden, l.epsilon);
 }
 
-// y [rows, hidden], which is what all rows share, becomes that and the outputs of each row's experts of x; `states` are those before the half's norm.
-static void mix(const dovetail::Layer& l, const float* x, const float* states, float* y, int64_t rows) {
-    const dovetail::Experts& e = *l.experts;
-    const Bench b = bench(l, rows);
-    begin_sum(l, x, y, rows, b.y);
-    if (e.shared_norm.weight) norm(l.norm_kind, e.shared_norm, y, y, rows, l.hidden, l.epsilon);
-    route(e.router, e.input_norm.weight ? states : x, rows, b.ids, b.weights, nullptr);
-    if (e.input_norm.weight) {
-        norm(l.norm_kind, e.input_norm, states, b.read, rows, l.hidden, l.epsilon);
-        x = b.read;
-    }
-    float* sum = e.output_norm.weight ? b.sum : y;
-    if (sum != y) memset(sum, 0, (size_t)(rows * l.hidden) * sizeof(float));
-    list_rows(b.ids, rows * e.router.chosen, e.router.logits.n, b.first, b.places);
-    for (int64_t expert = 0; expert < e.router.logits.n; expert++)
-        if (const int64_t count = b.first[expert + 1] - b.first[expert]) run_expert(l, expert, b, b.places + b.first[expert], count, x, sum);
-    if (sum == y) return;
-    norm(l.norm_kind, e.output_norm, sum, sum, rows, l.hidden, l.epsilon);
+// y [rows, hidden], which is what all rows share where they share something, becomes the sum of that and of what the experts of each row of x give; `states` are
+// those before the half's norm, `sum` is memory of the same size as y. How many experts rows went through.
+static int64_t mix(const dovetail::Layer& l, const float* x, const float* states, float* y, float* sum, int64_t rows) {
+    const float* read = l.experts->input_norm.weight ? states : x;
+    if (!l.gate_up.packed) return experts(l, read, y, rows);
+    settle_shared(l, x, y, rows);
+    const int64_t unique = experts(l, read, sum, rows);
     each(rows, rows * l.hidden, [&](int64_t row) { accumulate(y + row * l.hidden, sum + row * l.hidden, l.hidden); });
+    return unique;
 }
 
 }  // namespace DT_NS

@@ -49,7 +49,8 @@ struct Router {
     const float* scales;  // [experts], by which the weights are multiplied; or null
 };
 
-// An MLP of which each row is computed by a few experts; their outputs are added by ascending index to that of the MLP which all rows share.
+// An MLP of which each row is computed by a few experts; their outputs are added by ascending index, and then
+// to that of the MLP which all rows share.
 struct Experts {
     Router router;
     const Matrix* gate_up;  // [experts] of matrices as the layer's
@@ -104,7 +105,7 @@ struct Pass {
     const int64_t* positions;  // [rows], into the rotary table
     const Segment* segments;
     int32_t rows, segment_count;
-    int64_t* parts;  // nanoseconds of the matrices and of attention are added to these two; null: nobody asks, and nothing is measured
+    int64_t* parts;  // nanoseconds of the matrices, those of attention, and the experts that rows go through are added to these three; null: nobody asks
 };
 
 }  // namespace dovetail

@@ -104,13 +104,13 @@ static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* q
 struct Buffers {
     float* normed;  // [rows, hidden]
     float* update;  // [rows, hidden]: what a half adds
-    float* wide;    // [rows, qkv or gate and up]
+    float* wide;    // [rows, qkv or gate and up, or hidden]
     float* narrow;  // [rows, heads head_dim or intermediate]
 };
 
 static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
     const int64_t hidden = round_up(rows * l.hidden, LANES);
-    const int64_t wide = round_up(rows * larger(l.qkv.n, l.gate_up.n), LANES), narrow = round_up(rows * larger(l.output.k, l.intermediate), LANES);
+    const int64_t wide = round_up(rows * larger(l.hidden, larger(l.qkv.n, l.gate_up.n)), LANES), narrow = round_up(rows * larger(l.output.k, l.intermediate), LANES);
     float* memory = (float*)dovetail::scratch(LAYER_SCRATCH, (2 * hidden + wide + narrow) * (int64_t)sizeof(float));
     return {memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
 }
@@ -201,7 +201,8 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     if (l.gate_up.packed) dense(l, input, b, rows, laps);
     if (l.experts) {
         laps.other();
-        mix(l, input, pass.hidden, b.update, rows);
+        const int64_t unique = mix(l, input, pass.hidden, b.update, b.wide, rows);
+        if (pass.parts) pass.parts[2] += unique;
         laps.matrix();
     }
     add_half(l, pass.hidden, b.update, l.post_mlp_norm, nullptr, nullptr, rows);

@@ -331,35 +331,51 @@ static void columns(const Pass& pass, int64_t first_panel, int64_t end_panel) {
 constexpr int64_t SERIAL_VALUES = 32768;
 
 template <int KIND>
-static void chunk(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
-    const int64_t steps = dovetail::steps_of(KIND, m.k);
-    Pass pass{m, {rows, (rows + Step<KIND>::ROWS - 1) / Step<KIND>::ROWS, steps}, (const char*)x, nullptr, y, y_stride};
-    const auto share = [&](auto& pack) {
-        if (rows * m.k < SERIAL_VALUES) pack(0, 1);
-        else dovetail::parallel(pack);
-    };
+static Cut cut_of(const Matrix& m, int64_t rows) {
+    return {rows, (rows + Step<KIND>::ROWS - 1) / Step<KIND>::ROWS, dovetail::steps_of(KIND, m.k)};
+}
+
+// Bytes of the packed x of a chunk, with the scales of its rows.
+template <int KIND>
+static int64_t packed_x_bytes(const Matrix& m, int64_t rows) {
+    const int64_t values = rows * dovetail::steps_of(KIND, m.k);
+    return 4 * (KIND == dovetail::INT8 ? values + rows : rows > 1 ? values : 0);
+}
+
+// The rows of x become ready for the columns, in memory of `packed_x_bytes`; `share` runs pack(part, parts).
+template <int KIND, class Share>
+static void prepare(Pass& pass, const float* x, int64_t x_stride, char* memory, const Share& share) {
+    const Cut& cut = pass.cut;
+    const int64_t k = pass.matrix.k;
     if constexpr (KIND == dovetail::INT8) {
-        char* memory = (char*)dovetail::scratch(0, 4 * (rows * steps + rows));
-        float* scales = (float*)(memory + 4 * rows * steps);
+        float* scales = (float*)(memory + 4 * cut.rows * cut.steps);
         auto pack = [&](int part, int parts) {
-            for (int64_t r = rows * part / parts; r < rows * (part + 1) / parts; r++) {
-                const RowScale scale = row_scale(x + r * x_stride, m.k);
+            for (int64_t r = cut.rows * part / parts; r < cut.rows * (part + 1) / parts; r++) {
+                const RowScale scale = row_scale(x + r * x_stride, k);
                 scales[r] = scale.from;
-                pack_bytes(pass.cut, x + r * x_stride, m.k, r, scale.to, memory);
+                pack_bytes(cut, x + r * x_stride, k, r, scale.to, memory);
             }
         };
         share(pack);
         pass.x = memory;
         pass.row_scales = scales;
-    } else if (rows > 1) {
-        float* memory = (float*)dovetail::scratch(0, 4 * rows * steps);
+    } else if (cut.rows > 1) {
         auto pack = [&](int part, int parts) {
-            const int64_t blocks = (steps + BLOCK - 1) / BLOCK;
-            for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) pack_floats(pass.cut, x, x_stride, b * BLOCK, memory);
+            const int64_t blocks = (cut.steps + BLOCK - 1) / BLOCK;
+            for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) pack_floats(cut, x, x_stride, b * BLOCK, (float*)memory);
         };
         share(pack);
-        pass.x = (const char*)memory;
+        pass.x = memory;
     }
+}
+
+template <int KIND>
+static void chunk(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    Pass pass{m, cut_of<KIND>(m, rows), (const char*)x, nullptr, y, y_stride};
+    prepare<KIND>(pass, x, x_stride, (char*)dovetail::scratch(0, packed_x_bytes<KIND>(m, rows)), [&](auto& pack) {
+        if (rows * m.k < SERIAL_VALUES) pack(0, 1);
+        else dovetail::parallel(pack);
+    });
     const int64_t panels = dovetail::panels_of(m.n);
     auto compute = [&](int part, int parts) { columns<KIND>(pass, panels * part / parts, panels * (part + 1) / parts); };
     dovetail::parallel(compute);

@@ -43,28 +43,57 @@ Quantised quantise(const float* w, int64_t k, int8_t* q) {
     return {most < 1e-30f ? 0.0f : most / 127.0f, -128 * sum};
 }
 
+inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// A finite number of 16 bits as fp32, exactly: the exponent of fp16 is moved by a multiplication, which has subnormal numbers right too.
+inline float widened(int stored, uint16_t bits) {
+    if (stored == BF16) return from_bits(static_cast<uint32_t>(bits) << 16);
+    const float size = from_bits(static_cast<uint32_t>(bits & 0x7fff) << 13) * from_bits(0x77800000u);
+    return bits & 0x8000 ? -size : size;
+}
+
 // What pack() packs, vector by vector.
 struct Rows {
     int kind;
+    int stored;
     const void* source;
     int64_t first, end, n, k;
     char* packed;
     float* scales;
 
-    void pack_vector_of(int64_t vector, int8_t* bytes) const {
+    // Row `row` of the source in fp32; `memory` [k] holds it where it was stored otherwise.
+    const float* floats(int64_t row, float* memory) const {
+        if (stored == FP32) return static_cast<const float*>(source) + row * k;
+        const uint16_t* const bits = static_cast<const uint16_t*>(source) + row * k;
+        if (stored == BF16) for (int64_t i = 0; i < k; i++) memory[i] = widened(BF16, bits[i]);
+        else for (int64_t i = 0; i < k; i++) memory[i] = widened(FP16, bits[i]);
+        return memory;
+    }
+
+    // `bytes`: memory for sixteen rows as int8 or, where they are widened first, as fp32; `memory`: for one in fp32.
+    void pack_vector_of(int64_t vector, int8_t* bytes, float* memory) const {
         const int64_t column = vector * VECTOR, low = first > column ? first : column, high = end < column + VECTOR ? end : column + VECTOR;
         const int64_t fill = high == n ? VECTOR : high - column;
         const Matrix m{kind, static_cast<int32_t>(n), static_cast<int32_t>(k), 0, packed, scales, nullptr};
         const int64_t panel = column / PANEL, stride = panel_width(n, panel);
         char* const out = const_cast<char*>(weights_at(m, panel, 0)) + (column - panel * PANEL) / VECTOR * vector_bytes(kind);
         const int64_t at = low - column, until = high - column, skip = (low - first) * k;
+        if (kind == FP32 && stored != FP32) {
+            float* const wide = reinterpret_cast<float*>(bytes);
+            for (int64_t c = low; c < high; c++) floats(c - first, wide + (c - low) * k);
+            return pack_vector(reinterpret_cast<const uint32_t*>(wide), at, until, fill, k, reinterpret_cast<uint32_t*>(out), stride);
+        }
         if (kind == FP32) return pack_vector(static_cast<const uint32_t*>(source) + skip, at, until, fill, k, reinterpret_cast<uint32_t*>(out), stride);
         if (kind != INT8) return pack_vector(static_cast<const uint16_t*>(source) + skip, at, until, fill, k, reinterpret_cast<uint16_t*>(out), stride);
         const int64_t steps = steps_of(kind, k);
         int32_t* const starts = const_cast<int32_t*>(column_starts(m));
         for (int64_t c = low; c < high; c++) {
             int8_t* const q = bytes + (c - low) * steps * 4;
-            const Quantised row = quantise(static_cast<const float*>(source) + (c - first) * k, k, q);
+            const Quantised row = quantise(floats(c - first, memory), k, q);
             memset(q + k, 0, steps * 4 - k);
             scales[c] = row.scale;
             starts[c] = row.start;
@@ -73,6 +102,15 @@ struct Rows {
         pack_vector(reinterpret_cast<const uint32_t*>(bytes), at, until, fill, steps, reinterpret_cast<uint32_t*>(out), stride);
     }
 };
+
+// A part of the vectors of some rows.
+void pack_part(const Rows& rows, int part, int parts) {
+    const int64_t from = rows.first / VECTOR, vectors = (rows.end + VECTOR - 1) / VECTOR - from, inputs = (rows.k + 3) / 4 * 4;
+    float* const memory = static_cast<float*>(malloc(inputs * (VECTOR + 1) * sizeof(float)));
+    for (int64_t v = from + vectors * part / parts; v < from + vectors * (part + 1) / parts; v++)
+        rows.pack_vector_of(v, reinterpret_cast<int8_t*>(memory + inputs), memory);
+    free(memory);
+}
 
 // The steps of one column in a plane of `bits` bits, of codes that are shifted down by `from` first; bytes 64 j belong to steps j, j + loads, ...
 void pack_plane(const uint8_t* codes, int bits, int from, char* plane) {
@@ -111,14 +149,27 @@ void pack_codes(int kind, const uint8_t* codes, const uint16_t* scales, const ui
 }
 
 void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
-    const Rows rows{kind, source, first, first + count, n, k, static_cast<char*>(packed), scales};
-    const int64_t from = first / VECTOR, vectors = (first + count + VECTOR - 1) / VECTOR - from;
-    auto body = [&](int part, int parts) {
-        int8_t* const bytes = kind == INT8 ? static_cast<int8_t*>(malloc(steps_of(kind, k) * 4 * VECTOR)) : nullptr;
-        for (int64_t v = from + vectors * part / parts; v < from + vectors * (part + 1) / parts; v++) rows.pack_vector_of(v, bytes);
-        free(bytes);
-    };
+    const Rows rows{kind, kind == INT8 ? FP32 : kind, source, first, first + count, n, k, static_cast<char*>(packed), scales};
+    auto body = [&](int part, int parts) { pack_part(rows, part, parts); };
     parallel(body);
+}
+
+void pack_alone(int kind, int stored, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
+    pack_part({kind, stored, source, first, first + count, n, k, static_cast<char*>(packed), scales}, 0, 1);
+}
+
+void unpack_row(const Matrix& m, int64_t row, float* out) {
+    const int64_t panel = row / PANEL, lane = row % PANEL, width = panel_width(m.n, panel);
+    const char* const weights = weights_at(m, panel, 0);
+    for (int64_t i = 0; i < m.k; i++) {
+        if (m.kind == INT8) out[i] = static_cast<float>(static_cast<int8_t>(weights[4 * (i / 4 * width + lane) + i % 4])) * m.scales[row];
+        else if (m.kind == FP32) memcpy(out + i, weights + 4 * (i * width + lane), 4);
+        else {
+            uint16_t bits;
+            memcpy(&bits, weights + 2 * (i * width + lane), 2);
+            out[i] = widened(m.kind, bits);
+        }
+    }
 }
 
 }  // namespace dovetail

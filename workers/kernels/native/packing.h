@@ -44,6 +44,13 @@ constexpr float ROUNDER = 12582912.0f;
 // Rows first .. first + count of a matrix [n, k]: source [count, k], float for FP32 and INT8, raw 16 bits for FP16 and BF16. INT8 also sets scales[first ...].
 void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
 
+// The same by the calling thread alone, of a source whose numbers are of the kind `stored`: FP32, FP16 or BF16 for FP32 and INT8, else `kind` itself. A caller
+// packs parts of a matrix that share no column of 16 on several threads.
+void pack_alone(int kind, int stored, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
+
+// out [k] is row `row` of a matrix of FP32, FP16, BF16 or INT8, as it is multiplied with.
+void unpack_row(const Matrix& matrix, int64_t row, float* out);
+
 // The same of codes [count, k up to a whole group], one a byte, with scales and offsets [count, groups] as raw fp16: weight = (code - 2^(bits - 1)) scale +
 // offset. What stands beyond k does not count.
 void pack_codes(int kind, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int64_t first, int64_t count, int64_t k, void* packed);

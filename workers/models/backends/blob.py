@@ -6,6 +6,7 @@ is; elsewhere `unpack` lays a matrix out as torch has it. Knows bytes and shapes
 from collections.abc import Mapping
 from ctypes import memmove
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from dovetail.workers.kernels import ALIGNMENT, Kind, PackedMatrix, fresh_memory
 from dovetail.workers.kernels.layer_plan import LayerPlan
 
 MATRICES = ("qkv", "output", "gate_up", "down")
+"""The matrices that all rows go through, by their names in a plan."""
+ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
 PANEL, VECTOR, STEP = 48, 16, 4
 """Numbers of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side
 by side."""
@@ -46,42 +49,80 @@ class Blob:
     matrices: Mapping[str, Lying]
 
 
-def gather(plan: LayerPlan) -> Blob:
-    """The matrices of a layer, copied into one fresh memory."""
+def expert_name(part: str, index: int) -> str:
+    """Return the name of a matrix of an expert."""
+    return f"{part}.{index}"
+
+
+def named(plan: LayerPlan, *, experts: bool = True) -> dict[str, PackedMatrix]:
+    """Return the matrices of a layer by name; `experts`: with those of experts and of what goes
+    with them."""
+    found = {name: part for name in MATRICES if (part := getattr(plan, name)) is not None}
+    if plan.experts is None or not experts:
+        return found
+    found[ROUTER] = plan.experts.router.logits
+    if plan.experts.shared_gate is not None:
+        found[SHARED_GATE] = plan.experts.shared_gate
+    for part in EXPERTS:
+        for index, matrix in enumerate(getattr(plan.experts, part)):
+            found[expert_name(part, index)] = matrix
+    return found
+
+
+def _with(plan: LayerPlan, matrices: Mapping[str, PackedMatrix]) -> LayerPlan:
+    """Return the layer with these matrices in the place of those of the same names."""
+    experts = plan.experts
+    if experts is not None and ROUTER in matrices:
+        first, second = (
+            [matrices[expert_name(part, index)] for index in range(len(experts.down))]
+            for part in EXPERTS
+        )
+        experts = replace(
+            experts,
+            router=replace(experts.router, logits=matrices[ROUTER]),
+            gate_up=first,
+            down=second,
+            shared_gate=matrices.get(SHARED_GATE),
+        )
+    moved: dict[str, Any] = {name: matrices[name] for name in MATRICES if name in matrices}
+    return replace(plan, experts=experts, **moved)
+
+
+def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
+    """The matrices of a layer, copied into one fresh memory; `experts`: those of experts too."""
     matrices: dict[str, Lying] = {}
-    end = 0
-    for name in MATRICES:
-        matrix: PackedMatrix = getattr(plan, name)
+    end, own = 0, named(plan, experts=experts)
+    for name, matrix in own.items():
         matrices[name] = Lying(
             Kind(matrix.kind), matrix.n, matrix.k, end, matrix.nbytes, bool(matrix.struct.bias)
         )
         end += -(-matrix.nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.frombuffer(fresh_memory(end)[0], dtype=torch.uint8)
     for name, lying in matrices.items():
-        memmove(memory.data_ptr() + lying.offset, getattr(plan, name).struct.packed, lying.size)
+        memmove(memory.data_ptr() + lying.offset, own[name].struct.packed, lying.size)
     return Blob(memory, matrices)
 
 
-def hollow(plan: LayerPlan) -> LayerPlan:
-    """Return the layer without the memory of its matrices, whose addresses mean nothing any more:
-    for `plan_at`, and for whoever reads its shape."""
-    return replace(
-        plan,
-        **{
-            name: (matrix := getattr(plan, name)).at(None, matrix.struct.packed)
-            for name in MATRICES
-        },
+def hollow(plan: LayerPlan, blob: Blob) -> LayerPlan:
+    """Return the layer without the memory of the matrices of a blob, whose addresses mean nothing
+    any more: for `plan_at`, and for whoever reads its shape."""
+    own = named(plan)
+    return _with(
+        plan, {name: own[name].at(None, own[name].struct.packed) for name in blob.matrices}
     )
 
 
 def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
     """Return the layer with its matrices where `memory`, a copy of the blob's on the CPU, has
     them."""
-    moved = {
-        name: getattr(plan, name).at(memory, memory.data_ptr() + lying.offset)
-        for name, lying in blob.matrices.items()
-    }
-    return replace(plan, **moved)
+    own = named(plan)
+    return _with(
+        plan,
+        {
+            name: own[name].at(memory, memory.data_ptr() + lying.offset)
+            for name, lying in blob.matrices.items()
+        },
+    )
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,21 @@ its parts alone.
 
 import copy
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels import Kind, PackedMatrix, threads
 from dovetail.workers.kernels.experts import route, stacked_matrices
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, Norm, RouterPlan
-from dovetail.workers.models.backends.packing import check_packed, pack, pack_rows
+from dovetail.workers.models.backends.packing import DTYPES, check_rows, pack
+from dovetail.workers.models.checkpoints.pieces import UNREAD
 from dovetail.workers.models.families.description import Experts, Router
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
+from dovetail.workers.progress import count_bytes
 
 STACKS = ("gate_up_proj", "down_proj")
 """The matrices of all experts, as transformers names them: [experts, out, in]."""
@@ -53,14 +56,22 @@ class ExpertParts:
         self.mixed = told and not self.module.is_concatenated
         """True if gates and what they are for stand there one by one."""
         self.biased = told and self.module.has_bias
+        self.count = len(getattr(self.module, STACKS[0]))
         self.norms: Sequence[Norm | None] = (None, None, None)
         """The norms of what experts read, of what they give, and of what all rows share."""
 
     def matrix(self, name: str, index: int) -> Tensor:
         """Return the matrix [out, in] of an expert, gates first."""
-        stack: Tensor = getattr(self.module, name).detach()
-        weight = stack[index].t() if self.transposed else stack[index]
-        return self._gates_first(name, weight)
+        weight = self.stored(name, index)
+        return self._gates_first(name, weight.t() if self.transposed else weight)
+
+    def stored(self, name: str, index: int) -> Tensor:
+        """Return the matrix of an expert as transformers has it; it is read now if it was not."""
+        if (unread := getattr(self.module, UNREAD, {}).get(name)) is not None:
+            found: Tensor = unread(index)
+            return found
+        stack: Tensor = getattr(self.module, name)
+        return stack[index].detach()
 
     def biases(self, name: str) -> Tensor | None:
         """Return the biases [experts, out] of all experts in fp32, those of gates first; None:
@@ -86,15 +97,23 @@ class ExpertParts:
         )
 
     def _pack_stack(self, kind: Kind, name: str) -> list[PackedMatrix]:
-        experts = len(getattr(self.module, name))
-        (outputs, inputs), biases = self.matrix(name, 0).shape, self.biases(name)
-        matrices = stacked_matrices(kind, experts, outputs, inputs, biases)
-        for index, matrix in enumerate(matrices):
+        shape, biases = getattr(self.module, name).shape[1:], self.biases(name)
+        outputs, inputs = reversed(shape) if self.transposed else shape
+        matrices = stacked_matrices(kind, self.count, outputs, inputs, biases)
+
+        def pack_one(index: int) -> int:
             weight = self.matrix(name, index)
-            pack_rows(kind, matrix, weight, 0)
-            check_packed(
-                f"experts' {name}", matrix, weight, None if biases is None else biases[index]
-            )
+            if kind in (Kind.FP16, Kind.BF16):
+                weight = weight.to(DTYPES[kind])
+            matrices[index].pack_alone(weight.contiguous())
+            check_rows(f"experts' {name}", matrices[index], weight)
+            return weight.nbytes
+
+        unread = name in getattr(self.module, UNREAD, {})
+        with ThreadPoolExecutor(threads(), "experts") as pool:
+            for size in pool.map(pack_one, range(self.count)):
+                if unread:
+                    count_bytes(size)
         setattr(self.module, name, nn.Parameter(torch.empty(0), requires_grad=False))
         return matrices
 
@@ -162,7 +181,7 @@ def mixture(x: Tensor, ids: Tensor, weights: Tensor, expert: Expert) -> Tensor:
     y = torch.zeros_like(x)
     for index in sorted(set(ids.flatten().tolist())):
         rows, place = (ids == index).nonzero(as_tuple=True)
-        y.index_add_(0, rows, expert(index, x[rows]) * weights[rows, place, None])
+        y[rows] += expert(index, x[rows]) * weights[rows, place, None]  # none of them twice
     return y
 
 
@@ -241,7 +260,7 @@ class ExpertProof(nn.Module):
     def _check_formula(self, parts: ExpertParts) -> None:
         """`UnsupportedError` where transformers computes more of an expert than the formula."""
         (gate_up, first), (down, second) = (
-            (parts.matrix(name, -1).float(), 0.0 if biases is None else biases[-1])
+            (parts.matrix(name, parts.count - 1).float(), 0.0 if biases is None else biases[-1])
             for name, biases in zip(STACKS, map(parts.biases, STACKS), strict=True)
         )
         generator = torch.Generator().manual_seed(3)
@@ -252,7 +271,7 @@ class ExpertProof(nn.Module):
             return self._gate(rows @ gate_up.t() + first) @ down.t() + second
 
         try:
-            expected = self._run(_alone(parts.module), x, ids, weights)
+            expected = self._run(_alone(parts), x, ids, weights)
             found = mixture(x, ids, weights, expert)
         except Exception as error:  # experts that nobody here has seen may stumble in any way
             raise UnsupportedError(
@@ -299,8 +318,9 @@ def _gated(experts: Any, x: Tensor) -> Tensor:
     return y
 
 
-def _alone(module: Any) -> nn.Module:
+def _alone(parts: ExpertParts) -> nn.Module:
     """transformers' experts with the last of them alone, in fp32, computed as the plainest."""
+    module: Any = parts.module
     memo: dict[int, Any] = {id(part): part for part in module.parameters()}
     if (config := getattr(module, "config", None)) is not None:
         memo[id(config)] = plainest = copy.copy(config)
@@ -308,6 +328,7 @@ def _alone(module: Any) -> nn.Module:
     own: Any = copy.deepcopy(module, memo)
     own.num_experts = 1
     for name, stack in module.named_parameters(recurse=False):
-        own.register_parameter(name, nn.Parameter(stack[-1:].float(), requires_grad=False))
+        last = parts.stored(name, parts.count - 1) if name in STACKS else stack[-1]
+        own.register_parameter(name, nn.Parameter(last[None].float(), requires_grad=False))
     alone: nn.Module = own
     return alone

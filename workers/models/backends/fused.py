@@ -31,7 +31,7 @@ from dovetail.workers.models.backends.layer_parts import (
     exact_kind,
     final_norm,
     refuse_apart,
-    refuse_states,
+    refuse_coded,
 )
 from dovetail.workers.models.backends.library import transformers_pass
 from dovetail.workers.models.backends.packing import (
@@ -59,9 +59,8 @@ from dovetail.workers.models.states import LAST, Kept, keeping
 from dovetail.workers.models.timing import asked
 from dovetail.workers.progress import beat
 
-VERSION = "dovetail-1"
-"""The version of the functions that the kernels compute, down to the last bit; part of the
-fingerprint."""
+VERSION = "dovetail-2"
+"""The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
 
 
 class FusedLayers(nn.Module):
@@ -102,8 +101,10 @@ class Kernels:
 
     _reorders = True
     """True if the rows of queries and keys may be packed in another order than the checkpoint's."""
+    _apart = False
+    """True if layers are computed elsewhere than on one CPU, or not by their own weights."""
     _mixes = True
-    """True if layers may have parts that are computed on one CPU alone."""
+    """True if layers may have parts that no copy in few bits has."""
     _computes_here = True
     """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
@@ -119,8 +120,8 @@ class Kernels:
         if family is None:
             raise UnsupportedError("none of the families that are described here has that name")
         self._family = family
-        if not self._mixes:
-            refuse_states(family, model.config)
+        if self._apart:
+            refuse_apart(family, model.config)
         self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
             raise UnsupportedError(
@@ -147,7 +148,7 @@ class Kernels:
         spec = self._family.layer(self._model.config, index)
         parts = LayerParts(layer, spec)
         if not self._mixes:
-            refuse_apart(parts)
+            refuse_coded(parts)
         self._arrange(parts)
         proof = LayerProof(self._oracle, layer, index, parts)
         proving = (
@@ -257,8 +258,7 @@ class Kernels:
 
     @property
     def resident(self) -> Mapping[int, DecoderLayer]:
-        """Layers that another model may compute with, since their weights stay where they are:
-        none, where all are on the CPU anyway."""
+        """Return layers whose weights stay, which another model may compute with: none here."""
         return {}
 
     def _take(self, plan: LayerPlan) -> None:

@@ -193,29 +193,34 @@ def described_norm(module: nn.Module, norms: Norms) -> Norm:
     return Norm(weight, None if bias is None else bias.detach().float().contiguous())
 
 
-def refuse_apart(parts: "LayerParts") -> None:
-    """`UnsupportedError` for a layer with parts that are computed on one CPU, by their own
-    weights, and nowhere else."""
-    mixer = parts.spec.attention
+def refuse_coded(parts: "LayerParts") -> None:
+    """`UnsupportedError` for a layer with parts that no copy in few bits has."""
     found = {
-        "of chunked attention": (mixer.chunk or None) if isinstance(mixer, Attention) else None,
-        "of experts": parts.experts,
-        "with sinks": parts.sinks,
-        "with normed values": parts.value_norm,
-        "with gates behind attention": parts.gates,
+        "experts": parts.experts,
+        "sinks": parts.sinks,
+        "normed values": parts.value_norm,
     }
     for what, part in found.items():
         if part is not None:
-            raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
-
-
-def refuse_states(family: Family, config: Any) -> None:
-    """`UnsupportedError` for a model of which a layer has a state."""
-    for index in range(config.num_hidden_layers):
-        if isinstance(family.layer(config, index).attention, StateMixer):
             raise UnsupportedError(
-                "layers with a state are computed on one CPU by their own weights"
+                f"layers with {what} have no copy in few bits, which a substitute would be"
             )
+
+
+def refuse_apart(family: Family, config: Any) -> None:
+    """`UnsupportedError` for a model with layers that are computed on one CPU, by their own
+    weights, and nowhere else."""
+    for index in range(config.num_hidden_layers):
+        mixer = family.layer(config, index).attention
+        if isinstance(mixer, StateMixer):
+            found = {"with a state": True}
+        else:
+            found = {
+                "of chunked attention": mixer.chunk > 0,
+                "with gates behind attention": mixer.gated,
+            }
+        if what := next((what for what, there in found.items() if there), None):
+            raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
 
 
 def exact_kind(parts: "LayerParts") -> Kind:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.models.backends.sizes import NUMBER_BYTES, TREE_ROWS, WEIGHT_BYTES, Sizes
+from dovetail.workers.models.backends.sizes import (
+    NUMBER_BYTES,
+    TREE_ROWS,
+    WEIGHT_BYTES,
+    Sizes,
+    with_host_experts,
+)
 
 BUFFERS = 2
 """Buffers that streamed layers pass through: one is computed from while the next is filled."""
@@ -25,7 +31,7 @@ LOGITS = 2
 """So often the host has them beside who computes them: with the noise of the target, and with a
 session's processors done to them."""
 WIDENED_BYTES = 64 << 20
-"""Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device_layer.py`)."""
+"""Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
 PACKED_LAYERS = 2
 """While a model is loaded one layer is there as it was stored and as it is packed, before it lies
 where it stays."""
@@ -57,6 +63,8 @@ class Demand:
     device_bytes: int | None = None
     """The most that the target may take of the device's memory; None: nothing is too much."""
     host_bytes: int | None = None
+    host_experts: bool = False
+    """True if the CPU computes the experts of the layers that the device computes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class Placement:
     host_bytes: int
     """Bytes that the host needs for weights, those keys and values of the layers that it computes,
     and a pass; while the model is loaded too."""
+    host_experts: bool = False
 
     @property
     def first(self) -> int:
@@ -102,12 +111,21 @@ class Placement:
             if count
         ]
         on_device = f"{self.device} {first}-{layers - 1} ({', '.join(how)}) and head"
+        if self.host_experts:
+            on_device += ", its experts on the cpu"
         return f"cpu 0-{first - 1}, {on_device}" if first else on_device
 
 
 def place_layers(sizes: Sizes, demand: Demand) -> Placement:
     """The placement that is asked for, or the one with as many layers on the device as there is
     room for; `SettingsError` where there is too little."""
+    if demand.host_experts:
+        if not sizes.experts:
+            raise SettingsError(
+                "target.split.parts = 'mixer' leaves experts to the CPU, and the model has none: "
+                "leave it out"
+            )
+        sizes = with_host_experts(sizes)
     computed = _computed(sizes, demand)
     resident = _resident(sizes, demand, computed)
     on_device = [
@@ -126,7 +144,11 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
             "(target.split.layers, target.resident), or raise memory.vram"
         )
     return Placement(
-        demand.device, places, needed, _on_host(sizes, computed, resident, demand.host_bytes)
+        demand.device,
+        places,
+        needed,
+        _on_host(sizes, computed, resident, demand.host_bytes),
+        demand.host_experts,
     )
 
 
@@ -152,7 +174,7 @@ def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda
     """Return what a device needs that computes so many layers and keeps so many of them."""
     buffers = min(BUFFERS, computed - resident)
     return (
-        (resident + buffers) * sizes.layer
+        (resident + buffers) * (sizes.layer - sizes.apart)
         + sizes.matrix
         + sizes.head
         + computed * cache_bytes(sizes)
@@ -176,6 +198,7 @@ def host_bytes(sizes: Sizes, computed: int, resident: int) -> int:
     return (
         sizes.embedding
         + (sizes.layers - resident) * sizes.layer
+        + resident * sizes.apart
         + max(at_work, PACKED_LAYERS * sizes.layer)
     )
 

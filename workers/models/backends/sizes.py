@@ -1,7 +1,8 @@
 """The sizes of a model's layers and head, as its configuration tells them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.workers.models.recurrent.sizes import StateSizes, state_sizes
@@ -48,6 +49,54 @@ class Sizes:
     cached in fewer."""
     states: int = 0
     """The states of a session and of a tree behind it in one layer."""
+    experts: int = 0
+    """The bytes of a layer's routed experts and their router."""
+    apart: int = 0
+    """The bytes of a layer on a device that stay with the CPU, which computes that part."""
+
+
+Shapes = Sequence[tuple[int, int]]
+"""[out, in] of matrices."""
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a model, which know more of it than its configuration where it has experts
+    or its layers differ."""
+
+    linears: Shapes
+    """The head's included."""
+    experts: Shapes = ()
+    """Both matrices of every expert of every layer."""
+
+
+def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
+    """Return the sizes of a model where it has experts: by its matrices, of which `sizes` knows
+    those of a dense one."""
+    return weighed(sizes, weights, matrices) if matrices.experts else sizes
+
+
+def weighed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
+    """Return the sizes of a model by its matrices: those of the mean layer."""
+    head, hidden = sizes.logits // NUMBER_BYTES, sizes.state // NUMBER_BYTES
+    linears = Counter(matrices.linears)
+    linears[head, hidden] -= 1
+    routers = len(matrices.experts) // 2 * hidden * NUMBER_BYTES
+    plain, experts = (
+        sum(count * matrix_bytes(weights, n, k) for (n, k), count in counted.items())
+        for counted in (linears, Counter(matrices.experts))
+    )
+    largest = max(matrix_bytes(weights, n, k) for n, k in (*+linears, *matrices.experts))
+    norms = 4 * hidden * NUMBER_BYTES
+    mean = -(-(experts + routers) // sizes.layers)
+    return replace(
+        sizes, layer=-(-plain // sizes.layers) + mean + norms, matrix=largest, experts=mean
+    )
+
+
+def with_host_experts(sizes: Sizes) -> Sizes:
+    """Return the sizes of a model of whose layers on a device the CPU computes the experts."""
+    return replace(sizes, apart=sizes.experts)
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
@@ -107,19 +156,19 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         int(config["vocab_size"]),
         2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4,
     )
-    mixed = _Mix(number("num_hidden_layers"), None if gpt2 else state_sizes(config))
-    mixers = [matrix_bytes(weights, n, k) for n, k in mixed.shapes(hidden)]
-    gates = mixed.gates * matrix_bytes(weights, heads * head_dim, hidden)
+    mix = _Mix(number("num_hidden_layers"), None if gpt2 else state_sizes(config))
+    mixers = [matrix_bytes(weights, n, k) for n, k in mix.shapes(hidden)]
+    gates = mix.gates * matrix_bytes(weights, heads * head_dim, hidden)
     matrices[1] += gates
     return Sizes(
         layers=number("num_hidden_layers"),
-        layer=mixed.average(sum(matrices[:2]), sum(mixers))
+        layer=mix.average(sum(matrices[:2]), sum(mixers))
         + sum(matrices[2:])
         + 4 * hidden * NUMBER_BYTES,
         matrix=max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
         embedding=vocabulary * hidden * stored,
-        row=mixed.average(2 * kv_heads * head_dim * CACHE_BYTES[cache], 0),
+        row=mix.average(2 * kv_heads * head_dim * CACHE_BYTES[cache], 0),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
         inner=(3 * hidden + 2 * queries + heads * head_dim + (3 if gated else 2) * units)
@@ -127,7 +176,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,
         widened=0 if cache == "fp32" else 2 * kv_heads * head_dim * NUMBER_BYTES,
-        states=mixed.average(0, mixed.session_bytes),
+        states=mix.average(0, mix.session_bytes),
     )
 
 

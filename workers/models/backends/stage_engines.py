@@ -13,14 +13,14 @@ from dovetail.workers.kernels.layer_plan import LANES, LayerPlan
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks
 from dovetail.workers.models.backends.blob import (
-    MATRICES,
+    ROUTER,
     Blob,
     Matrix,
     plan_at,
     unpack,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
-from dovetail.workers.models.backends.device_layer import (
+from dovetail.workers.models.backends.device.layer import (
     Angles,
     DeviceLayer,
     Rows,
@@ -131,7 +131,8 @@ class SettledLayer:
 
 class _TorchReady:
     def __init__(self, plan: LayerPlan, blob: Blob, device: torch.device) -> None:
-        self._blob, self._layer = blob, DeviceLayer(plan, device)
+        apart = plan.experts is not None and ROUTER not in blob.matrices
+        self._blob, self._layer = blob, DeviceLayer(plan, device, host_experts=apart)
 
     def at(self, memory: Tensor) -> Run:
         """Each matrix is laid out when it is due, so that no more than one is there twice."""
@@ -141,7 +142,8 @@ class _TorchReady:
 
     def settled(self, memory: Tensor) -> Run:
         return SettledLayer(
-            self._layer, {name: unpack(self._blob.matrices[name], memory) for name in MATRICES}
+            self._layer,
+            {name: unpack(lying, memory) for name, lying in self._blob.matrices.items()},
         )
 
 

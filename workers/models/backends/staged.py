@@ -29,7 +29,7 @@ from dovetail.workers.models.backends.blob import (
     unpack,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
-from dovetail.workers.models.backends.device_layer import (
+from dovetail.workers.models.backends.device.layer import (
     DeviceNorm,
     product,
     rounded_product,
@@ -52,6 +52,7 @@ from dovetail.workers.models.backends.staged_cache import (
     part_of,
 )
 from dovetail.workers.models.backends.streaming import Ring
+from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import Kept
 from dovetail.workers.progress import beat
@@ -71,6 +72,8 @@ class Staging:
     """The way to the device that computes what is not on the CPU, and the head."""
     reader: Transfer | None = None
     """The way to a device that reads prompts for the layers on the CPU."""
+    host_experts: bool = False
+    """True if the CPU computes the experts of the layers that the device computes."""
 
 
 class Stage:
@@ -271,7 +274,7 @@ class DeviceHead(nn.Module):
 class Staged(Kernels):
     """Takes over the layers of a model one by one, each where it is to be. A `BackEnd`."""
 
-    _mixes = False
+    _apart = True
 
     def __init__(
         self,
@@ -296,6 +299,7 @@ class Staged(Kernels):
                 Stage(len(self._stages), self._first, engine_of(staging.transfer), staging.transfer)
             )
         self._on_cpu: list[tuple[LayerPlan, Blob]] = []
+        self._heads: tuple[int, int] | None = None
 
     def read(
         self, tokens: Tensor, positions: Tensor, segment: Segment, rows: Tensor | None, kept: Kept
@@ -309,13 +313,26 @@ class Staged(Kernels):
         )
 
     def _take(self, plan: LayerPlan) -> None:
-        blob, place = gather(plan), self._staging.places[plan.index]
-        plan = hollow(plan)
+        place = self._staging.places[plan.index]
+        self._refuse_heads(plan)
+        apart = self._staging.host_experts and place is not Place.CPU
+        blob = gather(plan, experts=not apart)
+        plan = hollow(plan, blob)
         self._stages[0 if place is Place.CPU else -1].take(
             plan, blob, streamed=place is Place.STREAMED
         )
         if place is Place.CPU and self._staging.reader is not None:
             self._on_cpu.append((plan, blob))
+
+    def _refuse_heads(self, plan: LayerPlan) -> None:
+        """`UnsupportedError` for a layer whose keys and values have another shape than those of the
+        layers before it: the cache of a stage has one."""
+        shape = (plan.kv_heads, plan.head_dim)
+        if shape != (self._heads or shape):
+            raise UnsupportedError(
+                "layers whose heads differ in size are computed on one CPU alone"
+            )
+        self._heads = shape
 
     def _together(self) -> StagedLayers:
         for stage in self._stages:

@@ -292,7 +292,7 @@ def _read_file(
             for part in source.parts:
                 for left in range(part.size_bytes, 0, -BLOCK_BYTES):
                     block = memoryview(free_block())[: min(left, BLOCK_BYTES)]
-                    if _fill(file, block) != len(block):
+                    if read_full(file, block) != len(block):
                         raise CheckpointError(
                             f"{source.path} was cut short while it was read: fetch the model again"
                         )
@@ -309,7 +309,7 @@ def _read_file(
         ) from None
 
 
-def _fill(file: Any, block: memoryview) -> int:
+def read_full(file: Any, block: memoryview) -> int:
     """Read until the block is full or the file ends; the bytes that were read."""
     done = 0
     while done < len(block) and (count := file.readinto(block[done:])):

@@ -22,6 +22,9 @@ PROCESS_BYTES = 300_000_000
 measured: 295 MB)."""
 PROCESS_SPACE = 1_300_000_000
 """Bytes of its address space."""
+EXPERTS_READ = 4
+"""Matrices of one expert that are there at a time as they were stored: gate and up, one by one and
+together."""
 PROOF_BYTES = 48 << 20
 """A piece of a matrix in fp32 while it is packed, and the rows on which a layer is proved
 (`backends/fused.py`)."""
@@ -43,6 +46,8 @@ class Tensor:
     name: str
     kind: str
     shape: tuple[int, ...]
+    blocks: bool = False
+    """True if it is read from blocks of GGUF, all experts of a layer together."""
 
     @property
     def numbers(self) -> int:
@@ -71,12 +76,17 @@ class Tensor:
         stacked = len(self.shape) > 2 and "conv" not in self.name
         return EXPERTS.search(self.name) is not None or stacked
 
+    @property
+    def is_alone(self) -> bool:
+        """Return whether each expert that this is of is read by itself."""
+        return self.is_expert and not self.blocks
+
 
 def read_tensors(folder: Path) -> list[Tensor]:
     """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
     loads them says what is wrong."""
     if found := described_tensors(folder):
-        return [Tensor(name, kind, shape) for name, (kind, shape) in found.items()]
+        return [Tensor(name, kind, shape, blocks=True) for name, (kind, shape) in found.items()]
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         names = (
@@ -151,6 +161,9 @@ def loading_bytes(
         grown = max(1.0, (inflate_bytes / 4 - of_heads) / matrices)
         whole += int((grown - 1.0) * matrices * WEIGHT_BYTES.get(weights, 4))
         grown = max(1.0, grown / 2)  # half of it are more layers
+    # experts are packed and proved one by one, and read so where they are no blocks
+    experts = [tensor for layer in layers for tensor in layer if tensor.is_alone]
+    layers = [[tensor for tensor in layer if not tensor.is_alone] for layer in layers]
     packed = max(
         (int(grown * sum(_kept_bytes(tensor, weights) for tensor in layer)) for layer in layers),
         default=0,
@@ -168,12 +181,16 @@ def loading_bytes(
     of_heads = sum(_kept_bytes(tensor, weights) for tensor in heads)
     tables = sum(tensor.stored_bytes for tensor in tensors if tensor.is_table)
     # a layer is proved before it is packed: as it was stored, as the kernels have that, and as
-    # transformers computes it, in fp32, but for experts, which are proved as they are packed
-    plain = [[tensor for tensor in layer if not tensor.is_expert] for layer in layers]
+    # transformers computes it, in fp32
     widest = max(
-        (int(grown * 4 * sum(tensor.numbers for tensor in layer)) for layer in plain), default=0
+        (
+            int(grown * 4 * sum(tensor.numbers for tensor in layer if not tensor.is_expert))
+            for layer in layers
+        ),
+        default=0,
     )
-    at_layers = whole - of_heads - tables - packed + 2 * stored + widest
+    expert = max((tensor.stored_bytes // _experts_in(tensor) for tensor in experts), default=0)
+    at_layers = whole - of_heads - tables - packed + 2 * stored + widest + EXPERTS_READ * expert
     # embedding and head are read when all layers are packed
     widened = 4 * max((tensor.numbers for tensor in heads), default=0) if library else 0
     at_head = whole + head_stored + widened
@@ -222,6 +239,11 @@ def _kept_bytes(tensor: Tensor, weights: str) -> int:
     if len(tensor.shape) == 3:
         return tensor.shape[0] * matrix_bytes(kind, *tensor.shape[1:])
     return 4 * tensor.numbers
+
+
+def _experts_in(tensor: Tensor) -> int:
+    """Return how many experts one tensor is of."""
+    return tensor.shape[0] if len(tensor.shape) > 2 else 1
 
 
 def _tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,10 +11,11 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +35,16 @@ from dovetail.workers.models.checkpoints.configured import (
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.view import model_of
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
-from dovetail.workers.models.checkpoints.pieces import Pieces
+from dovetail.workers.models.checkpoints.pieces import STACK, UNREAD, Pieces
+from dovetail.workers.models.checkpoints.stored import Stored
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
-from dovetail.workers.progress import loading
+from dovetail.workers.progress import count_bytes, loading
 
 log = logging.getLogger(__name__)
 
 
+RANDOM_NUMBERS = (1 << 20) + 7
+"""Numbers that random weights are taken from: a prime, so that the rows of a matrix differ."""
 Read = Callable[[str], Tensor]
 """The tensor of a name, in the type it is stored in."""
 
@@ -68,12 +72,24 @@ class Skeleton:
     """Buffers that the checkpoint holds."""
     stored: Mapping[str, str] | None = None
     """Parameter -> tensor of the checkpoint; None: they are made of several, or by transformers."""
+    read_one: Callable[[str, int], Tensor] | None = None
+    """The tensor of one expert, by the name of the parameter that holds those of a layer; None:
+    experts are read together."""
+    size_bytes: int = 0
+    """The bytes of all of it where there is no checkpoint."""
 
     def fill(
-        self, module: nn.Module, prefix: str, types: Types, *, but: nn.Module | None = None
+        self,
+        module: nn.Module,
+        prefix: str,
+        types: Types,
+        *,
+        but: nn.Module | None = None,
+        one_by_one: bool = False,
     ) -> None:
         """Give all of a module's parameters that have none their numbers, under the names that
-        begin with `prefix`; those of `but` are left for later."""
+        begin with `prefix`; those of `but` are left for later. `one_by_one`: where that can be,
+        experts get none, and whoever packs them reads each by itself (`leave_unread`)."""
         later = set() if but is None else set(but.modules())
         for path, part in module.named_modules():
             if part in later:
@@ -81,6 +97,9 @@ class Skeleton:
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.is_meta:
                     full = ".".join(filter(None, (prefix, path, name)))
+                    if one_by_one and STACK.match(full) and self.read_one is not None:
+                        leave_unread(part, name, full, self.read_one)
+                        continue
                     part.register_parameter(
                         name, nn.Parameter(self._tensor(full, part, types), requires_grad=False)
                     )
@@ -98,6 +117,13 @@ class Skeleton:
             wanted = types.linear if isinstance(part, nn.Linear) else types.table
         as_stored = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
         return tensor.to(as_stored if wanted is None else wanted).contiguous()
+
+
+def leave_unread(
+    part: nn.Module, name: str, full: str, read_one: Callable[[str, int], Tensor]
+) -> None:
+    """Have a stack of experts' matrices read one by one, each when it is asked for."""
+    part.__dict__.setdefault(UNREAD, {})[name] = lambda index: read_one(full, index)
 
 
 def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
@@ -146,12 +172,14 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
     }
     pieces = Pieces(naming, tensors, shapes)
     pieces.refuse_misshapen(checkpoint.folder)
+    plain = all(type(stored) is Stored for stored in tensors.values())  # blocks of GGUF are not
     _report_unused(model, checkpoint, pieces.superfluous())
     return Skeleton(
         model,
         lambda name: pieces.read(name if name in shapes else tied[name]),
         frozenset(),
         frozenset(shapes) - {name for name, _ in model.named_parameters()},
+        read_one=pieces.read_one if plain else None,
     )
 
 
@@ -168,21 +196,41 @@ def random_skeleton(folder: Path, *, layers: int | None, stored: torch.dtype) ->
     model = with_buffers(built(config, file))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     transposed = _linearise(model)
-    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
+    scaled: dict[int, Tensor] = {}
+
+    def fresh(name: str, shape: Sequence[int]) -> Tensor:
+        """Numbers that are taken from a store of them again and again, from a place that the name
+        says on: as many random ones as a large model has would take minutes."""
+        if (width := shape[-1]) not in scaled:
+            scaled[width] = (numbers / math.sqrt(width)).to(stored)
+        whole, turn = torch.empty(shape, dtype=stored), crc32(name.encode()) % RANDOM_NUMBERS
+        first, rest = whole.view(-1).tensor_split([RANDOM_NUMBERS - turn])
+        for piece, source in ((first, scaled[width][turn:]), *_turns(rest, scaled[width])):
+            piece.copy_(source[: len(piece)])
+        count_bytes(whole.nbytes)
+        return whole
 
     def read(name: str) -> Tensor:
         shape = shapes[name]
         if len(shape) == 1:
-            return (
-                torch.ones(shape, dtype=stored)
-                if name.endswith("weight")
-                else torch.zeros(shape, dtype=stored)
-            )
-        return torch.empty(shape, dtype=stored).normal_(
-            std=1 / math.sqrt(shape[-1]), generator=generator
-        )
+            whole = torch.ones if name.endswith("weight") else torch.zeros
+            return whole(shape, dtype=stored)
+        return fresh(name, shape)
 
-    return Skeleton(model, read, transposed)
+    return Skeleton(
+        model,
+        read,
+        transposed,
+        read_one=lambda name, index: fresh(f"{name}.{index}", shapes[name][1:]),
+        size_bytes=sum(map(math.prod, shapes.values())) * stored.itemsize,
+    )
+
+
+def _turns(rest: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of what is left to be filled, each of the length of the source or less."""
+    pieces: Sequence[Tensor] = torch.split(rest, len(source))
+    return ((piece, source) for piece in pieces)
 
 
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

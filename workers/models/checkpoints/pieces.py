@@ -20,6 +20,9 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
+UNREAD = "unread_experts"
+"""The attribute of transformers' experts that has, for each stack that has not been read, how the
+matrix of one of them is."""
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 """Ends of the names of a stack in MXFP4."""
 
@@ -66,10 +69,27 @@ class Pieces:
             first += len(part)
         return whole
 
-    def _unpack(self, pieces: Sequence[str]) -> Tensor:
-        """Return [experts, in, out], as transformers holds it, of blocks along `in`."""
+    def read_one(self, name: str, index: int) -> Tensor:
+        """Return the tensor of one expert, at an index of the first dimension of a tensor of the
+        model; in the type as `read`, but that pieces of other experts are not looked at."""
+        pieces = self.of(name)
+        if pieces[0].endswith(BLOCKS):
+            return self._unpack(pieces, index)
+        if len(pieces) == 1:
+            return self.tensors[pieces[0]].read_one(pieces[0], index)
+        each = len(pieces) // self.shapes[name][0]
+        own = pieces[index * each : (index + 1) * each]
+        parts = [self.tensors[piece].read(piece) for piece in own]
+        return parts[0] if each == 1 else torch.cat(parts)
+
+    def _unpack(self, pieces: Sequence[str], index: int | None = None) -> Tensor:
+        """Return [experts, in, out], as transformers holds it, of blocks along `in`, or [in, out]
+        of the expert of an index."""
         try:
-            return unpack(*(self.tensors[name].read(name) for name in pieces)).transpose(1, 2)
+            if index is None:
+                return unpack(*(self.tensors[name].read(name) for name in pieces)).transpose(1, 2)
+            parts = (self.tensors[name].read_one(name, index)[None] for name in pieces)
+            return unpack(*parts)[0].t()
         except ValueError as error:
             raise CheckpointError(
                 f"{self.tensors[pieces[1]].file}: {error} in tensor {pieces[1]}; fetch the model "

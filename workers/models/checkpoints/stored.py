@@ -1,13 +1,18 @@
 """The place of a tensor's numbers in a weight file, and their types."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.digests import Identity, all_finite, refuse_changed
+from dovetail.workers.models.checkpoints.digests import (
+    Identity,
+    all_finite,
+    read_full,
+    refuse_changed,
+)
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.progress import count_bytes
 
@@ -51,13 +56,22 @@ class Stored:
             else torch.empty(self.shape, dtype=kind)
         )
 
+    def read_one(self, name: str, index: int) -> Tensor:
+        """The tensor at an index of the first dimension of this one, called `name` in errors; the
+        others are not read."""
+        size = self.size_bytes // self.shape[0]
+        own = replace(
+            self, shape=self.shape[1:], offset=self.offset + index * size, size_bytes=size
+        )
+        return own.read(name)
+
     def content(self, name: str) -> bytearray:
         """Return the bytes of the tensor, called `name` in errors."""
         content = bytearray(self.size_bytes)
         try:
-            with self.file.open("rb") as file:
+            with self.file.open("rb", buffering=0) as file:
                 file.seek(self.offset)
-                count = file.readinto(content)
+                count = read_full(file, memoryview(content))
                 refuse_changed(self.file, self.identity, file)
         except OSError as error:
             raise unreadable(self.file, error) from None

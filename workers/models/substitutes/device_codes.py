@@ -2,7 +2,7 @@
 else the target's.
 
 Products go over the codes, by torch's int4 products: fewer bits are laid into 4, and 8 are the sum
-of two products of 4. The layers are `device_layer.py`'s, over the target's own keys and values;
+of two products of 4. The layers are `device/layer.py`'s, over the target's own keys and values;
 where the target keeps a layer on the device, that is computed from. A level of a tree is computed
 in fixed shapes, its rows padded to a power of two, and captured once for a cache and number of
 rows. Knows layers, rows and slots; nothing of drafts or sessions.
@@ -22,7 +22,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.assembly import assemble
-from dovetail.workers.models.backends.device_layer import DeviceLayer, FixedRows, rounded_product
+from dovetail.workers.models.backends.device.layer import DeviceLayer, FixedRows, rounded_product
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.stage_engines import SettledLayer, TorchEngine
 from dovetail.workers.models.backends.staged import DeviceHead, Staged
@@ -99,6 +99,7 @@ class DeviceSubstitute(Kernels):
     backend = "library"
     kernels = "torch-int4"
     _reorders = False
+    _apart = True
     _mixes = False
     _computes_here = False
 

@@ -170,6 +170,7 @@ class KernelSubstitute(Kernels):
     """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
 
     _reorders = False
+    _apart = True
     _mixes = False
 
     def __init__(self, model: Any, kind: Kind, *, context: int, substitutes: Substitutes) -> None:

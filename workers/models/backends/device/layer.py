@@ -6,26 +6,22 @@ ones meet inputs that are quantised row by row, in exact integer products, as in
 a layer by its plan and its matrices, wherever they came from.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import (
-    gelu,
     layer_norm,
     linear,
     pad,
-    relu,
     rms_norm,
     scaled_dot_product_attention,
-    silu,
 )
 
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer_plan import (
-    Activation,
     HeadNorm,
     LayerPlan,
     Norm,
@@ -34,6 +30,14 @@ from dovetail.workers.kernels.layer_plan import (
 )
 from dovetail.workers.models.attention import Block, attend_blocks, attend_by_scores
 from dovetail.workers.models.backends.blob import Matrix
+from dovetail.workers.models.backends.device.experts import (
+    DeviceExperts,
+    HostExperts,
+    Multiply,
+    activate,
+    gate_shared,
+    plain,
+)
 from dovetail.workers.models.cache import rounded
 
 TILE_WEIGHTS = 1 << 24
@@ -43,10 +47,6 @@ LEAST_ROWS, MULTIPLE = 32, 8
 multiples of 8."""
 TINY = 1e-30
 """A row whose largest magnitude is less is all zeros in int8 (`kernels/native/linear.inl`)."""
-
-
-Multiply = Callable[[str, Tensor], Tensor]
-"""A layer's matrix by its name and x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
 
 
 class Seen(Protocol):
@@ -78,6 +78,7 @@ class Rows:
             scale_of(plan),
             plan.window or None,
             plan.softcap or None,
+            plan.sinks,
         )
 
 
@@ -272,8 +273,12 @@ def _equal(one: Rotary, other: Rotary) -> bool:
 class DeviceLayer:
     """The parts of a layer that stay on a device, however its matrices come there."""
 
-    def __init__(self, plan: LayerPlan, device: torch.device) -> None:
-        self._plan = plan
+    def __init__(
+        self, plan: LayerPlan, device: torch.device, *, host_experts: bool = False
+    ) -> None:
+        """`host_experts`: the CPU computes the experts, whose matrices the plan has."""
+        sinks = None if plan.sinks is None else plan.sinks.to(device)
+        self._plan = replace(plan, sinks=sinks)
 
         def norm(of: Norm | None, kind: NormKind = plan.norm_kind) -> DeviceNorm | None:
             return None if of is None else DeviceNorm(kind, of, plan.epsilon, device)
@@ -285,6 +290,12 @@ class DeviceLayer:
         )
         self._query_norm = norm(plan.query_norm, NormKind.RMS)
         self._key_norm = norm(plan.key_norm, NormKind.RMS)
+        self._value_norm = norm(plan.value_norm, NormKind.RMS)
+        self._experts: HostExperts | DeviceExperts | None = None
+        self._shared_norm = None
+        if plan.experts is not None:
+            self._shared_norm = norm(plan.experts.shared_norm)
+            self._experts = HostExperts(plan) if host_experts else _experts_of(plan, device)
 
     def run(self, rows: Seen, states: Tensor, multiply: Multiply) -> None:
         """states [T, hidden] through the layer, in place; keys and values of the rows go into the
@@ -294,8 +305,25 @@ class DeviceLayer:
         mixed = self._attend(rows, multiply("qkv", normed))
         self._add(states, _through(self._post_attention_norm, multiply("output", mixed)))
         read = read if plan.parallel else _through(self._mlp_norm, states)
-        inner = _activate(plan, multiply("gate_up", read))
-        self._add(states, _through(self._post_mlp_norm, multiply("down", inner)))
+        self._add(states, _through(self._post_mlp_norm, self._mlp(read, states, multiply)))
+        if plan.scalar != 1.0:
+            states *= plan.scalar
+
+    def _mlp(self, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
+        """The MLP of x [T, hidden], or the experts of it, which may read the states before its
+        norm; while the CPU computes those the device computes what all rows share."""
+        plan, experts = self._plan, self._experts
+        if plan.experts is None or experts is None:
+            return self._dense(x, multiply)
+        read = x if plan.experts.input_norm is None else states
+        routed = experts.begin(read, multiply)
+        if plan.gate_up is None:
+            return routed()
+        shared = gate_shared(self._dense(x, multiply), x, plan, multiply)
+        return _through(self._shared_norm, shared) + routed()
+
+    def _dense(self, x: Tensor, multiply: Multiply) -> Tensor:
+        return multiply("down", activate(self._plan, multiply("gate_up", x)))
 
     def _add(self, states: Tensor, update: Tensor) -> None:
         states += update if self._plan.residual == 1.0 else update * self._plan.residual
@@ -315,6 +343,7 @@ class DeviceLayer:
         if plan.head_norm is HeadNorm.HEAD_AFTER_ROPE:
             turned = self._norm_heads(turned)
         query, key = turned[:, : plan.heads], turned[:, plan.heads :]
+        value = _through(self._value_norm, value)
         if plan.rotary is not None and rows.turn is not None:
             query = rows.turn.grow(query, plan.rotary)
         return rows.attend(
@@ -335,21 +364,21 @@ class DeviceLayer:
         return torch.cat(parts, dim=1)
 
 
+def _experts_of(plan: LayerPlan, device: torch.device) -> DeviceExperts:
+    """Return the experts of a layer on a device that computes them."""
+    assert plan.experts is not None
+    router = plan.experts.router
+    norms = (
+        (router.norm, NormKind.RMS, router.epsilon),
+        (plan.experts.input_norm, plan.norm_kind, plan.epsilon),
+        (plan.experts.output_norm, plan.norm_kind, plan.epsilon),
+    )
+    first, second, third = (
+        plain if norm is None else DeviceNorm(kind, norm, epsilon, device)
+        for norm, kind, epsilon in norms
+    )
+    return DeviceExperts(plan, device, (first, second, third))
+
+
 def _through(norm: DeviceNorm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _activate(plan: LayerPlan, x: Tensor) -> Tensor:
-    """[T, units] of [T, 2 units], the gate first, or of [T, units]."""
-    if plan.activation is Activation.RELU2:
-        return relu(x).square()
-    if plan.activation in (Activation.GELU, Activation.GELU_TANH):
-        return gelu(x, approximate="none" if plan.activation is Activation.GELU else "tanh")
-    if plan.activation is Activation.XIELU:
-        positive, negative = plan.activation_numbers
-        beyond = torch.expm1(x.clamp(max=-1e-6)) - x
-        return torch.where(x > 0, x * x * positive, beyond * negative) + 0.5 * x
-    gate, up = x.chunk(2, dim=1)
-    return (
-        silu(gate) if plan.activation is Activation.SILU_GATED else gelu(gate, approximate="tanh")
-    ) * up

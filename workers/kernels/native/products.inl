@@ -1,0 +1,61 @@
+// The products of several matrices of one kind, each with rows of its own: all rows are packed in one turn of the threads, and all columns are computed in
+// another. A product has the bytes that `linear` gives it.
+#include <atomic>
+
+namespace DT_NS {
+
+struct Product {
+    const Matrix* matrix;
+    const float* x;  // [rows, k]
+    float* y;        // [rows, n]
+    int64_t rows;    // at most CHUNK
+    char* packed;    // of `row_bytes` for each row
+};
+
+// Bytes of a row of x that is packed for a matrix.
+static inline int64_t row_bytes(const Matrix& m) { return 4 * (dovetail::steps_of(m.kind, m.k) + 1); }
+
+// So many units of columns for each thread: whoever is held up leaves the rest to the others.
+constexpr int64_t UNITS = 16;
+
+// body(unit) for each of n units, which the threads take as they come.
+template <class Body>
+static void take_turns(int64_t n, const Body& body) {
+    std::atomic<int64_t> next{0};
+    auto take = [&](int, int) {
+        for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(unit);
+    };
+    dovetail::parallel(take);
+}
+
+template <int KIND>
+static Pass pass_of(const Product& p) {
+    const float* scales = (const float*)(p.packed + 4 * p.rows * dovetail::steps_of(KIND, p.matrix->k));
+    const char* x = KIND == dovetail::INT8 || p.rows > 1 ? p.packed : (const char*)p.x;
+    return {*p.matrix, cut_of<KIND>(*p.matrix, p.rows), x, scales, p.y, p.matrix->n};
+}
+
+template <int KIND>
+static void run_products(const Product* products, int64_t count) {
+    take_turns(count, [&](int64_t i) {
+        Pass pass = pass_of<KIND>(products[i]);
+        prepare<KIND>(pass, products[i].x, pass.matrix.k, products[i].packed, [](auto& pack) { pack(0, 1); });
+    });
+    const int64_t panels = dovetail::panels_of(products[0].matrix->n);  // all are of one shape
+    const int64_t pieces = smaller(panels, (UNITS * dovetail::threads() + count - 1) / count);
+    take_turns(count * pieces, [&](int64_t unit) {
+        const int64_t piece = unit % pieces;
+        columns<KIND>(pass_of<KIND>(products[unit / pieces]), panels * piece / pieces, panels * (piece + 1) / pieces);
+    });
+}
+
+static void run_products(const Product* products, int64_t count) {
+    switch (products[0].matrix->kind) {
+        case dovetail::FP32: return run_products<dovetail::FP32>(products, count);
+        case dovetail::FP16: return run_products<dovetail::FP16>(products, count);
+        case dovetail::BF16: return run_products<dovetail::BF16>(products, count);
+        default: return run_products<dovetail::INT8>(products, count);
+    }
+}
+
+}  // namespace DT_NS

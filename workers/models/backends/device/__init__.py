@@ -1,0 +1,1 @@
+"""Layers that torch computes on a device."""

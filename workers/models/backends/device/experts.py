@@ -1,0 +1,141 @@
+"""The experts of a layer that torch computes, or that the CPU computes for it: the function of the
+kernels' experts up to rounding.
+
+A row's experts are chosen in fp32, the lower index first of equals. Knows plans, and matrices by
+their names.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from dovetail.workers.kernels.experts import mix
+from dovetail.workers.kernels.layer import DecoderLayer
+from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, RouterPlan, Score
+from dovetail.workers.models.backends.blob import EXPERTS, ROUTER, SHARED_GATE, expert_name
+
+Multiply = Callable[[str, Tensor], Tensor]
+"""A layer's matrix by its name and x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
+NormOf = Callable[[Tensor], Tensor]
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return x: there is no norm."""
+    return x
+
+
+class HostExperts:
+    """The experts of a layer that the CPU computes, from weights that stay in its memory."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self._layer = DecoderLayer(plan)
+
+    def begin(self, x: Tensor, _multiply: Multiply) -> Callable[[], Tensor]:
+        """Take what experts read [T, hidden]; returns what gives their outputs [T, hidden], on the
+        device of x."""
+        rows = x.cpu().contiguous()
+        return lambda: mix(self._layer.struct, rows).to(x.device)
+
+
+class DeviceExperts:
+    """The experts of a layer that torch computes."""
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        device: torch.device,
+        norms: tuple[NormOf, NormOf, NormOf],
+    ) -> None:
+        """`norms`: of what the router reads, of what experts read, and of what they add up to."""
+        assert plan.experts is not None
+        self._plan = plan
+        self._router_norm, self._input_norm, self._output_norm = norms
+        router = plan.experts.router
+        self._router = router
+        self._correction = None if router.correction is None else router.correction.to(device)
+        self._scales = None if router.scales is None else router.scales.to(device)
+
+    def begin(self, x: Tensor, multiply: Multiply) -> Callable[[], Tensor]:
+        """Take what experts read [T, hidden]; returns what gives their outputs [T, hidden]."""
+        return lambda: self._run(x, multiply)
+
+    def _run(self, x: Tensor, multiply: Multiply) -> Tensor:
+        ids, weights = self._choose(multiply(ROUTER, self._router_norm(x)))
+        order = ids.flatten().argsort(stable=True)
+        counts = ids.flatten().bincount(minlength=self._router.logits.n).tolist()
+        given = self._input_norm(x)[order // self._router.chosen]
+        shares = weights.flatten()[order].unsqueeze(1)
+        if self._router.scales_input:
+            given, shares = given * shares, torch.ones_like(shares)
+        found, first = torch.empty_like(given), 0
+        for index, count in enumerate(counts):
+            if count:
+                rows = slice(first, first + count)
+                gate_up, down = (expert_name(part, index) for part in EXPERTS)
+                found[rows] = multiply(down, activate(self._plan, multiply(gate_up, given[rows])))
+                first += count
+        outputs = torch.empty_like(found)
+        outputs[order] = found * shares
+        return self._output_norm(outputs.view(*ids.shape, -1).sum(1))
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts [T, chosen] of rows, ascending, and their weights."""
+        router = self._router
+        scores = logits
+        if router.score is Score.SOFTMAX:
+            scores = logits.softmax(-1)
+        elif router.score is Score.SIGMOID:
+            scores = logits.sigmoid()
+        values = scores if self._correction is None else scores + self._correction
+        if router.groups > 1:
+            values = _within_groups(router, values)
+        best = values.sort(dim=-1, descending=True, stable=True).indices[:, : router.chosen]
+        ids = best.sort(dim=-1).values
+        weights = scores.gather(-1, ids)
+        if router.score is Score.SOFTMAX_OF_CHOSEN:
+            weights = weights.softmax(-1)
+        elif router.score is Score.SIGMOID_OF_CHOSEN:
+            weights = weights.sigmoid()
+        if router.normalised:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.least_sum)
+        weights = weights * router.scale
+        return ids, weights if self._scales is None else weights * self._scales[ids]
+
+
+def _within_groups(router: RouterPlan, values: Tensor) -> Tensor:
+    """values [T, experts] with -inf for those of groups that are not among the best."""
+    groups = values.view(len(values), router.groups, -1)
+    worth = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : router.chosen_groups]
+    closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, best, False)
+    return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def gate_shared(shared: Tensor, x: Tensor, plan: LayerPlan, multiply: Multiply) -> Tensor:
+    """Return what all rows share [T, hidden], times its gate, where it has one."""
+    assert plan.experts is not None
+    if plan.experts.shared_gate is None:
+        return shared
+    return shared * multiply(SHARED_GATE, x).sigmoid()
+
+
+def activate(plan: LayerPlan, x: Tensor) -> Tensor:
+    """[T, units] of [T, 2 units], the gate first, or of [T, units]."""
+    if plan.activation is Activation.RELU2:
+        return relu(x).square()
+    if plan.activation in (Activation.GELU, Activation.GELU_TANH):
+        return gelu(x, approximate="none" if plan.activation is Activation.GELU else "tanh")
+    if plan.activation is Activation.XIELU:
+        positive, negative = plan.activation_numbers
+        beyond = torch.expm1(x.clamp(max=-1e-6)) - x
+        return torch.where(x > 0, x * x * positive, beyond * negative) + 0.5 * x
+    gate, up = x.chunk(2, dim=1)
+    if plan.activation is Activation.SWIGLU_CLAMPED:
+        factor, limit = plan.activation_numbers
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1.0) * gate * torch.sigmoid(factor * gate)
+    return (
+        silu(gate) if plan.activation is Activation.SILU_GATED else gelu(gate, approximate="tanh")
+    ) * up
