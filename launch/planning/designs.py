@@ -34,6 +34,7 @@ from dovetail.workers.models.backends.sizes import (
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.recurrent.sizes import state_sizes
 
 if TYPE_CHECKING:
     from dovetail.workers.calibration import subject
@@ -55,9 +56,11 @@ def read_design(folder: Path) -> "Design":
 
 
 def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
-    """Return the design of a config.json that lies in this folder. What experts weigh, and layers
-    whose heads differ, is asked of transformers, since each family names it in its own way."""
+    """Return the design of a config.json that lies in this folder. What experts weigh, layers whose
+    heads differ, and those with a state, is asked of transformers, since each family names it in
+    its own way."""
     uneven = any(config.get(name) for name in ("global_head_dim", "per_layer_config"))
+    uneven = uneven or state_sizes(config) is not None
     if count_experts(config)[0] == 1 and not uneven:
         return Design(config)
     from dovetail.workers.calibration import subject  # torch comes in here

@@ -19,7 +19,12 @@ HEADS = {
     "head_dim": 8,
     "global_head_dim": 24,
 }
-FIELDS = {"gemma4_text": {**HEADS, "hidden_size_per_layer_input": 0}, "gemma4_unified_text": HEADS}
+FIELDS = {
+    "gemma4_text": {**HEADS, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": HEADS,
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+}
 EVERYDAY = ("apertus", "gpt_bigcode", "gpt_neox", "gemma4_unified_text", "gpt_oss", "qwen3_moe")
 
 

@@ -102,10 +102,9 @@ def with_host_experts(sizes: Sizes) -> Sizes:
 def has_sizes(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
     gpt2 = _has_names_of_gpt2(config)
-    needed = [
-        config.get(name)
-        for name in (*(GPT2.values() if gpt2 else (*GPT2, "intermediate_size")), "vocab_size")
-    ]
+    needed = [config.get(name) for name in (*(GPT2.values() if gpt2 else GPT2), "vocab_size")]
+    if not gpt2:
+        needed.append(_units(config))
     optional = [
         config.get(name) for name in (("n_inner",) if gpt2 else ("num_key_value_heads", "head_dim"))
     ]
@@ -117,6 +116,11 @@ def has_sizes(config: Mapping[str, Any]) -> bool:
     hidden = config[GPT2["hidden_size"] if gpt2 else "hidden_size"]
     fits = hidden >= heads if gpt2 or not config.get("head_dim") else True
     return bool(fits and heads % (1 if gpt2 else config.get("num_key_value_heads") or heads) == 0)
+
+
+def _units(config: Mapping[str, Any]) -> Any:
+    """The units of an MLP, or of an expert where a layer has no MLP beside its experts."""
+    return config.get("intermediate_size") or config.get("moe_intermediate_size")
 
 
 def _has_names_of_gpt2(config: Mapping[str, Any]) -> bool:
@@ -143,7 +147,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         kv_heads = 1
     gated = not gpt2 and config.get("model_type") not in UNGATED
     head_dim = int(config.get("head_dim") or hidden // heads)
-    units = int((config.get("n_inner") or 4 * hidden) if gpt2 else config["intermediate_size"])
+    units = int((config.get("n_inner") or 4 * hidden) if gpt2 else _units(config))
     shapes = (
         ((heads + 2 * kv_heads) * head_dim, hidden),
         (hidden, heads * head_dim),
