@@ -210,8 +210,10 @@ static void group_tile(const GroupRun& run) {
 
 #if defined(DT_AVX512)
 constexpr int GROUP_ROWS = 8;
-#else
+#elif defined(DT_AVX2) || defined(DT_NEON)
 constexpr int GROUP_ROWS = 4;
+#else
+constexpr int GROUP_ROWS = 1;  // without registers to keep more in; the code of several would take a minute to compile
 #endif
 
 template <int BITS, int R = GROUP_ROWS>
