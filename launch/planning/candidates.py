@@ -14,6 +14,7 @@ from dovetail.launch.planning.acceptance import Acceptance, Assumed, Recorded, f
 from dovetail.launch.planning.designs import (
     Design,
     DraftSize,
+    design_of,
     head_size,
     read_config,
     small_size,
@@ -136,7 +137,7 @@ class Reader:
             ("small", "eagle", "dovetail", "substitute")
             if self._embedded
             else ("dovetail", "substitute")
-            if self._target.weighed is None
+            if not self._target.uncoded
             else ("dovetail",)
         )
         found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
@@ -160,10 +161,10 @@ class Reader:
                 f"--draft {name}: nothing is known of it before it has run; name a kind of "
                 f"{', '.join(HEAD_KINDS)}, small, substitute or a folder"
             )
-        if name == "substitute" and self._target.weighed is not None:
+        if name == "substitute" and (parts := self._target.uncoded):
             raise UserError(
-                "--draft substitute: layers with experts have no copy of few bits; name a head or "
-                "a small model"
+                f"--draft substitute: layers with {parts} have no copy of few bits; name a head "
+                "or a small model"
             )
         if name == "substitute":
             weights = self._configuration.settings.draft.weights
@@ -230,7 +231,8 @@ class Reader:
 
     def _folder(self, source: str, settings: dict[str, Any]) -> Candidate:
         folder = self._folder_of(source)
-        own, kind = Design(read_config(folder, "draft")), kind_of(folder)
+        config, kind = read_config(folder, "draft"), kind_of(folder)
+        own = design_of(config, folder) if kind == "small" else Design(config)
         if kind == "small":
             if own.vocabulary != self._target.vocabulary:
                 raise UserError(

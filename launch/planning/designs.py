@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.simulation.machines import SIZES
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.experts import DENSE, Mixture, count_experts
+from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.planner import Target
 from dovetail.workers.models.backends.placement import (
@@ -34,13 +34,14 @@ from dovetail.workers.models.backends.sizes import (
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.recurrent.sizes import state_sizes
 
 if TYPE_CHECKING:
     from dovetail.workers.calibration import subject
 
 HALF = 2
 """Bytes of a draft's number."""
+SAID = ("llama", "gpt2", "gpt_bigcode")
+"""Model types whose config.json, where it has all sizes, says all that is counted."""
 DEVICE = "cuda:0"
 """The device that a draft's pass is priced for: it takes the longest on a GPU."""
 GROUP_BITS = 0.5
@@ -56,12 +57,10 @@ def read_design(folder: Path) -> "Design":
 
 
 def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
-    """Return the design of a config.json that lies in this folder. What experts weigh, layers whose
-    heads differ, and those with a state, is asked of transformers, since each family names it in
-    its own way."""
-    uneven = any(config.get(name) for name in ("global_head_dim", "per_layer_config"))
-    uneven = uneven or state_sizes(config) is not None
-    if count_experts(config)[0] == 1 and not uneven:
+    """Return the design of a config.json that lies in this folder. What layers weigh is asked of
+    transformers, since families with experts, states or heads that differ name it in their own
+    ways."""
+    if config.get("model_type") in SAID:
         return Design(config)
     from dovetail.workers.calibration import subject  # torch comes in here
 
@@ -69,8 +68,8 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
 
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:
-    """A folder's config.json; `CheckpointError` if there is none that says how large the model
-    is."""
+    """A folder's config.json, with what it leaves to transformers; `CheckpointError` if there is
+    none that says how large the model is."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
@@ -83,6 +82,8 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
             f"{folder / 'config.json'} is not JSON: take the one that belongs to the model"
         ) from None
     config = text_part(config) if isinstance(config, dict) else config
+    if isinstance(config, dict) and (config.get("model_type") not in SAID or not has_sizes(config)):
+        config = _completed(config, folder / "config.json")
     if not isinstance(config, dict) or not has_sizes(config):
         if isinstance(config, dict):
             refuse_content(config, folder / "config.json")
@@ -94,6 +95,18 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
             f"{folder / 'config.json'} {why}; take the one that belongs to the model"
         )
     return config
+
+
+def _completed(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """Return the fields of a config.json as transformers completes them; as they are where its
+    model type is not known there, as of some heads."""
+    from dovetail.workers.models import lean  # torch comes in here
+
+    if config.get("model_type") not in lean.CONFIG_MAPPING:
+        return config
+    from dovetail.workers.models.checkpoints.configured import full_config
+
+    return full_config(file)
 
 
 def config_of(name: str) -> Mapping[str, Any]:
@@ -118,12 +131,24 @@ class Design:
 
     config: Mapping[str, Any]
     weighed: "subject.Design | None" = None
-    """Shapes of a model with experts, layer by layer."""
+    """Its parts, as transformers builds it; None: its config.json says all that is counted."""
+
+    @property
+    def uncoded(self) -> str:
+        """Return the parts of its layers that have no copy in few bits; empty: all could have
+        one."""
+        return "" if self.weighed is None else self.weighed.uncoded
+
+    @property
+    def alone(self) -> str:
+        """Return the layers that are computed on the CPU and nowhere else; empty: there are
+        none."""
+        return "" if self.weighed is None else self.weighed.alone
 
     @property
     def mixture(self) -> Mixture:
         """Return its experts, and their share of a layer's weights."""
-        if self.weighed is None:
+        if self.weighed is None or self.weighed.mixture == DENSE:
             return DENSE
         mixture, vocabulary = self.weighed.mixture, self.vocabulary * self.hidden
         whole = self.weighed.weights

@@ -21,6 +21,7 @@ from dovetail.launch.planning.words import settings, told, verdict
 from dovetail.launch.processes.preflight import is_path
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.runtime.planner import Option, Planner
@@ -61,7 +62,10 @@ class Subject:
     @property
     def planner(self) -> Planner:
         """Return what places the target, and places it with its experts on the CPU."""
-        whole = Planner(self.target, self.prices.machine)
+        alone = bool(self.design.alone)
+        whole = Planner(self.target, self.prices.machine, cpu_alone=alone)
+        if alone:
+            return whole
         machine = with_host_experts(self.prices, self.target.mixture)
         if machine is None:
             return whole
@@ -177,13 +181,14 @@ class Subject:
                 self.target.layers * self.target.layer + self.target.head,
                 link,
                 self.target.layer,
-                dense=self.design.weighed is None,
+                dense=self.design.mixture is DENSE,
             ),
         }
 
     def _device_says(self) -> str:
         if self.device:
-            return ""
+            alone = self.design.alone
+            return f"layers {alone} are computed by the CPU alone" if alone else ""
         said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
         if self.configuration.settings.memory.vram == "auto":
             return said

@@ -1,14 +1,19 @@
 """The sizes of models by their config.json alone are those of the models that transformers builds
 of it, for every family that is described."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dovetail.launch.planning.designs import design_of, read_config
-from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.runtime.planner import Link, Machine, Place, Planner
+from dovetail.workers.models.checkpoints.composite import VOCABULARIES
+from dovetail.workers.models.checkpoints.configured import decoder_layers, full_config
 from dovetail.workers.models.families.registry import FAMILIES
 from support.architectures import tiny_config
 
@@ -38,11 +43,80 @@ EVERYDAY = ("apertus", "gpt_bigcode", "gpt_neox", "gemma4_unified_text", "gpt_os
 def test_the_weights_of_a_described_family_are_counted(kind: str, tmp_path: Path) -> None:
     config = tiny_config(kind, FIELDS.get(kind, {}))
     config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    matrices = (p for p in decoder_layers(model)[1].parameters() if p.ndim > 1)
-    true = sum(p.numel() for p in matrices) + model.get_output_embeddings().weight.numel()
+    true = count(config.to_dict())
     design = design_of(read_config(tmp_path, "target model"), tmp_path)
     assert NEARLY[0] < design.parameters / true < NEARLY[1]
     mixture = design.mixture
     assert (design.active < design.parameters) == (mixture.count > mixture.chosen)
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+        }
+    },
+    "lfm2": {
+        "hidden_size": 2048,
+        "block_ff_dim": 12288,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "num_hidden_layers": 16,
+        "vocab_size": 65536,
+    },
+    "qwen2": {
+        "vocab_size": 9,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 4,
+    },
+}
+"""Configurations as they are published, which leave the rest to transformers."""
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_what_a_configuration_leaves_to_transformers_is_counted(kind: str, tmp_path: Path) -> None:
+    content = {"model_type": kind, **SPARSE[kind]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    design = design_of(read_config(tmp_path, "target model"), tmp_path)
+    assert NEARLY[0] < design.parameters / count(full_config(tmp_path / "config.json")) < NEARLY[1]
+
+
+def count(fields: Mapping[str, Any]) -> int:
+    """The numbers of the matrices that are multiplied with, of the model that transformers builds
+    of all fields of a configuration."""
+    config = CONFIG_MAPPING[fields["model_type"]].from_dict({**fields})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = (p for p in decoder_layers(model)[1].parameters() if p.ndim > 1)
+    return sum(p.numel() for p in matrices) + int(model.get_output_embeddings().weight.numel())
+
+
+def test_a_vocabulary_that_is_left_out_is_the_one_that_transformers_takes() -> None:
+    for kind, known in VOCABULARIES.items():
+        assert CONFIG_MAPPING[kind]().vocab_size == known
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone", "uncoded"),
+    [
+        ("llama4_text", "of chunked attention", "experts"),
+        ("cohere2", "", "neighbours that are rotated together"),
+        ("mixtral", "", "experts"),
+        ("qwen3", "", ""),
+    ],
+)
+def test_a_plan_knows_which_layers_are_computed_where_and_have_copies_in_few_bits(
+    kind: str, alone: str, uncoded: str, tmp_path: Path
+) -> None:
+    tiny_config(kind, {}).save_pretrained(tmp_path)
+    design = design_of(read_config(tmp_path, "target model"), tmp_path)
+    assert (design.alone, design.uncoded) == (alone, uncoded)
+    place = Place(lambda rows: rows, lambda rows: rows)
+    machine = Machine(place, place, Link(lambda rows: rows, overlaps=True))
+    planner = Planner(design.target("fp32", "cuda:0"), machine, cpu_alone=bool(alone))
+    places = (*planner.split(), *planner.streamed(), *planner.mixed(), *planner.whole())
+    assert (planner.on_cpu(), bool(places)) == ([(0, 0)], not alone)

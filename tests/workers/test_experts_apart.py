@@ -163,6 +163,7 @@ def test_the_settings_leave_experts_to_the_cpu(tmp_path: Path) -> None:
         ("qwen3_5_text", {}, "with a state"),
         ("qwen3_5_text", {"layer_types": ["full_attention"] * 4}, "with gates behind attention"),
         ("llama4_text", {}, "of chunked attention"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0}, "whose heads differ"),
     ],
 )
 def test_what_one_cpu_computes_alone_is_neither_split_nor_streamed(
@@ -173,9 +174,3 @@ def test_what_one_cpu_computes_alone_is_neither_split_nor_streamed(
     with pytest.raises(CheckpointError, match=said) as caught:
         load(tmp_path / "m", "fp32", WAYS["split"])
     assert "\n" not in str(caught.value)
-
-
-def test_layers_whose_heads_differ_are_neither_split_nor_streamed(tmp_path: Path) -> None:
-    write_tiny("gemma4_text", tmp_path / "m", hidden_size_per_layer_input=0)
-    with pytest.raises(CheckpointError, match="whose heads differ in size are computed on one CPU"):
-        load(tmp_path / "m", "fp32", WAYS["split"])

@@ -31,8 +31,7 @@ from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.backends.sizes import has_sizes, mixed, sizes_of
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     grow_skeleton,
@@ -55,11 +54,11 @@ PROBE_SIDE, PROBE_BYTES = 4096, 256 << 20
 
 
 def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
-    """The config.json of the settings' target, with the layers and the width that an inflation
-    gives it."""
+    """The whole configuration of the settings' target, with the layers and the width that an
+    inflation gives it."""
     folder = find_folder(settings.model)
     if not settings.inflate:
-        return text_part(read_json(folder / "config.json"))
+        return full_config(folder / "config.json")
     model = random_skeleton(folder, layers=None, stored=torch.float16).model
     grow_skeleton(model, plan_inflation(model, inflation_bytes(settings.inflate)))
     config: Mapping[str, Any] = model.config.to_dict()

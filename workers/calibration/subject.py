@@ -7,6 +7,7 @@ import torch
 
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings, byte_count
+from dovetail.workers.models.backends.layer_parts import why_not_apart, why_not_coded
 from dovetail.workers.models.backends.sizes import Matrices, Shapes
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.hub import find_folder
@@ -17,6 +18,7 @@ from dovetail.workers.models.checkpoints.inflate import (
     planned_shapes,
 )
 from dovetail.workers.models.checkpoints.loader import random_skeleton
+from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel, context_of
 
 
@@ -32,6 +34,10 @@ class Design:
     mixture: Mixture = DENSE
     experts: Shapes = ()
     """Those of experts alone, which stand last in `shapes`."""
+    uncoded: str = ""
+    """The parts of its layers that have no copy in few bits; empty: all could have one."""
+    alone: str = ""
+    """The layers that are computed on the CPU and nowhere else; empty: there are none."""
 
     @property
     def matrices(self) -> Matrices:
@@ -78,4 +84,11 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     count, chosen = count_experts(model.config.to_dict())
     mixture = Mixture(count, chosen, routed / (routed + rest)) if routed else DENSE
     layers = len(decoder_layers(model)[1])
-    return Design(folder, [*linears, *experts], layers, context_of(model.config), mixture, experts)
+    shapes, context = [*linears, *experts], context_of(model.config)
+    family = FAMILIES.get(model.config.model_type)
+    if family is None:
+        return Design(folder, shapes, layers, context, mixture, experts)
+    specs = (family.layer(model.config, index) for index in range(layers))
+    uncoded = next(filter(None, map(why_not_coded, specs)), "")
+    alone = why_not_apart(family, model.config)
+    return Design(folder, shapes, layers, context, mixture, experts, uncoded, alone)

@@ -39,8 +39,7 @@ from dovetail.workers.models.backends.sizes import (
     sizes_of,
 )
 from dovetail.workers.models.backends.staged import Staging
-from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.hub import find_folder
 
 NO_MATRICES = Matrices(())
@@ -242,7 +241,7 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
         return True
     if not _is_gpu(device) or settings.inflate:
         return False
-    config = text_part(read_json(find_folder(settings.model) / "config.json"))
+    config = full_config(find_folder(settings.model) / "config.json")
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
         return False
     sizes = sizes_of(config, settings.weights, settings.cached)

@@ -30,8 +30,8 @@ from dovetail.workers.models.backends.layer_parts import (
     described_norm,
     exact_kind,
     final_norm,
-    refuse_apart,
-    refuse_coded,
+    why_not_apart,
+    why_not_coded,
 )
 from dovetail.workers.models.backends.library import transformers_pass
 from dovetail.workers.models.backends.packing import (
@@ -99,8 +99,6 @@ class Kernels:
     prompt_rows: int = PROMPT_ROWS
     reads_apart: int = 0
 
-    _reorders = True
-    """True if the rows of queries and keys may be packed in another order than the checkpoint's."""
     _apart = False
     """True if layers are computed elsewhere than on one CPU, or not by their own weights."""
     _mixes = True
@@ -120,8 +118,8 @@ class Kernels:
         if family is None:
             raise UnsupportedError("none of the families that are described here has that name")
         self._family = family
-        if self._apart:
-            refuse_apart(family, model.config)
+        if self._apart and (what := why_not_apart(family, model.config)):
+            raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
         self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
             raise UnsupportedError(
@@ -147,8 +145,10 @@ class Kernels:
         and is not needed afterwards."""
         spec = self._family.layer(self._model.config, index)
         parts = LayerParts(layer, spec)
-        if not self._mixes:
-            refuse_coded(parts)
+        if not self._mixes and (what := why_not_coded(spec)):
+            raise UnsupportedError(
+                f"layers with {what} have no copy in few bits, which a substitute would be"
+            )
         self._arrange(parts)
         proof = LayerProof(self._oracle, layer, index, parts)
         proving = (
@@ -180,11 +180,6 @@ class Kernels:
         if not isinstance(attention, Attention):
             return
         turned = attention.rope is not None and attention.rope.interleaved
-        if (turned or attention.by_head) and not self._reorders:
-            raise UnsupportedError(
-                "queries and keys that are fused by heads or rotated in pairs of neighbours are "
-                "not reordered in the codes of a substitute"
-            )
         if turned:
             assert attention.rope is not None
             table = self._tables.of(attention.rope)

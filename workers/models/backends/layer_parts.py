@@ -193,34 +193,37 @@ def described_norm(module: nn.Module, norms: Norms) -> Norm:
     return Norm(weight, None if bias is None else bias.detach().float().contiguous())
 
 
-def refuse_coded(parts: "LayerParts") -> None:
-    """`UnsupportedError` for a layer with parts that no copy in few bits has."""
+def why_not_coded(spec: LayerSpec) -> str:
+    """Return the parts of a layer that no copy in few bits has, such as a substitute would be;
+    empty where it could have one."""
+    mixer = spec.attention
+    if isinstance(mixer, StateMixer):
+        return "states"
     found = {
-        "experts": parts.experts,
-        "sinks": parts.sinks,
-        "normed values": parts.value_norm,
+        "experts": isinstance(spec.mlp, Experts),
+        "sinks": mixer.sinks is not None,
+        "normed values": mixer.norms_values,
+        "chunked attention": mixer.chunk > 0,
+        "gates behind attention": mixer.gated,
+        "queries and keys that are fused by heads": mixer.by_head,
+        "neighbours that are rotated together": mixer.rope is not None and mixer.rope.interleaved,
     }
-    for what, part in found.items():
-        if part is not None:
-            raise UnsupportedError(
-                f"layers with {what} have no copy in few bits, which a substitute would be"
-            )
+    return next((what for what, there in found.items() if there), "")
 
 
-def refuse_apart(family: Family, config: Any) -> None:
-    """`UnsupportedError` for a model with layers that are computed on one CPU, by their own
-    weights, and nowhere else."""
-    for index in range(config.num_hidden_layers):
-        mixer = family.layer(config, index).attention
-        if isinstance(mixer, StateMixer):
-            found = {"with a state": True}
-        else:
-            found = {
-                "of chunked attention": mixer.chunk > 0,
-                "with gates behind attention": mixer.gated,
-            }
-        if what := next((what for what, there in found.items() if there), None):
-            raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
+def why_not_apart(family: Family, config: Any) -> str:
+    """Return the layers of a model that are computed on one CPU, by their own weights, and nowhere
+    else; empty if there are none."""
+    specs = [family.layer(config, index) for index in range(config.num_hidden_layers)]
+    mixers = [spec.attention for spec in specs]
+    attentions = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    found = {
+        "with a state": len(attentions) < len(mixers),
+        "of chunked attention": any(mixer.chunk for mixer in attentions),
+        "with gates behind attention": any(mixer.gated for mixer in attentions),
+        "whose heads differ": len({(m.kv_heads, m.head_dim) for m in attentions}) > 1,
+    }
+    return next((what for what, there in found.items() if there), "")
 
 
 def exact_kind(parts: "LayerParts") -> Kind:

@@ -52,7 +52,6 @@ from dovetail.workers.models.backends.staged_cache import (
     part_of,
 )
 from dovetail.workers.models.backends.streaming import Ring
-from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import Kept
 from dovetail.workers.progress import beat
@@ -299,7 +298,6 @@ class Staged(Kernels):
                 Stage(len(self._stages), self._first, engine_of(staging.transfer), staging.transfer)
             )
         self._on_cpu: list[tuple[LayerPlan, Blob]] = []
-        self._heads: tuple[int, int] | None = None
 
     def read(
         self, tokens: Tensor, positions: Tensor, segment: Segment, rows: Tensor | None, kept: Kept
@@ -314,7 +312,6 @@ class Staged(Kernels):
 
     def _take(self, plan: LayerPlan) -> None:
         place = self._staging.places[plan.index]
-        self._refuse_heads(plan)
         apart = self._staging.host_experts and place is not Place.CPU
         blob = gather(plan, experts=not apart)
         plan = hollow(plan, blob)
@@ -323,16 +320,6 @@ class Staged(Kernels):
         )
         if place is Place.CPU and self._staging.reader is not None:
             self._on_cpu.append((plan, blob))
-
-    def _refuse_heads(self, plan: LayerPlan) -> None:
-        """`UnsupportedError` for a layer whose keys and values have another shape than those of the
-        layers before it: the cache of a stage has one."""
-        shape = (plan.kv_heads, plan.head_dim)
-        if shape != (self._heads or shape):
-            raise UnsupportedError(
-                "layers whose heads differ in size are computed on one CPU alone"
-            )
-        self._heads = shape
 
     def _together(self) -> StagedLayers:
         for stage in self._stages:

@@ -54,6 +54,18 @@ SHARED = (
 """Fields that hold for all parts where the language model does not say otherwise."""
 
 
+VOCABULARIES = {
+    "gemma3_text": 262_208,
+    "gemma4_text": 262_144,
+    "gemma4_unified_text": 262_144,
+    "llama4_text": 202_048,
+    "qwen3_5_text": 248_320,
+    "qwen3_5_moe_text": 248_320,
+}
+"""Tokens that transformers takes a language model to know whose configuration does not say it, as
+those of Gemma 3's published checkpoints do not."""
+
+
 def is_composite(content: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of several parts, one of them a language model that can be
     decoded alone."""
@@ -69,6 +81,8 @@ def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
     text = {**shared, **content["text_config"]}
     if "tie_word_embeddings" in content:
         text["tie_word_embeddings"] = content["tie_word_embeddings"]
+    if (known := VOCABULARIES.get(str(text.get("model_type")))) is not None:
+        text.setdefault("vocab_size", known)
     return text
 
 

@@ -85,6 +85,15 @@ def read_config(file: Path) -> Any:
     return config
 
 
+def full_config(file: Path) -> dict[str, Any]:
+    """Return the fields of a config.json with those that it leaves to transformers: the defaults of
+    its model type, and what is said in names of former versions. `CheckpointError` as of
+    `read_config`."""
+    fields: dict[str, Any] = read_config(file).to_dict()
+    kind = fields.get("dtype")
+    return {**fields, "dtype": kind and str(kind).removeprefix("torch.")}
+
+
 def built(config: Any, file: Path) -> Any:
     """The model on no device at all; `CheckpointError` for one that cannot be built with our
     attention."""

@@ -98,7 +98,6 @@ class DeviceSubstitute(Kernels):
 
     backend = "library"
     kernels = "torch-int4"
-    _reorders = False
     _apart = True
     _mixes = False
     _computes_here = False

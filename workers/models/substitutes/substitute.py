@@ -169,7 +169,6 @@ class Substitutes:
 class KernelSubstitute(Kernels):
     """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
 
-    _reorders = False
     _apart = True
     _mixes = False
 
