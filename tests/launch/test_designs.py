@@ -15,21 +15,10 @@ from dovetail.runtime.planner import Link, Machine, Place, Planner
 from dovetail.workers.models.checkpoints.composite import VOCABULARIES
 from dovetail.workers.models.checkpoints.configured import decoder_layers, full_config
 from dovetail.workers.models.families.registry import FAMILIES
-from support.architectures import tiny_config
+from support.architectures import VARIED, tiny_config
 
 NEARLY = (0.98, 1.07)
 """What is counted of a tiny model beside its matrices: norms, biases, what fills a cache line."""
-HEADS = {
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "head_dim": 8,
-    "global_head_dim": 24,
-}
-FIELDS = {
-    "gemma4_text": {**HEADS, "hidden_size_per_layer_input": 0},
-    "gemma4_unified_text": HEADS,
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
-}
 EVERYDAY = ("apertus", "gpt_bigcode", "gpt_neox", "gemma4_unified_text", "gpt_oss", "qwen3_moe")
 
 
@@ -41,7 +30,7 @@ EVERYDAY = ("apertus", "gpt_bigcode", "gpt_neox", "gemma4_unified_text", "gpt_os
     ],
 )
 def test_the_weights_of_a_described_family_are_counted(kind: str, tmp_path: Path) -> None:
-    config = tiny_config(kind, FIELDS.get(kind, {}))
+    config = tiny_config(kind, VARIED.get(kind, {}))
     config.save_pretrained(tmp_path)
     true = count(config.to_dict())
     design = design_of(read_config(tmp_path, "target model"), tmp_path)

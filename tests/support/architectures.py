@@ -132,6 +132,132 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 works."""
 
 
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
+VARIED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2], "norm_topk_prob": True},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_layer_start_index": 1, "moe_layer_interval": 2},
+    "gemma3_text": {"num_hidden_layers": 6},
+    "gemma4_unified_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 8,
+        "global_head_dim": 24,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        "head_dim": 8,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+        "final_logit_softcapping": 30.0,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 6.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "granite": {
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | {"num_experts": 8},
+    "qwen3_next": DELTA | {"num_experts": 8, "mlp_only_layers": [1]},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm2_moe": {"num_experts": 8, "num_dense_layers": 1, "conv_bias": True},
+    "bamba": MAMBA | {"attn_layer_indices": [1], "mamba_proj_bias": True, "attention_bias": True},
+    "falcon_h1": MAMBA
+    | {
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "embedding_multiplier": 1.5,
+        "lm_head_multiplier": 0.5,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.25,
+        "key_multiplier": 0.6,
+        "mlp_multipliers": [1.3, 0.7],
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.9,
+        "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 1.3],
+    },
+    "nemotron_h": {
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention", "mlp"),
+            *("linear_attention", "moe"),
+        ],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 20,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_latent_size": 32,
+        "routed_scaling_factor": 1.5,
+        "use_bias": True,
+        "mlp_bias": True,
+    },
+    "granitemoehybrid": MAMBA
+    | {
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "position_embedding_type": "rope",
+    },
+    "hyperclovax": {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "llama4_text": {
+        "attention_chunk_size": 9,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 6.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+}
+"""Fields of configurations by which a tiny model takes every branch of its description."""
+
+
 @cache
 def classes() -> dict[str, tuple[type[PreTrainedConfig], type]]:
     """Model type -> (configuration class, model class), of every causal model of the installed

@@ -22,7 +22,7 @@ from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from support.architectures import VOCABULARY, write_tiny
+from support.architectures import VARIED, VOCABULARY, write_tiny
 from support.models import reference_choice, reference_logits, reference_tokens
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -35,98 +35,11 @@ NEW = (
     *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4_text", "llama4_text"),
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
     *("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"),
+    *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h"),
 )
 """Families that between them take every branch of a description."""
 ALIKE = ("internlm3", "iquestcoder", "phi4_multimodal", "gemma4_unified_text")
 """Families that are another one by another name, or less than it."""
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
-FIELDS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2], "norm_topk_prob": True},
-    "glm4_moe": {
-        "n_routed_experts": 8,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "use_qk_norm": True,
-    },
-    "ernie4_5_moe": {"moe_num_experts": 8, "moe_layer_start_index": 1, "moe_layer_interval": 2},
-    "gemma3_text": {"num_hidden_layers": 6},
-    "gemma4_unified_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "head_dim": 8,
-        "global_head_dim": 24,
-    },
-    "gemma4_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size_per_layer_input": 0,
-        "head_dim": 8,
-        "global_head_dim": 24,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "enable_moe_block": True,
-        "num_experts": 8,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 40,
-        "final_logit_softcapping": 30.0,
-    },
-    "gpt_oss": {
-        "num_local_experts": 8,
-        "swiglu_limit": 1.5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 6.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "granite": {
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-    },
-    "qwen3_5_text": DELTA,
-    "qwen3_5_moe_text": DELTA | {"num_experts": 8},
-    "qwen3_next": DELTA | {"num_experts": 8, "mlp_only_layers": [1]},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
-    "granitemoehybrid": MAMBA
-    | {
-        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 40,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-        "position_embedding_type": "rope",
-    },
-    "hyperclovax": {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
-    "llama4_text": {
-        "attention_chunk_size": 9,
-        "interleave_moe_layer_step": 2,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 1,
-        "floor_scale": 16,
-        "attn_scale": 0.5,
-    },
-    "ministral3": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 6.0,
-            "original_max_position_embeddings": 16,
-            "llama_4_scaling_beta": 0.5,
-        }
-    },
-}
 WAYS = [
     pytest.param("fp32"),
     pytest.param("half", marks=pytest.mark.slow),
@@ -140,7 +53,7 @@ def tokens() -> list[int]:
 
 
 def load(kind: str, folder: Path, weights: str, **given: Any) -> LanguageModel:
-    write_tiny(kind, folder, dtype=TYPES[weights], **FIELDS.get(kind, {}))
+    write_tiny(kind, folder, dtype=TYPES[weights], **VARIED.get(kind, {}))
     return load_language_model(
         str(folder), weights=weights, device="cpu", backend="kernels", **given
     )
@@ -222,7 +135,13 @@ def test_a_row_has_the_same_bytes_in_any_chunk(kind: str, weights: str, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt_oss", "apertus", "gpt_neox", "gemma4_text"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gpt_oss", "apertus", "gpt_neox", "gemma4_text"),
+        *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h"),
+    ],
+)
 def test_every_tensor_of_a_checkpoint_counts(kind: str, tmp_path: Path) -> None:
     ids, file = tokens(), tmp_path / "model" / "model.safetensors"
     before = read(load(kind, tmp_path / "model", "fp32"), ids, [len(ids)])

@@ -4,6 +4,7 @@ checkpoint; and what cannot be computed is said."""
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +16,15 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.recurrent.states import CHAIN, PENDING, STEP
 from dovetail.workers.models.segment import Cache, Paths, Segment
-from support.architectures import VOCABULARY, write_tiny
+from support.architectures import VARIED, VOCABULARY, write_tiny
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
 TEXT = 90
-KINDS = ("qwen3_5_text",)
-SIZES = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-}
+KINDS = [
+    *("qwen3_5_text", "falcon_h1"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("nemotron_h", "lfm2_moe", "bamba")),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -34,7 +32,7 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> LanguageModel:
     folder = tmp_path_factory.mktemp("recurrent") / "model"
-    write_tiny(request.param, folder, **(SIZES if "qwen" in request.param else {}))
+    write_tiny(request.param, folder, **VARIED[request.param])
     return load_language_model(str(folder), weights="fp32", device="cpu", backend="kernels")
 
 
@@ -204,10 +202,26 @@ def test_a_tree_takes_little_beside_a_copy_of_the_states(model: LanguageModel) -
     assert cache.row_bytes >= cache.base_bytes // STEP // 3
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        ("bamba", {"time_step_limit": (0.0, 0.5)}, "limits the steps of Mamba-2"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "no convolution with 'gelu'"),
+        ("falcon_h1", {"hidden_act": "relu"}, "no convolution with 'relu'"),
+    ],
+)
+def test_a_state_that_the_kernels_do_not_compute_is_named(
+    kind: str, fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write_tiny(kind, tmp_path / "model", **(VARIED[kind] | fields))
+    with pytest.raises(CheckpointError, match=words):
+        load_language_model(str(tmp_path / "model"), weights="fp32", device="cpu")
+
+
 @pytest.mark.parametrize("given", [{"device": "cpu", "backend": "library"}, {"device": "meta"}])
 def test_what_the_kernels_do_not_compute_is_refused_in_a_sentence(
     given: dict[str, str], tmp_path: Path
 ) -> None:
-    write_tiny("qwen3_5_text", tmp_path / "model", **SIZES)
+    write_tiny("qwen3_5_text", tmp_path / "model", **VARIED["qwen3_5_text"])
     with pytest.raises(CheckpointError, match="layers with a state are computed by the C"):
         load_language_model(str(tmp_path / "model"), weights="fp32", **given)

@@ -36,6 +36,7 @@ from dovetail.workers.kernels.layer_plan import (
     LayerPlan,
     Norm,
     RouterPlan,
+    check_matrix,
     check_mlp,
 )
 
@@ -65,7 +66,8 @@ class RouterStruct(Structure):
         ("correction", c_void_p),
         *((name, c_int32) for name in ("score", "chosen", "groups", "chosen_groups", "normalised")),
         *((name, c_float) for name in ("least_sum", "scale", "epsilon")),
-        *((name, c_int32) for name in ("scales_input", "reserved")),
+        ("scales_input", c_int32),
+        ("added_sum", c_float),
         ("norm", NormStruct),
         ("scales", c_void_p),
     )
@@ -80,6 +82,7 @@ class ExpertsStruct(Structure):
         ("down", POINTER(MatrixStruct)),
         ("shared_gate", MatrixStruct),
         *((name, NormStruct) for name in ("input_norm", "output_norm", "shared_norm")),
+        *((name, MatrixStruct) for name in ("before", "behind")),
     )
 
 
@@ -131,18 +134,33 @@ def route(router: RouterPlan, x: Tensor) -> Choice:
 def experts_struct(experts: ExpertsPlan, layer: LayerPlan) -> ExpertsStruct:
     """Return the experts of a layer as the kernels read them; ValueError for matrices that do not
     fit together."""
-    count, hidden = experts.router.logits.n, layer.qkv.k
+    count, hidden = experts.router.logits.n, layer.hidden
     if not len(experts.gate_up) == len(experts.down) == count:
         raise ValueError(f"a router of {count} experts, of which {len(experts.down)} are there")
+    width = hidden if experts.before is None else experts.before.n
     for gate_up, down in zip(experts.gate_up, experts.down, strict=True):
-        check_mlp(gate_up, down, hidden, layer.activation)
+        check_mlp(gate_up, down, width, layer.activation)
+    _check_width(experts, hidden, width)
     struct = ExpertsStruct(router=_router_struct(experts.router))
     for name in ("input_norm", "output_norm", "shared_norm"):
         setattr(struct, name, norm_struct(getattr(experts, name), hidden))
     struct.gate_up, struct.down = _array(experts.gate_up), _array(experts.down)
     if experts.shared_gate is not None:
         struct.shared_gate = experts.shared_gate.struct
+    for name in ("before", "behind"):
+        if (matrix := getattr(experts, name)) is not None:
+            setattr(struct, name, matrix.struct)
     return struct
+
+
+def _check_width(experts: ExpertsPlan, hidden: int, width: int) -> None:
+    """ValueError for matrices around experts that do not lead to their width and back."""
+    if experts.before is None and experts.behind is None:
+        return
+    if experts.before is None or experts.behind is None or experts.input_norm is not None:
+        raise ValueError("experts of another width need a matrix on both sides, and no input norm")
+    check_matrix("before", experts.before, width, hidden)
+    check_matrix("behind", experts.behind, hidden, width)
 
 
 def _array(matrices: Sequence[PackedMatrix]) -> Any:
@@ -161,7 +179,7 @@ def _router_struct(router: RouterPlan) -> RouterStruct:
             "groups cannot be chosen"
         )
     struct = RouterStruct(logits=router.logits.struct)
-    numbers = ("normalised", "least_sum", "scale", "epsilon", "scales_input")
+    numbers = ("normalised", "least_sum", "added_sum", "scale", "epsilon", "scales_input")
     for name in ("score", "chosen", "groups", "chosen_groups", *numbers):
         setattr(struct, name, getattr(router, name))
     struct.norm = norm_struct(router.norm, router.logits.k)

@@ -31,6 +31,7 @@ from dovetail.workers.kernels.layer_plan import (
     LANES,
     Activation,
     AttentionPlan,
+    BesidePlan,
     CacheRows,
     HeadNorm,
     LayerPlan,
@@ -42,6 +43,7 @@ from dovetail.workers.kernels.layer_plan import (
 )
 from dovetail.workers.kernels.structs import (
     ActivatorStruct,
+    BesideStruct,
     LayerStruct,
     PassStruct,
     SegmentStruct,
@@ -155,6 +157,9 @@ class DecoderLayer:
             self.struct.experts = addressof(self._experts)
         if plan.scan is not None:
             self.struct.scan = addressof(plan.scan.struct)
+        self._beside = None if plan.beside is None else _beside_struct(plan.beside, plan.hidden)
+        if self._beside is not None:
+            self.struct.beside = addressof(self._beside)
         self._functions = _functions()
         self._reference = byref(self.struct)
 
@@ -175,20 +180,21 @@ class DecoderLayer:
     def place(self, rows: LayerPass, qkv: Tensor) -> None:
         """Head norms and rotation of the queries and keys in qkv [rows, qkv.n], in place; keys and
         values go into the caches."""
-        self._functions.dt_place(
-            self._reference, rows.reference, _address(qkv, (rows.rows, self.plan.qkv.n))
-        )
+        self._functions.dt_place(self._reference, rows.reference, self._queries(rows, qkv))
 
     def attend(self, rows: LayerPass, qkv: Tensor) -> Tensor:
         """Attention [rows, heads head_dim] of the queries in qkv over the caches."""
-        mixed = torch.empty(rows.rows, self.plan.output.k)
+        mixed = torch.empty(rows.rows, self.plan.heads * self.plan.head_dim)
         self._functions.dt_attention(
-            self._reference,
-            rows.reference,
-            _address(qkv, (rows.rows, self.plan.qkv.n)),
-            mixed.data_ptr(),
+            self._reference, rows.reference, self._queries(rows, qkv), mixed.data_ptr()
         )
         return mixed
+
+    def _queries(self, rows: LayerPass, qkv: Tensor) -> int:
+        """Return where queries, keys and values start; ValueError for a layer without them."""
+        if self.plan.qkv is None:
+            raise ValueError("a layer without attention")
+        return _address(qkv, (rows.rows, self.plan.qkv.n))
 
 
 class Attention:
@@ -254,7 +260,7 @@ def activate(activation: Activation, x: Tensor, numbers: tuple[float, float] = (
 def _layer_struct(plan: LayerPlan) -> LayerStruct:
     check_shapes(plan)
     struct = LayerStruct(
-        hidden=plan.qkv.k,
+        hidden=plan.hidden,
         intermediate=0 if plan.down is None else plan.down.k,
         softcap=plan.softcap,
         window=plan.window,
@@ -264,6 +270,8 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         scalar=0.0 if plan.scalar == 1.0 else plan.scalar,
         epsilon=plan.epsilon,
         residual=0.0 if plan.residual == 1.0 else plan.residual,
+        mlp_residual=0.0 if plan.mlp_residual == 1.0 else plan.mlp_residual,
+        key_factor=0.0 if plan.key_factor == 1.0 else plan.key_factor,
         head_norm=plan.head_norm,
         parallel=plan.parallel,
     )
@@ -285,6 +293,16 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         if (matrix := getattr(plan, name)) is not None:
             setattr(struct, name, matrix.struct)
     return struct
+
+
+def _beside_struct(plan: BesidePlan, hidden: int) -> BesideStruct:
+    return BesideStruct(
+        norm_struct(plan.norm, hidden),
+        plan.given.struct,
+        plan.output.struct,
+        plan.factor,
+        plan.attention_factor,
+    )
 
 
 def _set_rotary(struct: LayerStruct, rotary: Rotary) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import PackedMatrix, fresh_memory
-from dovetail.workers.kernels.states import ScanPlan, ScanRule, StateRows
+from dovetail.workers.kernels.states import ScanPlan, StateRows
 
 LANES = 16
 """Positions that stand side by side in a block of keys; capacities are multiples of it."""
@@ -101,6 +101,8 @@ class RouterPlan:
     normalised: bool = False
     """The weights are divided by their sum, or by `least_sum` where that is more."""
     least_sum: float = 0.0
+    added_sum: float = 0.0
+    """The number that is added to that sum."""
     scale: float = 1.0
     norm: Norm | None = None
     """RMS, of what the router reads."""
@@ -131,26 +133,46 @@ class ExpertsPlan:
     """The norm of what the experts of a row add up to."""
     shared_norm: Norm | None = None
     """The norm of what all rows share."""
+    before: PackedMatrix | None = None
+    """[width, hidden], of what experts of another width read; None: they read rows as they are."""
+    behind: PackedMatrix | None = None
+    """[hidden, width], of what the experts of a row add up to."""
+
+
+@dataclass(frozen=True)
+class BesidePlan:
+    """A mixer with a state beside attention: both read the same states, each through a norm of its
+    own, and what both give is added."""
+
+    norm: Norm
+    given: PackedMatrix
+    """[what the mixer reads, hidden]."""
+    output: PackedMatrix
+    """[hidden, what the mixer gives]."""
+    factor: float = 1.0
+    """The factor of what the mixer adds."""
+    attention_factor: float = 1.0
+    """The factor of what attention adds."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """A decoder layer: h += o(attention(norm(h))), then h += down(activation(gate_up(norm(h)))),
     with a norm on what is added where there is a post norm. Experts may stand in the place of that
-    MLP, or beside it."""
+    MLP, or beside it. Either half may be missing."""
 
     index: int
     """The index of the layer in the caches."""
     heads: int
     kv_heads: int
     head_dim: int
-    qkv: PackedMatrix
+    qkv: PackedMatrix | None
     """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values; or what a mixer
-    with a state reads."""
-    output: PackedMatrix
+    with a state reads. None: there is no first half."""
+    output: PackedMatrix | None
     gate_up: PackedMatrix | None
     """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]. None: of the
-    MLP there are experts alone."""
+    MLP there are experts alone, or there is none."""
     down: PackedMatrix | None
     attention_norm: Norm | None
     """The norm before attention; None: attention reads the hidden states as they are, as in the
@@ -168,8 +190,9 @@ class LayerPlan:
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU_GATED
     activation_numbers: tuple[float, float] = (0.0, 0.0)
-    """XIELU: the factors of what is positive, squared, and of what is negative; SWIGLU_CLAMPED: the
-    factor within the sigmoid and the limit."""
+    """SILU_GATED: the factor of the gate, 0 for none; XIELU: the factors of what is positive,
+    squared, and of what is negative; SWIGLU_CLAMPED: the factor within the sigmoid and the
+    limit."""
     epsilon: float = 1e-6
     scale: float | None = None
     """The factor of scores; None: 1 / sqrt(head_dim)."""
@@ -180,7 +203,9 @@ class LayerPlan:
     chunk: int = 0
     """A position sees those before it back to a multiple of chunk; 0: all."""
     residual: float = 1.0
-    """The factor of what each half adds."""
+    """The factor of what the first half adds."""
+    mlp_residual: float = 1.0
+    """The factor of what the MLP adds."""
     parallel: bool = False
     """The MLP reads what attention reads, and both are added."""
     experts: ExpertsPlan | None = None
@@ -191,7 +216,11 @@ class LayerPlan:
     scalar: float = 1.0
     """The factor of the layer's result."""
     scan: ScanPlan | None = None
-    """In the place of attention; such a layer has no heads."""
+    """In the place of attention, where such a layer has no heads, or beside it."""
+    beside: BesidePlan | None = None
+    """The other parts of a mixer with a state that stands beside attention."""
+    key_factor: float = 1.0
+    """The factor of keys, which are cached with it."""
     mixer_gate: PackedMatrix | None = None
     """[heads head_dim, hidden]: what was attended to is multiplied by its sigmoid."""
     cached_before: int | None = None
@@ -208,8 +237,24 @@ class LayerPlan:
     @property
     def matrices(self) -> Sequence[PackedMatrix]:
         """The matrices that all rows go through."""
-        parts = (self.qkv, self.output, self.gate_up, self.down, self.mixer_gate)
+        parts = [self.qkv, self.output, self.gate_up, self.down, self.mixer_gate]
+        if self.beside is not None:
+            parts += [self.beside.given, self.beside.output]
         return [part for part in parts if part]
+
+    @property
+    def hidden(self) -> int:
+        """Return the width of a row's states."""
+        if (first := self.qkv or self.gate_up) is not None:
+            return first.k
+        if self.experts is None:
+            raise ValueError("a layer needs attention, a mixer with a state, an MLP or experts")
+        return self.experts.router.logits.k
+
+    @property
+    def attends(self) -> bool:
+        """True if the layer has keys and values."""
+        return self.qkv is not None and (self.scan is None or self.beside is not None)
 
 
 @dataclass(frozen=True)
@@ -288,38 +333,43 @@ def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
 
 def check_shapes(plan: LayerPlan) -> None:
     """ValueError for matrices that do not fit together."""
-    hidden = plan.qkv.k
-    given, taken = (plan.heads + 2 * plan.kv_heads) * plan.head_dim, plan.heads * plan.head_dim
-    if plan.scan is not None:
-        given, taken = _scan_widths(plan.scan)
-    _check_matrix("qkv", plan.qkv, given, hidden)
-    _check_matrix("output", plan.output, hidden, taken)
-    if plan.mixer_gate is not None:
-        _check_matrix("mixer_gate", plan.mixer_gate, taken, hidden)
+    hidden = plan.hidden
+    if plan.qkv is not None and plan.output is not None:
+        _check_mixers(plan, plan.qkv, plan.output)
+    elif plan.qkv is not None or plan.scan is not None or plan.beside is not None:
+        raise ValueError("a mixer with a state, or attention, that lacks a matrix")
     if plan.gate_up is not None and plan.down is not None:
         check_mlp(plan.gate_up, plan.down, hidden, plan.activation)
-    elif plan.experts is None:
-        raise ValueError("a layer needs an MLP or experts")
-    if plan.scan is None:
+
+
+def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> None:
+    """ValueError for attention and a mixer with a state that do not fit their matrices."""
+    hidden = plan.hidden
+    given, taken = (plan.heads + 2 * plan.kv_heads) * plan.head_dim, plan.heads * plan.head_dim
+    if plan.beside is not None:
+        if plan.scan is None or plan.parallel:
+            raise ValueError("parts of a mixer beside attention that is none, or beside an MLP too")
+        widths = plan.scan.widths
+        check_matrix("given", plan.beside.given, widths[0], hidden)
+        check_matrix("output beside attention", plan.beside.output, hidden, widths[1])
+    elif plan.scan is not None:
+        given, taken = plan.scan.widths
+    check_matrix("qkv", qkv, given, hidden)
+    check_matrix("output", output, hidden, taken)
+    if plan.mixer_gate is not None:
+        check_matrix("mixer_gate", plan.mixer_gate, taken, hidden)
+    if plan.attends:
         check_heads(plan)
-
-
-def _scan_widths(scan: ScanPlan) -> tuple[int, int]:
-    """Return what the matrix before a mixer with a state gives, and that behind it takes."""
-    channels, values = scan.taps.shape[1], scan.value_heads * scan.value_dim
-    if scan.rule is ScanRule.SHORT_CONVOLUTION:
-        return 3 * channels, channels
-    steps = scan.value_heads * (2 if scan.rule is ScanRule.GATED_DELTA else 1)
-    return channels + values + steps, values
 
 
 def check_mlp(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, how: Activation) -> None:
     """ValueError for the matrices of an MLP, or of an expert, that do not fit together."""
-    _check_matrix("gate_up", gate_up, down.k * (2 if how.gated else 1), hidden)
-    _check_matrix("down", down, hidden, down.k)
+    check_matrix("gate_up", gate_up, down.k * (2 if how.gated else 1), hidden)
+    check_matrix("down", down, hidden, down.k)
 
 
-def _check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
+def check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
+    """ValueError for a matrix that is not [n, k]."""
     if (matrix.n, matrix.k) != (n, k):
         raise ValueError(
             f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {(n, k)}"

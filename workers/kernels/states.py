@@ -58,8 +58,6 @@ class ScanPlan:
     """float32 [value_heads], negative: a state is multiplied by e^(decay step)."""
     step_bias: Tensor | None = None
     """float32 [value_heads], added before the softplus of a step."""
-    steps: tuple[float, float] = (0.0, float("inf"))
-    """The least and the largest step."""
     skip: Tensor | None = None
     """float32 [value_heads]: values times it are added to what is read."""
     norm: Tensor | None = None
@@ -71,6 +69,8 @@ class ScanPlan:
     """The norm is of what has been multiplied by the gate."""
     epsilon: float = 1e-6
     query_scale: float = 1.0
+    given_factors: Tensor | None = None
+    """float32, of all that the matrix gives of a row; None: they are 1."""
     index: int = 0
     """The index of the layer among those with a state."""
     state_before: int = 0
@@ -83,6 +83,15 @@ class ScanPlan:
         """The mixer as the kernels read it, as long as this is kept; ValueError for parts that do
         not fit together."""
         return scan_struct(self)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Return what the matrix before it gives of a row, and that behind it takes."""
+        channels, values = self.taps.shape[1], self.value_heads * self.value_dim
+        if self.rule is ScanRule.SHORT_CONVOLUTION:
+            return 3 * channels, channels
+        steps = self.value_heads * (2 if self.rule is ScanRule.GATED_DELTA else 1)
+        return channels + values + steps, values
 
     @property
     def shape(self) -> StateShape:
@@ -129,12 +138,12 @@ class ScanStruct(Structure):
                 *("norm_width", "gate_first"),
             )
         ),
-        *((name, c_float) for name in ("epsilon", "query_scale", "least_step", "most_step")),
+        *((name, c_float) for name in ("epsilon", "query_scale")),
         *(
             (name, c_void_p)
             for name in (
                 *("taps_weights", "taps_bias", "decay", "step_bias"),
-                *("skip", "norm_weight"),
+                *("skip", "given_factors", "norm_weight"),
             )
         ),
         ("norm_stride", c_int64),
@@ -167,7 +176,6 @@ def scan_struct(plan: ScanPlan) -> ScanStruct:
             f"{plan.key_dim} and {plan.value_heads} value heads of {plan.value_dim}"
         )
     struct = ScanStruct(channels=channels, taps=taps)
-    struct.least_step, struct.most_step = plan.steps
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "norm_width", "gate_first")
     before = ("index", "state_before", "row_before")
     for name in ("rule", *names, *before, "epsilon", "query_scale"):
@@ -181,7 +189,8 @@ def scan_struct(plan: ScanPlan) -> ScanStruct:
         width = plan.norm_width if together else values
         struct.norm_weight = address_of(plan.norm, (width,), ("float32",))
     named = {"taps_bias": channels, "decay": plan.value_heads, "step_bias": plan.value_heads}
-    for name, width in (named | {"skip": plan.value_heads}).items():
+    named |= {"skip": plan.value_heads, "given_factors": plan.widths[0]}
+    for name, width in named.items():
         if (numbers := getattr(plan, name)) is not None:
             setattr(struct, name, address_of(numbers, (width,), ("float32",)))
         elif scans and name in ("decay", "step_bias"):

@@ -58,8 +58,19 @@ class LayerStruct(Structure):
         ("query_factors", c_void_p),
         ("sinks", c_void_p),
         ("value_norm", NormStruct),
-        ("scan", c_void_p),
+        *((name, c_void_p) for name in ("scan", "beside")),
         ("mixer_gate", MatrixStruct),
+        *((name, c_float) for name in ("key_factor", "mlp_residual")),
+    )
+
+
+class BesideStruct(Structure):
+    """`Beside` of native/layer.h."""
+
+    _fields_ = (
+        ("norm", NormStruct),
+        *((name, MatrixStruct) for name in ("given", "output")),
+        *((name, c_float) for name in ("factor", "attention_factor")),
     )
 
 

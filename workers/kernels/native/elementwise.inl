@@ -147,7 +147,9 @@ static void activate_rows(const float* x, float* y, int64_t rows, int64_t width,
 static void gate(const dovetail::Activator& activation, const float* x, float* y, int64_t rows, int64_t width) {
     const F16 first = set1(activation.first), second = set1(activation.second);
     switch (activation.kind) {
-        case dovetail::SILU_GATED: return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(silu(g), up); });
+        case dovetail::SILU_GATED:
+            if (activation.first != 0.0f) return activate_rows<true>(x, y, rows, width, [&](F16 g, F16 up) { return mul(silu(mul(g, first)), up); });
+            return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(silu(g), up); });
         case dovetail::GELU_TANH_GATED: return activate_rows<true>(x, y, rows, width, [](F16 g, F16 up) { return mul(gelu_tanh(g), up); });
         case dovetail::SWIGLU_CLAMPED: return activate_rows<true>(x, y, rows, width, [&](F16 g, F16 up) { return swiglu_clamped(g, up, first, second); });
         case dovetail::RELU2: return activate_rows<false>(x, y, rows, width, [](F16 v, F16) { return relu2(v); });

@@ -83,7 +83,7 @@ static void weigh_experts(const dovetail::Router& r, const int32_t* ids, float* 
     if (r.normalised) {
         float total = 0.0f;
         for (int64_t i = 0; i < r.chosen; i++) total += weights[i];
-        total = total < r.least_sum ? r.least_sum : total;
+        total = total + r.added_sum < r.least_sum ? r.least_sum : total + r.added_sum;
         for (int64_t i = 0; i < r.chosen; i++) weights[i] /= total;
     }
     for (int64_t i = 0; i < r.chosen; i++) weights[i] *= r.scales ? r.scale * r.scales[ids[i]] : r.scale;
@@ -146,7 +146,8 @@ constexpr int64_t BATCH = 512;
 // What the rows of the experts take: for each place of a batch what its expert is given, the units of it before and after they are gated, and what it gives.
 struct Bench {
     float *x, *wide, *narrow, *y;
-    float* read;     // [rows, hidden], what experts read where that has a norm of its own
+    float* read;     // [rows, hidden or width], what experts read where that has a norm of its own, or another width
+    float* sum;      // [rows, width], what the experts of each row add up to where that is no [rows, hidden]
     float* weights;  // [rows, chosen]
     int32_t *ids, *places, *ranks, *first;
     Product* products;
@@ -156,13 +157,15 @@ struct Bench {
 static Bench bench(const dovetail::Layer& l, int64_t rows) {
     const dovetail::Experts& e = *l.experts;
     const int64_t total = rows * e.router.chosen, batch = smaller(total, BATCH), lists = round_up(total, LANES);
-    const int64_t read = e.input_norm.weight ? rows * l.hidden : 0, first = round_up(e.router.logits.n + 1, LANES);
-    const int64_t numbers = batch * (2 * (int64_t)l.hidden + e.gate_up->n + e.down->k) + read + 4 * lists + first;
+    const int64_t width = e.gate_up->k, first = round_up(e.router.logits.n + 1, LANES);
+    const int64_t read = e.before.packed ? rows * width : e.input_norm.weight ? rows * l.hidden : 0, sum = e.behind.packed ? rows * width : 0;
+    const int64_t numbers = batch * (2 * width + e.gate_up->n + e.down->k) + read + sum + 4 * lists + first;
     const int64_t bytes = batch * ((int64_t)sizeof(Product) + larger(row_bytes(*e.gate_up), row_bytes(*e.down)));
     float* memory = (float*)dovetail::scratch(EXPERTS_SCRATCH, round_up(numbers, LANES) * (int64_t)sizeof(float) + bytes);
     Bench b;
-    b.x = memory, b.y = b.x + batch * l.hidden, b.wide = b.y + batch * l.hidden, b.narrow = b.wide + batch * e.gate_up->n, b.read = b.narrow + batch * e.down->k;
-    b.weights = b.read + read;
+    b.x = memory, b.y = b.x + batch * width, b.wide = b.y + batch * width, b.narrow = b.wide + batch * e.gate_up->n, b.read = b.narrow + batch * e.down->k;
+    b.sum = b.read + read;
+    b.weights = b.sum + sum;
     b.ids = (int32_t*)(b.weights + lists), b.places = b.ids + lists, b.ranks = b.places + lists, b.first = b.ranks + lists;
     b.products = (Product*)(memory + round_up(numbers, LANES)), b.packed = (char*)(b.products + batch);
     return b;
@@ -192,27 +195,27 @@ static void run_batch(const Batch& batch, const dovetail::Matrix* matrices, cons
     run_products(b.products, count);
 }
 
-// The outputs of each row's experts of x [rows, hidden], added to y by their weights; a batch of experts after the other, each row's by ascending index.
+// The outputs of each row's experts of x [rows, width], added to y by their weights; a batch of experts after the other, each row's by ascending index.
 static void run_experts(const dovetail::Layer& l, const Bench& b, const float* x, float* y, int64_t rows) {
     const dovetail::Experts& e = *l.experts;
-    const int64_t hidden = l.hidden, chosen = e.router.chosen, total = rows * chosen;
+    const int64_t width = e.gate_up->k, chosen = e.router.chosen, total = rows * chosen;
     for (Batch batch = {0, 0, 0}; batch.first < total; batch.first = batch.end) {
         batch.end = smaller(batch.first + BATCH, total);
         while (b.first[batch.expert + 1] <= batch.first) batch.expert++;
         const int64_t count = batch.end - batch.first;
-        each(count, count * hidden, [&](int64_t i) {
+        each(count, count * width, [&](int64_t i) {
             const int32_t place = b.places[batch.first + i];
-            memcpy(b.x + i * hidden, x + place / chosen * hidden, (size_t)hidden * sizeof(float));
-            if (e.router.scales_input) multiply(b.x + i * hidden, b.weights[place], hidden);
+            memcpy(b.x + i * width, x + place / chosen * width, (size_t)width * sizeof(float));
+            if (e.router.scales_input) multiply(b.x + i * width, b.weights[place], width);
         });
         run_batch(batch, e.gate_up, b, b.x, b.wide);
         gate(l.activation, b.wide, b.narrow, count, e.down->k);
         run_batch(batch, e.down, b, b.narrow, b.y);
-        each(rows, count * hidden, [&](int64_t row) {
+        each(rows, count * width, [&](int64_t row) {
             for (int64_t i = row * chosen; i < (row + 1) * chosen; i++)
                 if (b.ranks[i] >= batch.first && b.ranks[i] < batch.end) {
                     const float weight = e.router.scales_input ? 1.0f : b.weights[i];
-                    add_weighted(y + row * hidden, weight, b.y + (b.ranks[i] - batch.first) * hidden, hidden);
+                    add_weighted(y + row * width, weight, b.y + (b.ranks[i] - batch.first) * width, width);
                 }
         });
     }
@@ -230,8 +233,14 @@ static int64_t experts(const dovetail::Layer& l, const float* x, float* y, int64
         norm(l.norm_kind, e.input_norm, x, b.read, rows, l.hidden, l.epsilon);
         x = b.read;
     }
-    memset(y, 0, (size_t)(rows * l.hidden) * sizeof(float));
-    run_experts(l, b, x, y, rows);
+    if (e.before.packed) {
+        linear(e.before, x, l.hidden, b.read, e.before.n, rows);
+        x = b.read;
+    }
+    float* sum = e.behind.packed ? b.sum : y;
+    memset(sum, 0, (size_t)(rows * e.gate_up->k) * sizeof(float));
+    run_experts(l, b, x, sum, rows);
+    if (e.behind.packed) linear(e.behind, sum, e.behind.k, y, l.hidden, rows);
     if (e.output_norm.weight) norm(l.norm_kind, e.output_norm, y, y, rows, l.hidden, l.epsilon);
     int64_t unique = 0;
     for (int64_t expert = 0; expert < e.router.logits.n; expert++) unique += b.first[expert + 1] > b.first[expert];

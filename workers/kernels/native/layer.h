@@ -20,7 +20,8 @@ enum Activation : int { SILU_GATED = 0, GELU_TANH_GATED = 1, GELU_TANH = 2, RELU
 
 constexpr bool gated(int activation) { return activation == SILU_GATED || activation == GELU_TANH_GATED || activation == SWIGLU_CLAMPED; }
 
-// An activation with its two numbers: of XIELU the factors of what is positive and of what is negative, of SWIGLU_CLAMPED the factor within the sigmoid and the limit.
+// An activation with its two numbers: of SILU_GATED the factor of the gate, or 0 for none; of XIELU the factors of what is positive and of what is negative; of
+// SWIGLU_CLAMPED the factor within the sigmoid and the limit.
 struct Activator {
     int32_t kind;
     float first, second;
@@ -40,11 +41,11 @@ struct Router {
     Matrix logits;            // [experts, hidden]
     const float* correction;  // [experts], of the choice alone; or null
     int32_t score, chosen, groups, chosen_groups;
-    int32_t normalised;  // weights are divided by their sum, or by least_sum where that is more
+    int32_t normalised;  // weights are divided by their sum, to which added_sum is added, or by least_sum where that is more
     float least_sum, scale;
     float epsilon;           // of the norm
     int32_t scales_input;    // what an expert reads is multiplied by its weight, and not what it gives
-    int32_t reserved;
+    float added_sum;
     Norm norm;            // RMS, of what the router reads; may be missing
     const float* scales;  // [experts], by which the weights are multiplied; or null
 };
@@ -57,6 +58,15 @@ struct Experts {
     const Matrix* down;
     Matrix shared_gate;  // [1, hidden]: what all rows share is multiplied by the sigmoid of it; packed null: it is not
     Norm input_norm, output_norm, shared_norm;  // each may be missing; with an input norm router and experts read the states before the half's norm
+    Matrix before, behind;  // [width, hidden] and [hidden, width], of what experts of another width read and of the sum of what they give; packed null: there are none
+};
+
+// A mixer with a state beside attention: both read the same states, each through a norm of its own, and what both give is added.
+struct Beside {
+    Norm norm;
+    Matrix given;   // what the mixer reads
+    Matrix output;  // [hidden, what it gives]
+    float factor, attention_factor;  // of what the mixer and of what attention adds
 };
 
 struct Layer {
@@ -72,11 +82,11 @@ struct Layer {
     const float* sines;
     Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // each may be missing; the post norms are on what a half adds
     Norm query_norm, key_norm;                                          // [head_dim] on each head, or [heads head_dim] and [kv_heads head_dim] if wide; always RMS
-    Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden]
+    Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden]; packed null: there is no first half
     Matrix output;   // [hidden, heads head_dim]
-    Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; without a gate [intermediate, hidden]; packed null: all of the MLP are experts
+    Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; without a gate [intermediate, hidden]; packed null: experts are all of the MLP, or there is none
     Matrix down;     // [hidden, intermediate]
-    float residual;     // what a half adds is multiplied by it; 0: it is not
+    float residual;     // what the first half adds is multiplied by it; 0: it is not
     int32_t head_norm;  // where the norms of queries and keys stand
     int32_t parallel;   // the MLP reads what attention read, and not its sum
     int32_t chunk;      // a position sees those before it back to a multiple of chunk; 0: all
@@ -84,8 +94,11 @@ struct Layer {
     const float* query_factors;  // [context], of queries; or null
     const float* sinks;          // [heads], scores that no value belongs to; or null
     Norm value_norm;             // [head_dim] on each head; RMS; may be missing
-    const Scan* scan;            // in the place of attention, behind `qkv`; null: there is none
+    const Scan* scan;            // in the place of attention, behind `qkv`, or beside it; null: there is none
+    const Beside* beside;        // null: the mixer with a state, if there is one, stands in the place of attention
     Matrix mixer_gate;           // [heads head_dim, hidden], by whose sigmoid what was attended to is multiplied; packed null: there is none
+    float key_factor;            // keys, behind norm and rotation, are multiplied by it; 0: they are not
+    float mlp_residual;          // what the MLP adds is multiplied by it; 0: it is not
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.

@@ -64,6 +64,7 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
         }
         float* key = heads + (l.heads + kv_head) * l.head_dim;
         place_head(l, l.key_norm, key, position);
+        if (l.key_factor != 0.0f) multiply(key, l.key_factor, l.head_dim);
         float* value = key + l.kv_heads * l.head_dim;
         if (l.value_norm.weight) rms_norm(value, l.value_norm.weight, value, l.head_dim, l.epsilon);
         write(Places<K>{to.keys + i, to.values + i * l.head_dim}, key, value, l.head_dim);
@@ -104,13 +105,15 @@ static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* q
 struct Buffers {
     float* normed;  // [rows, hidden]
     float* update;  // [rows, hidden]: what a half adds
-    float* wide;    // [rows, qkv or gate and up, or hidden]
-    float* narrow;  // [rows, heads head_dim or intermediate]
+    float* wide;    // [rows, qkv, what a mixer reads, gate and up, or hidden]
+    float* narrow;  // [rows, heads head_dim, what a mixer gives, or intermediate]
 };
 
 static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
     const int64_t hidden = round_up(rows * l.hidden, LANES);
-    const int64_t wide = round_up(rows * larger(l.hidden, larger(l.qkv.n, l.gate_up.n)), LANES), narrow = round_up(rows * larger(l.output.k, l.intermediate), LANES);
+    const int64_t given = l.beside ? l.beside->given.n : 0, mixed = l.beside ? l.beside->output.k : 0;
+    const int64_t wide = round_up(rows * larger(larger(l.hidden, given), larger(l.qkv.n, l.gate_up.n)), LANES);
+    const int64_t narrow = round_up(rows * larger(mixed, larger(l.output.k, l.intermediate)), LANES);
     float* memory = (float*)dovetail::scratch(LAYER_SCRATCH, (2 * hidden + wide + narrow) * (int64_t)sizeof(float));
     return {memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
 }
@@ -148,12 +151,12 @@ static void dense(const dovetail::Layer& l, const float* x, const Buffers& b, in
 }
 
 // hidden += update, normed first where the layer says so; then the next half's norm of it, if there is one.
-static void add_half(const dovetail::Layer& l, float* hidden, float* update, const dovetail::Norm& post, const dovetail::Norm* next, float* normed,
+static void add_half(const dovetail::Layer& l, float* hidden, float* update, const dovetail::Norm& post, float factor, const dovetail::Norm* next, float* normed,
                      int64_t rows) {
     each(rows, rows * l.hidden, [&](int64_t row) {
         float *h = hidden + row * l.hidden, *u = update + row * l.hidden;
         if (post.weight) normalise(l.norm_kind, post, u, u, l.hidden, l.epsilon);
-        if (l.residual != 0.0f) multiply(u, l.residual, l.hidden);
+        if (factor != 0.0f) multiply(u, factor, l.hidden);
         accumulate(h, u, l.hidden);
         if (next) normalise(l.norm_kind, *next, h, normed + row * l.hidden, l.hidden, l.epsilon);
     });
@@ -167,19 +170,35 @@ static void open_gates(const float* gates, float* x, int64_t n) {
     });
 }
 
-static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
+// y = first y + second z, [rows, hidden].
+static void add_both(float* y, float first, const float* z, float second, int64_t rows, int64_t hidden) {
+    each(rows, rows * hidden, [&](int64_t row) {
+        for (int64_t i = row * hidden, stop = i + hidden; i < stop; i += LANES)
+            put(y + i, fma(set1(second), take(z + i, stop - i), mul(set1(first), take(y + i, stop - i))), stop - i);
+    });
+}
+
+// The mixer beside attention, added to what that gives.
+static void mix_beside(const dovetail::Layer& l, const dovetail::Pass& pass, const Buffers& b, Laps& laps) {
+    const dovetail::Beside& m = *l.beside;
+    norm(l.norm_kind, m.norm, pass.hidden, b.normed, pass.rows, l.hidden, l.epsilon);
+    laps.other();
+    linear(m.given, b.normed, l.hidden, b.wide, m.given.n, pass.rows);
+    laps.matrix();
+    scan(*l.scan, pass, b.wide, m.given.n, b.narrow);
+    laps.attention();
+    linear(m.output, b.narrow, m.output.k, b.wide, l.hidden, pass.rows);
+    laps.matrix();
+    add_both(b.update, m.attention_factor, b.wide, m.factor, pass.rows, l.hidden);
+}
+
+// What attention or a mixer with a state gives of `input`, into `update`.
+static void mix_rows(const dovetail::Layer& l, const dovetail::Pass& pass, const float* input, const Buffers& b, Laps& laps) {
     const int64_t rows = pass.rows;
-    Laps laps(pass.parts);
-    const Buffers b = buffers(l, rows);
-    const float* input = pass.hidden;
-    if (l.attention_norm.weight) {
-        norm(l.norm_kind, l.attention_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
-        input = b.normed;
-    }
     laps.other();
     linear(l.qkv, input, l.hidden, b.wide, l.qkv.n, rows);
     laps.matrix();
-    if (l.scan) {
+    if (l.scan && !l.beside) {
         scan(*l.scan, pass, b.wide, l.qkv.n, b.narrow);
     } else {
         place(l, pass, b.wide);
@@ -193,9 +212,22 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
     }
     linear(l.output, b.narrow, l.output.k, b.update, l.hidden, rows);
     laps.matrix();
-    const bool norms = l.mlp_norm.weight;
-    if (norms && l.parallel) norm(l.norm_kind, l.mlp_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
-    add_half(l, pass.hidden, b.update, l.post_attention_norm, norms && !l.parallel ? &l.mlp_norm : nullptr, b.normed, rows);
+    if (l.beside) mix_beside(l, pass, b, laps);
+}
+
+static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
+    const int64_t rows = pass.rows;
+    Laps laps(pass.parts);
+    const Buffers b = buffers(l, rows);
+    const float* input = pass.hidden;
+    if (l.attention_norm.weight) {
+        norm(l.norm_kind, l.attention_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
+        input = b.normed;
+    }
+    if (l.qkv.packed) mix_rows(l, pass, input, b, laps);
+    const bool norms = l.mlp_norm.weight, follows = l.qkv.packed && !l.parallel;
+    if (norms && !follows) norm(l.norm_kind, l.mlp_norm, pass.hidden, b.normed, rows, l.hidden, l.epsilon);
+    if (l.qkv.packed) add_half(l, pass.hidden, b.update, l.post_attention_norm, l.residual, norms && follows ? &l.mlp_norm : nullptr, b.normed, rows);
     if (norms) input = b.normed;
     else if (!l.parallel) input = pass.hidden;
     if (l.gate_up.packed) dense(l, input, b, rows, laps);
@@ -205,7 +237,7 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
         if (pass.parts) pass.parts[2] += unique;
         laps.matrix();
     }
-    add_half(l, pass.hidden, b.update, l.post_mlp_norm, nullptr, nullptr, rows);
+    if (l.gate_up.packed || l.experts) add_half(l, pass.hidden, b.update, l.post_mlp_norm, l.mlp_residual, nullptr, nullptr, rows);
     if (l.scalar != 0.0f) each(rows, rows * l.hidden, [&](int64_t row) { multiply(pass.hidden + row * l.hidden, l.scalar, l.hidden); });
 }
 

@@ -30,12 +30,13 @@ struct Scan {
     int32_t key_heads, value_heads, key_dim, value_dim;
     int32_t norm_width;  // numbers that have a norm together
     int32_t gate_first;  // the norm is of what has been multiplied by the gate
-    float epsilon, query_scale, least_step, most_step;
+    float epsilon, query_scale;
     const float* taps_weights;  // [taps][channels], the oldest row's first
     const float* taps_bias;     // [channels], or null
     const float* decay;         // [value_heads], of which a row has e^(decay step)
     const float* step_bias;     // [value_heads]
     const float* skip;          // [value_heads], or null
+    const float* given_factors; // of all that the matrix gives of a row; or null
     const float* norm_weight;   // [norm_width], or [value_heads value_dim]; or null
     int64_t norm_stride;        // floats from the weights of a norm to those of the next
 };

@@ -109,9 +109,8 @@ static void take_steps(const dovetail::Scan& c, const float* given, float* decay
     for (int64_t h = 0; h < c.value_heads; h += LANES) {
         const int64_t left = c.value_heads - h;
         const F16 step = softplus(add(take(raw + (delta ? c.value_heads : 0) + h, left), take(c.step_bias + h, left)));
-        const F16 bounded = min(set1(c.most_step), max(set1(c.least_step), step));
-        put(decays + h, exp(mul(take(c.decay + h, left), bounded)), left);
-        put(factors + h, delta ? sigmoid(take(raw + h, left)) : bounded, left);
+        put(decays + h, exp(mul(take(c.decay + h, left), step)), left);
+        put(factors + h, delta ? sigmoid(take(raw + h, left)) : step, left);
     }
 }
 
@@ -336,6 +335,7 @@ static void scan(const dovetail::Scan& c, const dovetail::Pass& pass, float* giv
         at += walk_bytes(s.start + s.count - folded);
     }
     const int64_t work = rows * c.channels * c.taps;
+    if (c.given_factors) each(rows, work, [&](int64_t row) { multiply_rows(given + row * stride, c.given_factors, given + row * stride, stride); });
     if (c.rule == dovetail::SHORT_CONVOLUTION)
         each(rows, work, [&](int64_t row) { multiply_rows(given + row * stride, given + row * stride + 2 * c.channels, given + row * stride, c.channels); });
     each_row(pass, work, [&](const dovetail::Segment& s, int64_t, int64_t i) { prepare_row(c, s, all, i); });

@@ -24,8 +24,6 @@ from dovetail.workers.models.families.description import Experts, Router
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
 from dovetail.workers.progress import count_bytes
 
-STACKS = ("gate_up_proj", "down_proj")
-"""The matrices of all experts, as transformers names them: [experts, out, in]."""
 ROWS = 4
 """Rows on which transformers' experts are held against the formula."""
 TOLERANCE = 1e-4
@@ -45,7 +43,7 @@ class ExpertParts:
     def __init__(self, layer: nn.Module, said: Experts) -> None:
         self.said, self.layer = said, layer
         self.module = part_of(layer, said.part)
-        for name in STACKS:
+        for name in said.stacks:
             if not isinstance(stack := getattr(self.module, name, None), Tensor) or stack.ndim != 3:
                 raise UnsupportedError(f"{said.part} of {type(layer).__name__} has no {name}")
         told = hasattr(self.module, "_apply_gate")
@@ -56,7 +54,8 @@ class ExpertParts:
         self.mixed = told and not self.module.is_concatenated
         """True if gates and what they are for stand there one by one."""
         self.biased = told and self.module.has_bias
-        self.count = len(getattr(self.module, STACKS[0]))
+        self.gated = getattr(self.module, "has_gate", True)
+        self.count = len(getattr(self.module, said.stacks[0]))
         self.norms: Sequence[Norm | None] = (None, None, None)
         """The norms of what experts read, of what they give, and of what all rows share."""
 
@@ -82,13 +81,13 @@ class ExpertParts:
         return self._gates_first(name, found.t()).t().contiguous()
 
     def _gates_first(self, name: str, rows: Tensor) -> Tensor:
-        if not self.mixed or name != "gate_up_proj":
+        if not self.mixed or name != self.said.stacks[0]:
             return rows
         return torch.cat([rows[::2], rows[1::2]])
 
     def pack(self, kind: Kind) -> ExpertsPlan:
         """Return the experts with matrices of a kind; `module` loses its weights."""
-        gate_up, down = (self._pack_stack(kind, name) for name in STACKS)
+        gate_up, down = (self._pack_stack(kind, name) for name in self.said.stacks)
         gate = self.said.shared_gate
         inner, outer, dense = self.norms
         shared = None if gate is None else _exactly(tensor_of(self.layer, f"{gate}.weight"))
@@ -130,6 +129,7 @@ class ExpertParts:
             said.chosen_groups,
             said.normalised,
             said.least_sum,
+            said.added_sum,
             said.scale,
             self._router_norm(said),
             said.epsilon,
@@ -192,7 +192,11 @@ class ExpertProof(nn.Module):
         """`what`: the layer, in errors."""
         super().__init__()
         self._what = what
-        self._activate: Any = getattr(parts.module, "_apply_gate", partial(_gated, parts.module))
+        self._activate: Any = (
+            getattr(parts.module, "_apply_gate", partial(_gated, parts.module))
+            if parts.gated
+            else parts.module.act_fn
+        )
         self._mixed = parts.mixed
         self._plan: ExpertsPlan | None = None
         self._routed: Tensor | None = None
@@ -208,7 +212,7 @@ class ExpertProof(nn.Module):
         of what experts are given."""
 
         def hear(_router: nn.Module, given: tuple[Tensor, ...]) -> None:
-            self._routed = given[0].clone()
+            self._routed = given[0].reshape(-1, given[0].shape[-1]).clone()
 
         router.register_forward_pre_hook(hear)
 
@@ -246,7 +250,7 @@ class ExpertProof(nn.Module):
         return settled
 
     def _gate(self, x: Tensor) -> Tensor:
-        """[rows, units] of [rows, 2 units], the gates first."""
+        """[rows, units] of [rows, 2 units], the gates first, or without them of [rows, units]."""
         if self._mixed:
             x = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
         y: Tensor = self._activate(x)
@@ -261,7 +265,8 @@ class ExpertProof(nn.Module):
         """`UnsupportedError` where transformers computes more of an expert than the formula."""
         (gate_up, first), (down, second) = (
             (parts.matrix(name, parts.count - 1).float(), 0.0 if biases is None else biases[-1])
-            for name, biases in zip(STACKS, map(parts.biases, STACKS), strict=True)
+            for name in parts.said.stacks
+            for biases in (parts.biases(name),)
         )
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(ROWS, len(down), generator=generator)
@@ -278,7 +283,7 @@ class ExpertProof(nn.Module):
                 f"experts of {self._what} cannot be run alone ({line_of(error)})"
             ) from error
         if not float((found - expected).norm()) <= TOLERANCE * float(expected.norm()):
-            raise UnsupportedError(f"experts of {self._what} are not gated MLPs in transformers")
+            raise UnsupportedError(f"experts of {self._what} are other MLPs in transformers")
 
 
 class ScaledExpertProof(ExpertProof):
@@ -328,7 +333,7 @@ def _alone(parts: ExpertParts) -> nn.Module:
     own: Any = copy.deepcopy(module, memo)
     own.num_experts = 1
     for name, stack in module.named_parameters(recurse=False):
-        last = parts.stored(name, parts.count - 1) if name in STACKS else stack[-1]
+        last = parts.stored(name, parts.count - 1) if name in parts.said.stacks else stack[-1]
         own.register_parameter(name, nn.Parameter(last[None].float(), requires_grad=False))
     alone: nn.Module = own
     return alone

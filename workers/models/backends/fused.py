@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
-from dovetail.workers.kernels.layer_plan import HeadNorm, LayerPlan, Norm, NormKind
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, NormKind
 from dovetail.workers.kernels.states import StateShape, placed
 from dovetail.workers.models.attention import NOTHING, Noted
 from dovetail.workers.models.backends.blocked_cache import cache_of, cache_rows
 from dovetail.workers.models.backends.embedding import widen_embeddings
 from dovetail.workers.models.backends.layer_parts import (
+    AROUND,
     LayerParts,
     described_norm,
     exact_kind,
     final_norm,
+    plan_of,
     why_not_apart,
     why_not_coded,
 )
@@ -48,12 +50,12 @@ from dovetail.workers.models.backends.proof import (
     check_attention,
     prove_cache,
 )
-from dovetail.workers.models.backends.rotary_tables import NoAngles, RotaryTables
+from dovetail.workers.models.backends.rotary_tables import ROTARY_NAMES, NoAngles, RotaryTables
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.families.registry import FAMILIES
-from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
 from dovetail.workers.models.timing import asked
@@ -88,6 +90,22 @@ class FusedLayers(nn.Module):
             layer.run_next(rows)
         beat()
         return states
+
+
+class Loop(nn.Module):
+    """All decoder layers in the place of the first in transformers' loop: what it is asked for is
+    what that layer says, and it gives what that gives."""
+
+    def __init__(self, layers: nn.Module, said: Mapping[str, Any], tuples: int) -> None:
+        """`said`: the plain attributes of the first layer; `tuples`: as an oracle has them."""
+        super().__init__()
+        self._layers, self._tuples = layers, tuples
+        for name, value in said.items():
+            setattr(self, name, value)
+
+    def forward(self, *given: Any, **also_given: Any) -> Any:
+        """hidden [1, T, hidden] through all layers."""
+        return in_tuple(self._layers(*given, **also_given), self._tuples)
 
 
 class Kernels:
@@ -144,6 +162,12 @@ class Kernels:
         """Return what stands in the layer's place until all are there; the layer has its numbers
         and is not needed afterwards."""
         spec = self._family.layer(self._model.config, index)
+        if index == 0:
+            self._said = {
+                name: value
+                for name, value in vars(layer).items()
+                if isinstance(value, str | int | float) and not hasattr(nn.Module(), name)
+            }
         parts = LayerParts(layer, spec)
         if not self._mixes and (what := why_not_coded(spec)):
             raise UnsupportedError(
@@ -159,19 +183,30 @@ class Kernels:
         matrices = {
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
-        experts = None if parts.experts is None else parts.experts.pack(self._kind)
+        experts = self._pack_experts(parts, matrices)
         noted = NOTHING
         if isinstance(spec.attention, Attention):
             noted = proof.note(proving or matrices)
             check_attention(spec.attention, noted, index)
         else:
             proof.use(proving or matrices)
-        plan = replace(self._plan(parts, index, noted, matrices), experts=experts)
-        proof.check(plan if proving is None else self._plan(parts, index, noted, proving))
+        plan = replace(plan_of(parts, index, noted, matrices, self._tables), experts=experts)
+        proof.check(
+            plan if proving is None else plan_of(parts, index, noted, proving, self._tables)
+        )
         self._take(plan)
         self.noted.append(noted)
         self._taken += 1
         return nn.Identity()
+
+    def _pack_experts(
+        self, parts: LayerParts, matrices: Mapping[str, PackedMatrix]
+    ) -> ExpertsPlan | None:
+        """Pack the experts of a layer, if there are any."""
+        if parts.experts is None:
+            return None
+        around: dict[str, Any] = {name: matrices.get(name) for name in AROUND}
+        return replace(parts.experts.pack(self._kind), **around)
 
     def _arrange(self, parts: LayerParts) -> None:
         """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
@@ -193,7 +228,7 @@ class Kernels:
         self._fused = self._together()
         for name, module in list(base.named_children()):
             if isinstance(module, nn.ModuleList) and len(module) == self._taken:
-                setattr(base, name, nn.ModuleList([self._fused]))
+                setattr(base, name, nn.ModuleList([self._loop(self._fused)]))
         name, norm = final_norm(base)
         norms = self._family.layer(self._model.config, 0).norms
         kind, epsilon, numbers = norms.kind, norms.epsilon, described_norm(norm, norms)
@@ -204,13 +239,18 @@ class Kernels:
         self._prove_end(KernelNorm(kind, numbers, epsilon), head, matrix)
         self._head = self._final_linear(matrix)
         model.set_output_embeddings(self._head)
-        if self._tables.given:
-            base.rotary_emb = NoAngles()
+        for name in ROTARY_NAMES if self._tables.given else ():
+            if hasattr(base, name):
+                setattr(base, name, NoAngles())
         widen_embeddings(model)
         self.direct = self._nothing_else()
         """True if logits are embedding, layers, norm and head, and nothing else."""
         if self._cache != torch.float32:
             self._prove_cache()
+
+    def _loop(self, layers: nn.Module) -> nn.Module:
+        """Return what stands in the place of all layers in transformers' own forward."""
+        return Loop(layers, self._said, self._oracle.tuples)
 
     def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
         """`UnsupportedError` where the final norm or the packed head is not transformers'."""
@@ -287,7 +327,7 @@ class Kernels:
 
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache with keys and values of a type."""
-        plans = [layer.plan for layer in self._layers if layer.plan.scan is None]
+        plans = [layer.plan for layer in self._layers if layer.plan.attends]
         heads = [(plan.kv_heads, plan.head_dim) for plan in plans]
         return cache_of(heads, capacity, dtype, self._shapes)
 
@@ -336,43 +376,6 @@ class Kernels:
         tokens, positions, seen = self._rows_over(self._cache)
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
-
-    def _plan(
-        self, parts: "LayerParts", index: int, noted: Noted, matrices: Mapping[str, PackedMatrix]
-    ) -> LayerPlan:
-        spec, said = parts.spec, parts.spec.norms
-        mixer = spec.attention if isinstance(spec.attention, Attention) else None
-        norms: dict[str, Any] = {"attention_norm": None, "mlp_norm": None}
-        norms |= {name: described_norm(module, said) for name, module in parts.norms.items()}
-        norms |= parts.unit_norms
-        return LayerPlan(
-            index=index,
-            heads=noted.heads,
-            kv_heads=noted.kv_heads,
-            head_dim=noted.head_dim,
-            qkv=matrices["qkv"],
-            output=matrices["output"],
-            gate_up=matrices.get("gate_up"),
-            down=matrices.get("down"),
-            **norms,
-            rotary=None if mixer is None else self._tables.of(mixer.rope, mixer.growth),
-            head_norm=HeadNorm.HEAD_BEFORE_ROPE if mixer is None else mixer.norm_place,
-            scan=parts.scan,
-            mixer_gate=matrices.get("mixer_gate"),
-            residual=spec.residual_scale,
-            parallel=spec.parallel,
-            norm_kind=said.kind,
-            activation=parts.activation,
-            activation_numbers=parts.numbers,
-            sinks=parts.sinks,
-            value_norm=parts.value_norm,
-            scalar=parts.scalar,
-            epsilon=said.epsilon,
-            scale=noted.scaling,
-            softcap=noted.softcap or 0.0,
-            window=noted.window or 0,
-            chunk=0 if mixer is None else mixer.chunk,
-        )
 
 
 def reason_against(kind: Kind) -> str:

@@ -1,19 +1,28 @@
 """The parts of a decoder layer of transformers, by the names that the description of its family has
 for them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from dovetail.workers.kernels import Kind
-from dovetail.workers.kernels.layer_plan import Norm
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.layer_plan import (
+    Activation,
+    BesidePlan,
+    HeadNorm,
+    LayerPlan,
+    Norm,
+)
 from dovetail.workers.kernels.states import ScanPlan
+from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
+from dovetail.workers.models.backends.rotary_tables import RotaryTables
 from dovetail.workers.models.families.description import (
     Attention,
+    Beside,
     Experts,
     Family,
     LayerSpec,
@@ -26,6 +35,11 @@ from dovetail.workers.models.recurrent.parts import Gates, orders_of, scan_of, s
 
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 """The kind that holds weights of a type as they are."""
+BESIDE = "beside_"
+"""The beginning of the names of the matrices of a mixer with a state that stands beside
+attention."""
+AROUND = ("before", "behind")
+"""The names of the matrices before and behind experts of another width."""
 
 
 class LayerParts:
@@ -36,9 +50,9 @@ class LayerParts:
         self.order: Tensor | None = None
         """int64 [head_dim]: where each number of a head of queries and keys stands in the
         checkpoint; None: in place."""
-        self.rows: Sequence[Tensor | None] = (None,)
-        """For each linear of queries, keys and values int64 [out]: where the outputs of the kernels
-        stand in the checkpoint; None: in place."""
+        self.rows: dict[str, Sequence[Tensor | None]] = {}
+        """For each linear of a matrix int64 [out]: where the outputs of the kernels stand in the
+        checkpoint; None: in place, as of all linears of matrices that are missing here."""
         self.experts: ExpertParts | None = None
         self.sinks: Tensor | None = None
         """float32 [heads]: scores without a value."""
@@ -50,17 +64,21 @@ class LayerParts:
         self.numbers = (0.0, 0.0)
         """The numbers of the activation."""
         self.scan: ScanPlan | None = None
-        """The mixer with a state that stands in the place of attention."""
+        """The mixer with a state that stands in the place of attention, or beside it."""
+        self.activation = Activation.SILU_GATED
+        self.linears: dict[str, list[nn.Linear]] = {}
+        """The linears of each matrix, below each other."""
         self.gates: Gates | None = None
         """Queries and the gates behind attention, taken apart."""
         mixer, norms = spec.attention, spec.norms
-        if isinstance(mixer, StateMixer):
-            query, key = None, None
-            self._take_state(layer, mixer)
-        else:
+        query, key = None, None
+        if isinstance(mixer, Attention):
             query, key = mixer.norms or (None, None)
             self._take_attention(layer, mixer)
-        self._take_mlp(layer, spec.mlp)
+        if (state := spec.state) is not None:
+            self._take_state(layer, state, "" if state is mixer else BESIDE)
+        if spec.mlp is not None:
+            self._take_mlp(layer, spec.mlp)
         named = {
             "attention_norm": norms.pre_mixer,
             "post_attention_norm": norms.post_mixer,
@@ -76,15 +94,12 @@ class LayerParts:
             self.scalar = float(tensor_of(layer, spec.scalar))
 
     def _take_attention(self, layer: nn.Module, said: Attention) -> None:
-        self.linears = {
-            "qkv": [_linear(layer, name) for name in said.qkv],
-            "output": [_linear(layer, said.output)],
-        }
-        self.rows = [None] * len(said.qkv)
+        self.linears["qkv"] = [_linear(layer, name) for name in said.qkv]
+        self.linears["output"] = [_linear(layer, said.output)]
         if said.by_head:
             parts = torch.arange(3 * said.heads * said.head_dim)
             parts = parts.view(said.heads, 3, said.head_dim).transpose(0, 1)
-            self._reorder([parts.flatten()])
+            self._reorder("qkv", [parts.flatten()])
         if said.gated:
             self.gates = split_gates(self.linears["qkv"][0], said.heads, said.head_dim)
             self.linears["qkv"][0] = self.gates.queries
@@ -97,13 +112,12 @@ class LayerParts:
         if said.norms_values:
             self.value_norm = Norm(torch.ones(said.head_dim))
 
-    def _take_state(self, layer: nn.Module, said: StateMixer) -> None:
-        self.linears = {
-            "qkv": [_linear(layer, name) for name in said.given],
-            "output": [_linear(layer, said.output)],
-        }
+    def _take_state(self, layer: nn.Module, said: StateMixer, where: str) -> None:
+        given = f"{where}qkv"
+        self.linears[given] = [_linear(layer, name) for name in said.given]
+        self.linears[f"{where}output"] = [_linear(layer, said.output)]
         self.scan = scan_of(layer, said)
-        self._reorder(orders_of(said))
+        self._reorder(given, orders_of(said))
 
     def _take_mlp(self, layer: nn.Module, said: Mlp | Experts) -> None:
         mlp = said.shared if isinstance(said, Experts) else said
@@ -112,12 +126,18 @@ class LayerParts:
             self.linears["down"] = [_linear(layer, mlp.down)]
         if isinstance(said, Experts):
             self.experts, self.numbers = ExpertParts(layer, said), said.numbers
+            for name, part in zip(AROUND, said.around or (), strict=False):
+                self.linears[name] = [_linear(layer, part)]
             named = (said.input_norm, said.output_norm, said.shared_norm)
             self.experts.norms = [
                 None if name is None else Norm(_weight_of(part_of(layer, name))) for name in named
             ]
         elif said.function is not None:
             self.numbers = _xielu_numbers(part_of(layer, said.function))
+        elif said.gate_factor != 1.0:
+            if said.activation is not Activation.SILU_GATED:
+                raise UnsupportedError("the kernels multiply no gate but that of SiLU")
+            self.numbers = (said.gate_factor, 0.0)
         self.activation = said.activation
 
     def interleave(self, rotated: int, head_dim: int) -> None:
@@ -135,12 +155,12 @@ class LayerParts:
             ]
         )
         queries, keys, _ = (part.out_features for part in self.linears["qkv"])
-        self._reorder([by_heads(self.order, queries), by_heads(self.order, keys), None])
+        self._reorder("qkv", [by_heads(self.order, queries), by_heads(self.order, keys), None])
 
-    def _reorder(self, rows: Sequence[Tensor | None]) -> None:
-        """Have the outputs of the linears of queries, keys and values in other orders."""
-        self.rows = rows
-        for part, order in zip(self.linears["qkv"], rows, strict=True):
+    def _reorder(self, name: str, rows: Sequence[Tensor | None]) -> None:
+        """Have the outputs of the linears of a matrix in other orders."""
+        self.rows[name] = rows
+        for part, order in zip(self.linears[name], rows, strict=True):
             if order is None:
                 continue
             if len(order) != part.out_features:
@@ -193,12 +213,86 @@ def described_norm(module: nn.Module, norms: Norms) -> Norm:
     return Norm(weight, None if bias is None else bias.detach().float().contiguous())
 
 
+def plan_of(
+    parts: LayerParts,
+    index: int,
+    noted: Noted,
+    matrices: Mapping[str, PackedMatrix],
+    tables: RotaryTables,
+) -> LayerPlan:
+    """Return the plan of a layer without its experts; `noted`: what its attention is asked for."""
+    spec, said = parts.spec, parts.spec.norms
+    mixer = spec.attention if isinstance(spec.attention, Attention) else None
+    norms: dict[str, Any] = {"attention_norm": None, "mlp_norm": None}
+    norms |= {name: described_norm(module, said) for name, module in parts.norms.items()}
+    norms |= parts.unit_norms
+    beside = _beside(spec.beside, norms["attention_norm"], matrices)
+    if spec.beside is not None:
+        norms["attention_norm"] = _times(
+            norms["attention_norm"], spec.beside.attention_given_factor
+        )
+    return LayerPlan(
+        index=index,
+        heads=noted.heads,
+        kv_heads=noted.kv_heads,
+        head_dim=noted.head_dim,
+        qkv=matrices.get("qkv"),
+        output=matrices.get("output"),
+        gate_up=matrices.get("gate_up"),
+        down=matrices.get("down"),
+        **norms,
+        rotary=None if mixer is None else tables.of(mixer.rope, mixer.growth),
+        head_norm=HeadNorm.HEAD_BEFORE_ROPE if mixer is None else mixer.norm_place,
+        scan=parts.scan,
+        beside=beside,
+        key_factor=1.0 if mixer is None else mixer.key_factor,
+        mixer_gate=matrices.get("mixer_gate"),
+        residual=spec.residual_scale,
+        mlp_residual=spec.residual_scale * (spec.mlp.factor if isinstance(spec.mlp, Mlp) else 1.0),
+        parallel=spec.parallel,
+        norm_kind=said.kind,
+        activation=parts.activation,
+        activation_numbers=parts.numbers,
+        sinks=parts.sinks,
+        value_norm=parts.value_norm,
+        scalar=parts.scalar,
+        epsilon=said.epsilon,
+        scale=noted.scaling,
+        softcap=noted.softcap or 0.0,
+        window=noted.window or 0,
+        chunk=0 if mixer is None else mixer.chunk,
+    )
+
+
+def _times(norm: Norm, factor: float) -> Norm:
+    """Return a norm whose results are multiplied by a factor."""
+    bias = None if norm.bias is None else norm.bias * factor
+    return Norm(norm.weight * factor, bias)
+
+
+def _beside(
+    said: Beside | None, norm: Norm | None, matrices: Mapping[str, PackedMatrix]
+) -> BesidePlan | None:
+    """Return the parts of a mixer with a state that stands beside attention; `norm`: that of what
+    both read."""
+    if said is None:
+        return None
+    if norm is None:
+        raise UnsupportedError("a mixer beside attention reads what a norm gives")
+    given, output = (matrices[f"{BESIDE}{name}"] for name in ("qkv", "output"))
+    return BesidePlan(
+        _times(norm, said.given_factor), given, output, said.factor, said.attention_factor
+    )
+
+
 def why_not_coded(spec: LayerSpec) -> str:
     """Return the parts of a layer that no copy in few bits has, such as a substitute would be;
     empty where it could have one."""
     mixer = spec.attention
-    if isinstance(mixer, StateMixer):
+    if spec.state is not None:
         return "states"
+    if not isinstance(mixer, Attention) or spec.mlp is None:
+        return "one half"
     found = {
         "experts": isinstance(spec.mlp, Experts),
         "sinks": mixer.sinks is not None,
@@ -218,7 +312,8 @@ def why_not_apart(family: Family, config: Any) -> str:
     mixers = [spec.attention for spec in specs]
     attentions = [mixer for mixer in mixers if isinstance(mixer, Attention)]
     found = {
-        "with a state": len(attentions) < len(mixers),
+        "with a state": any(spec.state is not None for spec in specs),
+        "of one half": any(spec.attention is None or spec.mlp is None for spec in specs),
         "of chunked attention": any(mixer.chunk for mixer in attentions),
         "with gates behind attention": any(mixer.gated for mixer in attentions),
         "whose heads differ": len({(m.kv_heads, m.head_dim) for m in attentions}) > 1,

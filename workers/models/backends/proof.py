@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ from dovetail.workers.models.parity.following import (
     line_of,
     stand_in,
 )
-from dovetail.workers.models.recurrent.proof import run_recurrently, run_states, run_together
+from dovetail.workers.models.recurrent.proof import run_recurrently, run_together
+from dovetail.workers.models.recurrent.states import RecurrentStates
 
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
@@ -188,7 +189,7 @@ class LayerProof:
     ) -> None:
         """Prepare the proof; call this before the weights of the parts are dropped."""
         self._order, linears = parts.order, parts.linears
-        mixer = parts.spec.attention
+        mixer, state = parts.spec.attention, parts.spec.state
         self._chunk = mixer.chunk if isinstance(mixer, Attention) else 0
         self._oracle, self._index, self._what = (
             oracle,
@@ -196,8 +197,7 @@ class LayerProof:
             f"layer {index} ({type(layer).__name__})",
         )
         self._products = {
-            name: Product(name, linears[name], parts.rows if name == "qkv" else None)
-            for name in linears
+            name: Product(name, linears[name], parts.rows.get(name)) for name in linears
         }
         others: dict[nn.Module, nn.Module] = {
             part: own
@@ -216,6 +216,9 @@ class LayerProof:
         router = None if parts.experts is None else parts.experts.said.router.part
         if self._experts is not None and router is not None:
             self._experts.listen(self._layer.get_submodule(router))
+        if state is not None and state.limited is not None:
+            mixer_part: Any = self._layer.get_submodule(state.limited)
+            mixer_part.time_step_limit = (0.0, math.inf)
         self._states = oracle.states(index)
         self._rotated: list[Tensor] = []
 
@@ -280,10 +283,10 @@ class LayerProof:
         except ValueError as error:
             raise UnsupportedError(f"{self._what}: {error}") from error
         found = torch.cat([states[: oracle.dense], states])
-        if plan.scan is None:
-            self._run_attention(layer, found)
-        else:
-            run_states(layer, found, oracle.dense)
+        rows = self._rows(layer.plan)
+        if plan.attends:
+            self._compare_attention(layer, rows)
+        layer.run(rows, found)
         settled = None
         if self._experts is not None and plan.experts is not None:
             settled = self._experts.settled(plan.experts.router, exact=exact)
@@ -298,11 +301,9 @@ class LayerProof:
                 f"{worst[1]:.1e} of what it adds"
             )
 
-    def _run_attention(self, layer: DecoderLayer, states: Tensor) -> None:
-        """Run a layer on states [dense + count, hidden], in place; queries, keys and what is
-        attended to are compared on the way."""
+    def _compare_attention(self, layer: DecoderLayer, rows: LayerPass) -> None:
+        """Compare queries, keys and what is attended to in the rows of our own pass."""
         oracle, plan = self._oracle, layer.plan
-        rows = self._rows(plan)
         qkv = torch.cat(
             [self._products["qkv"].result[: oracle.dense], self._products["qkv"].result]
         )
@@ -316,7 +317,6 @@ class LayerProof:
         if gates is not None:
             mixed *= torch.cat([gates.result[: oracle.dense], gates.result]).sigmoid()
         self._compare("attention of", self._products["output"].given, mixed, ATTENTION_TOLERANCE)
-        layer.run(rows, states)
 
     def _compare(self, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
         if expected.shape[-1] != found.shape[-1]:
@@ -333,9 +333,10 @@ class LayerProof:
     def _rows(self, plan: LayerPlan) -> LayerPass:
         """The rows of our own pass in the words of the kernels."""
         segments = []
+        heads, size = (plan.kv_heads, plan.head_dim) if plan.attends else (1, 1)
         for segment in self._oracle.segments(self._index, lambda _count: None):
             keys, values = new_cache(
-                layers=1, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=segment.count
+                layers=1, kv_heads=heads, head_dim=size, capacity=segment.count
             )
             paths = segment.paths
             seen = (
@@ -345,5 +346,9 @@ class LayerProof:
                     paths.prefix, torch.from_numpy(paths.offsets), torch.from_numpy(paths.slots)
                 )
             )
-            segments.append(CacheRows(keys, values, segment.start, segment.count, seen))
+            states = None
+            if plan.scan is not None:
+                own = RecurrentStates([plan.scan.shape])
+                states = own.rows(0, segment.start, segment.count, chain=paths is None)
+            segments.append(CacheRows(keys, values, segment.start, segment.count, seen, states))
         return LayerPass(self._oracle.pass_positions, segments)

@@ -15,6 +15,8 @@ from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.families.description import Growth, Rope
 from dovetail.workers.models.parity.following import UnsupportedError
 
+ROTARY_NAMES = ("rotary_emb", "pos_emb")
+"""The names of a model's rotary embedding."""
 TABLE_ROWS = 512
 """Positions, spread over the context, at which the table of angles is compared with the model's
 own."""
@@ -26,7 +28,9 @@ class RotaryTables:
     own."""
 
     def __init__(self, model: Any, context: int) -> None:
-        embedding = getattr(base_model(model), "rotary_emb", None)
+        base = base_model(model)
+        found = (getattr(base, name, None) for name in ROTARY_NAMES)
+        embedding = next((part for part in found if part is not None), None)
         self.given = embedding is not None
         self._embedding, self._context = copy.deepcopy(embedding), context
         self._tables: dict[tuple[Rope | None, Growth | None], Rotary] = {}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.workers.models.recurrent.sizes import StateSizes, state_sizes
+from dovetail.workers.models.recurrent.sizes import StateSizes, count_layers, state_sizes
 
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
 NUMBER_BYTES = 4
@@ -104,13 +104,20 @@ def has_sizes(config: Mapping[str, Any]) -> bool:
     gpt2 = _has_names_of_gpt2(config)
     needed = [config.get(name) for name in (*(GPT2.values() if gpt2 else GPT2), "vocab_size")]
     if not gpt2:
-        needed.append(_units(config))
+        needed = [
+            *(config.get(name) for name in (*GPT2, "vocab_size") if name != "num_hidden_layers"),
+            *(count_layers(config), _units(config)),
+        ]
     optional = [
         config.get(name) for name in (("n_inner",) if gpt2 else ("num_key_value_heads", "head_dim"))
     ]
     if not all(map(_is_size, needed)) or not all(
         value is None or _is_size(value) for value in optional
     ):
+        return False
+    try:
+        state_sizes(config)
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         return False
     heads = config[GPT2["num_attention_heads"] if gpt2 else "num_attention_heads"]
     hidden = config[GPT2["hidden_size"] if gpt2 else "hidden_size"]
@@ -160,19 +167,20 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         int(config["vocab_size"]),
         2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4,
     )
-    mix = _Mix(number("num_hidden_layers"), None if gpt2 else state_sizes(config))
+    layers = number("num_hidden_layers") if gpt2 else int(count_layers(config))
+    mix = _Mix(layers, None if gpt2 else state_sizes(config))
     mixers = [matrix_bytes(weights, n, k) for n, k in mix.shapes(hidden)]
     gates = mix.gates * matrix_bytes(weights, heads * head_dim, hidden)
     matrices[1] += gates
     return Sizes(
-        layers=number("num_hidden_layers"),
+        layers=layers,
         layer=mix.average(sum(matrices[:2]), sum(mixers))
         + sum(matrices[2:])
         + 4 * hidden * NUMBER_BYTES,
         matrix=max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
         embedding=vocabulary * hidden * stored,
-        row=mix.average(2 * kv_heads * head_dim * CACHE_BYTES[cache], 0),
+        row=mix.average(2 * kv_heads * head_dim * CACHE_BYTES[cache], mix.token_bytes),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
         inner=(3 * hidden + 2 * queries + heads * head_dim + (3 if gated else 2) * units)
@@ -196,6 +204,11 @@ class _Mix:
         return int(self._sizes is not None and self._sizes.gated)
 
     @property
+    def token_bytes(self) -> int:
+        """Return what a row of a session takes in a layer with a state."""
+        return 0 if self._sizes is None else self._sizes.token_bytes
+
+    @property
     def session_bytes(self) -> int:
         """Return what a session takes in a layer with a state."""
         return 0 if self._sizes is None else self._sizes.session_bytes(TREE_ROWS)
@@ -208,8 +221,10 @@ class _Mix:
 
     def average(self, attended: int, recurrent: int) -> int:
         """The average of all layers of what one with attention has, and one with a state."""
-        count = 0 if self._sizes is None else self._sizes.layers
-        return -(-((self._layers - count) * attended + count * recurrent) // self._layers)
+        attending, count = self._layers, 0
+        if self._sizes is not None:
+            attending, count = self._sizes.attending, self._sizes.layers
+        return -(-(attending * attended + count * recurrent) // self._layers)
 
 
 def matrix_bytes(weights: str, outputs: int, inputs: int) -> int:
@@ -230,7 +245,12 @@ GPT2 = {
     "max_position_embeddings": "n_positions",
 }
 
-UNGATED = frozenset({"apertus", "arcee", "gpt_neox", "jais2", "nemotron", "phi", "starcoder2"})
+UNGATED = frozenset(
+    {
+        *("apertus", "arcee", "gpt_neox", "jais2"),
+        *("nemotron", "nemotron_h", "phi", "starcoder2"),
+    }
+)
 """Model types, of those with names like Llama's, whose MLP has no gate."""
 
 ALIGNMENT, VECTOR, STEP = 64, 16, 4

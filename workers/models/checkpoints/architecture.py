@@ -40,7 +40,7 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_FAMILIES = frozenset(
     {
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        *("lfm2", "granitemoehybrid"),
+        *("lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
     }
 )
 """Model types whose layers with a state are followed through trees, by the kernels."""

@@ -119,6 +119,8 @@ def with_buffers(model: Any) -> Any:
     for module in model.modules():
         if buffers := dict(module.named_buffers(recurse=False)):
             _fill_buffers(model, module, buffers)
+    with contextlib.suppress(Exception):  # some buffers are computed for all layers together
+        model._init_weights(model.base_model)
     model.requires_grad_(False)
     return model.eval()
 

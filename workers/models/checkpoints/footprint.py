@@ -32,7 +32,7 @@ MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 TABLE = re.compile(
-    r"(^|\.)(embed_tokens|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
+    r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
 )
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")

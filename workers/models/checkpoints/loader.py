@@ -190,8 +190,9 @@ def random_skeleton(folder: Path, *, layers: int | None, stored: torch.dtype) ->
     file = folder if folder.is_file() else folder / "config.json"
     config = read_config(file)
     if layers is not None:
+        kinds = getattr(config, "layer_types", None)
         config.num_hidden_layers = layers
-        if kinds := getattr(config, "layer_types", None):
+        if kinds and len(config.layer_types) != layers:  # those of some follow from their number
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
     model = with_buffers(built(config, file))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -30,5 +30,7 @@ NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Naming()),
     "ernie4_5_moe": Naming(renamed=_STATICS),
     **dict.fromkeys(("granitemoe", "granitemoehybrid"), Naming(renamed=_GRANITE)),
+    "lfm2_moe": Naming(("w1", "w3"), ("w2",)),
+    "nemotron_h": Naming(("up_proj",), renamed={"model.": "backbone."}),
 }
 """Model type -> the naming of a model whose tensors are read from pieces."""

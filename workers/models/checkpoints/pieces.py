@@ -18,7 +18,7 @@ from dovetail.workers.models.checkpoints.mxfp4 import packed_shapes, unpack
 from dovetail.workers.models.checkpoints.namings import Naming
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
 
-STACK = re.compile(r"^(.+\.experts)\.(gate_up|down)_proj$")
+STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
 UNREAD = "unread_experts"
 """The attribute of transformers' experts that has, for each stack that has not been read, how the
@@ -40,15 +40,20 @@ class Pieces:
         """Return the names of the pieces of a tensor of the model, one below the other."""
         if name in self.tensors:
             return [name]
-        stored = name
+        renamed = name
         for part, instead in self.naming.renamed.items():
-            stored = stored.replace(part, instead)
+            renamed = renamed.replace(part, instead)
+        pieces, plain = self._of(name, renamed), self._of(name, name)
+        return plain if pieces[0] not in self.tensors and plain[0] in self.tensors else pieces
+
+    def _of(self, name: str, stored: str) -> Sequence[str]:
+        """Return the pieces of a tensor of the model that the checkpoint calls `stored`."""
         found = STACK.match(stored)
         if stored in self.tensors or found is None:
             return [stored]
         if f"{stored}{BLOCKS}" in self.tensors:
             return [f"{stored}{BLOCKS}", f"{stored}{EXPONENTS}"]
-        parts = self.naming.gate_up if found[2] == "gate_up" else self.naming.down
+        parts = self.naming.down if found[2] == "down" else self.naming.gate_up
         experts = range(self.shapes[name][0])
         return [f"{found[1]}.{expert}.{part}.weight" for expert in experts for part in parts]
 

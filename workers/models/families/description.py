@@ -5,7 +5,6 @@ A description names parts of transformers' layer and says how they are put toget
 every layer at load holds it against transformers. Knows configurations, and reads no weights.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -83,6 +82,8 @@ class Attention:
     """True if each head's values have an RMS norm without weights."""
     sinks: str | None = None
     """The name of scores without a value, one for each head, that take their share of weights."""
+    key_factor: float = 1.0
+    """The factor of keys."""
     gated: bool = False
     """True if each head's queries stand before a gate of the same size, by whose sigmoid what the
     head attends to is multiplied."""
@@ -115,8 +116,6 @@ class StateMixer:
     decay: str | None = None
     """The name of the logarithms of negative decays, one for each value head."""
     step_bias: str | None = None
-    steps: tuple[float, float] = (0.0, math.inf)
-    """The least and the largest step."""
     skip: str | None = None
     norm: str | None = None
     """The name of the RMS norm of what is read, with plain weights."""
@@ -126,6 +125,25 @@ class StateMixer:
     """True if the norm is of what has been multiplied by the gate."""
     epsilon: float = 1e-6
     query_scale: float = 1.0
+    factors: tuple[float, float, float, float, float] | None = None
+    """The factors of gate, value, key, query and step as the linear before it gives them."""
+    limited: str | None = None
+    """The name of transformers' part that bounds the steps of prompts from below by a number for
+    training, and not those of single tokens: they are not bounded."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A mixer with a state beside attention, with which it shares what it reads but for a factor;
+    what both give is added."""
+
+    mixer: StateMixer
+    given_factor: float = 1.0
+    """The factor of what the mixer reads."""
+    factor: float = 1.0
+    """The factor of what it gives."""
+    attention_given_factor: float = 1.0
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +155,10 @@ class Mlp:
     down: str = "mlp.down_proj"
     function: str | None = None
     """The name of transformers' part for the activation, where that has numbers of its own."""
+    gate_factor: float = 1.0
+    """The factor of the gate, before the activation."""
+    factor: float = 1.0
+    """The factor of what the MLP gives."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +176,8 @@ class Router:
     normalised: bool = True
     """True if the weights are divided by their sum, or by `least_sum` where that is more."""
     least_sum: float = 0.0
+    added_sum: float = 0.0
+    """The number that is added to that sum."""
     scale: float = 1.0
     bias: str | None = None
     """The name of what is added to the logits, a number for each expert."""
@@ -181,9 +205,10 @@ class Experts:
     activation: Activation
     router: Router = field(default_factory=Router)
     part: str = "mlp.experts"
-    """transformers' part that holds the experts' `gate_up_proj` [experts, 2 units, hidden] and
-    `down_proj` [experts, hidden, units], or each of them transposed, gates and what they are for
-    one by one, and with biases, as the part itself says."""
+    """transformers' part that holds the experts' `stacks`, [experts, 2 units, hidden] and [experts,
+    hidden, units], or each of them transposed, gates and what they are for one by one, without
+    gates, and with biases, as the part itself says."""
+    stacks: tuple[str, str] = ("gate_up_proj", "down_proj")
     transposed: bool | None = None
     """True if they stand there transposed; None: the part itself says."""
     numbers: tuple[float, float] = (0.0, 0.0)
@@ -198,6 +223,8 @@ class Experts:
     """The norm of what the experts of a row add up to."""
     shared_norm: str | None = None
     """The norm of what the shared MLP gives."""
+    around: tuple[str, str] | None = None
+    """The linears before and behind experts that are of another width than states."""
 
 
 @dataclass(frozen=True)
@@ -217,17 +244,26 @@ class Norms:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A decoder layer."""
+    """A decoder layer, of two halves or one."""
 
-    attention: Attention | StateMixer
-    mlp: Mlp | Experts
+    attention: Attention | StateMixer | None
+    mlp: Mlp | Experts | None
     norms: Norms
+    beside: Beside | None = None
+    """The mixer with a state that stands beside attention, if there is one."""
     residual_scale: float = 1.0
     """The factor of what each half adds."""
     parallel: bool = False
     """True if the MLP reads what attention reads, or parallel to it has a norm of its own."""
     scalar: str | None = None
     """The name of the number by which the layer's result is multiplied."""
+
+    @property
+    def state(self) -> StateMixer | None:
+        """Return the mixer with a state, if there is one."""
+        if self.beside is not None:
+            return self.beside.mixer
+        return self.attention if isinstance(self.attention, StateMixer) else None
 
 
 @dataclass(frozen=True)

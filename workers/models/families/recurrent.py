@@ -1,5 +1,7 @@
-"""Families of which some layers mix tokens by a state in the place of attention."""
+"""Families of which some layers are Gated DeltaNets or short convolutions in the place of
+attention."""
 
+from dataclasses import replace
 from typing import Any
 
 from dovetail.workers.kernels.layer_plan import Score
@@ -14,14 +16,12 @@ from dovetail.workers.models.families.description import (
     LayerSpec,
     Mlp,
     Norms,
-    Rope,
     Router,
     StateMixer,
     activation,
     attention,
     gated,
 )
-from dovetail.workers.models.parity.following import UnsupportedError
 
 
 def _delta(config: Any, given: tuple[str, ...], order: Given) -> StateMixer:
@@ -108,58 +108,27 @@ def _lfm2(config: Any, index: int) -> LayerSpec:
 LFM2_MLP = gated("silu", gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2")
 
 
-def _selective(config: Any) -> StateMixer:
-    """Return a Mamba-2 with the sizes of a configuration."""
-    if config.hidden_act not in ("silu", "swish"):
-        raise UnsupportedError(f"the kernels have no convolution with {config.hidden_act!r}")
-    values = config.mamba_n_heads * config.mamba_d_head
-    return StateMixer(
-        ScanRule.SELECTIVE,
-        ("mamba.in_proj",),
-        "mamba.out_proj",
-        "mamba.conv1d",
-        Given.GATE_FIRST,
-        key_heads=config.mamba_n_groups,
-        value_heads=config.mamba_n_heads,
-        key_dim=config.mamba_d_state,
-        value_dim=config.mamba_d_head,
-        decay="mamba.A_log",
-        step_bias="mamba.dt_bias",
-        steps=tuple(config.time_step_limit),
-        skip="mamba.D",
-        norm="mamba.norm",
-        norm_width=values // config.mamba_n_groups,
-        gate_first=True,
-        epsilon=config.rms_norm_eps,
+def _lfm2_moe(config: Any, index: int) -> LayerSpec:
+    """The first layers have an MLP, the others experts whose choice may be corrected."""
+    spec = _lfm2(config, index)
+    if index < config.num_dense_layers:
+        return spec
+    router = Router(
+        "feed_forward.gate.weight",
+        Score.SIGMOID,
+        correction="feed_forward.expert_bias" if config.use_expert_bias else None,
+        normalised=config.norm_topk_prob,
+        added_sum=1e-6,
+        scale=config.routed_scaling_factor,
     )
-
-
-def _granite_hybrid(config: Any, index: int) -> LayerSpec:
-    """Granite's multipliers; all rows share an MLP, beside experts where there are any."""
-    mixer: Attention | StateMixer = _selective(config)
-    if config.layers_block_type[index] != "linear_attention":
-        rope = Rope() if config.position_embedding_type == "rope" else None
-        scale = config.attention_multiplier
-        mixer = attention(config, index, window=0, scale=scale, rope=rope)
-    shared = gated(
-        config.hidden_act, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
-    )
-    mlp: Mlp | Experts = shared
-    if config.num_local_experts > 0:
-        mlp = Experts(
-            config.num_experts_per_tok,
-            activation(GATED, config.hidden_act),
-            Router("block_sparse_moe.router.weight", Score.SOFTMAX_OF_CHOSEN, normalised=False),
-            part="block_sparse_moe.experts",
-            shared=shared,
-        )
-    norms = Norms(config.rms_norm_eps)
-    return LayerSpec(mixer, mlp, norms, residual_scale=config.residual_multiplier)
+    part = "feed_forward.experts"
+    experts = Experts(config.num_experts_per_tok, GATED["silu"], router, part=part)
+    return replace(spec, mlp=experts)
 
 
 FAMILIES = {
     "lfm2": Family(_lfm2),
-    "granitemoehybrid": Family(_granite_hybrid),
+    "lfm2_moe": Family(_lfm2_moe),
     "qwen3_next": Family(_qwen3_next),
     "qwen3_5_text": Family(_qwen3_5),
     "qwen3_5_moe_text": Family(_qwen3_5_moe),

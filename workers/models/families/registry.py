@@ -7,6 +7,7 @@ from dovetail.workers.models.families import (
     gemma,
     layer_normed,
     llama,
+    mamba,
     mixtures,
     post_normed,
     recurrent,
@@ -23,4 +24,5 @@ FAMILIES: Mapping[str, Family] = (
     | mixtures.FAMILIES
     | sunken.FAMILIES
     | recurrent.FAMILIES
+    | mamba.FAMILIES
 )

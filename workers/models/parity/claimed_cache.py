@@ -32,3 +32,15 @@ class ClaimedCache(DynamicCache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
+
+    def get_conv_state(self, *unused: Any, **also_unused: Any) -> None:
+        """Return nothing: rows are the first of their states."""
+
+    def update_conv_state(self, states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
+        return states
+
+    def get_recurrent_state(self, *unused: Any, **also_unused: Any) -> None:
+        """Return nothing: rows are the first of their states."""
+
+    def update_recurrent_state(self, states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
+        return states

@@ -100,10 +100,10 @@ class Recorder:
         layers: Sequence[nn.Module],
         results: Sequence[Tensor] | None = None,
         *,
-        tuples: bool = False,
+        tuples: int = 0,
     ) -> None:
-        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple,
-        whose first part are the states."""
+        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple
+        of so many parts, of which the first are the states."""
         self.calls: dict[int, Call] = {}
         self.results: list[Tensor] = []
         self.final: Tensor | None = None
@@ -146,7 +146,7 @@ class Recorder:
                 else self._given[index]
             )
             self.results.append(result)
-            return (result,) if self._tuples else result
+            return in_tuple(result, self._tuples)
 
         return forward
 
@@ -237,6 +237,11 @@ def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Modu
             ):
                 part.register_parameter(name, nn.Parameter(parameter.float(), requires_grad=False))
     return own
+
+
+def in_tuple(states: Tensor, parts: int) -> Tensor | tuple[Tensor | None, ...]:
+    """Return states as a layer gives them, as the first part of a tuple of so many; 0: alone."""
+    return (states, *[None] * (parts - 1)) if parts else states
 
 
 def line_of(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
-from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.checkpoints.configured import base_model, quiet
 from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.comparison import Comparison, near
 from dovetail.workers.models.parity.following import (
@@ -38,6 +38,8 @@ from dovetail.workers.models.segment import Paths, Segment
 
 HIDDEN = -1e4
 """The most that eager attention adds to the score of what a row does not see."""
+LENGTHS = (0, 1, 2)
+"""The parts of tuples that layers of transformers give: states, and weights of attention."""
 LEAST_ADDED = 1e-3
 """A layer that adds less than this share of the states is measured by them: they are rounded as
 they are added to."""
@@ -91,20 +93,17 @@ class Oracle:
         parts = [
             slice(first, first + run.count) for first, run in zip(offsets, self.runs, strict=False)
         ]
-        self.tuples = False
-        """True if its layers give tuples."""
+        self.tuples = 0
+        """The parts of the tuples that its layers give; 0: they give states alone."""
         with self.eagerly():
-            try:
-                self._of_runs = [
-                    self._called(part, ClaimedCache(run.first))
-                    for run, part in zip(self.runs, parts, strict=True)
-                ]
-            except UnprovableError:
-                self.tuples = True
-                self._of_runs = [
-                    self._called(part, ClaimedCache(run.first))
-                    for run, part in zip(self.runs, parts, strict=True)
-                ]
+            for self.tuples in LENGTHS:
+                try:
+                    pairs = zip(self.runs, parts, strict=True)
+                    self._of_runs = [self._called(p, ClaimedCache(r.first)) for r, p in pairs]
+                    break
+                except UnprovableError:
+                    if self.tuples == LENGTHS[-1]:
+                        raise
             self._whole = self._called(slice(0, self.count), ClaimedCache(0))
             shortest = self._called(slice(0, 2), ClaimedCache(0))  # at 0 nothing is rotated
             self._check_positions()
@@ -341,7 +340,8 @@ class Oracle:
             changed[name] = ClaimedCache(ahead_of(self.pass_positions))
         args, kwargs = call.of(rows, blocks=blocks, notes=note, **changed)
         past_the_layer = attention.handing(blocks, note) if handed else nullcontext()
-        with implementation(self._model, attention.IMPLEMENTATION, layer), past_the_layer:
+        ours = implementation(self._model, attention.IMPLEMENTATION, layer)
+        with ours, past_the_layer, quiet():
             return first_of(layer(*args, **kwargs))
 
     def difference(

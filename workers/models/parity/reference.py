@@ -136,7 +136,7 @@ def reference_logits(
 
 
 def _calls(
-    model: Any, layers: Sequence[nn.Module], text: Tensor, part: slice, *, tuples: bool
+    model: Any, layers: Sequence[nn.Module], text: Tensor, part: slice, *, tuples: int
 ) -> dict[int, Call]:
     """Return how the layers are called for a part of a text."""
     width = model.config.get_text_config().hidden_size

@@ -89,14 +89,25 @@ def scan_of(layer: nn.Module, said: StateMixer) -> ScanPlan:
         said.value_dim,
         None if decay is None else -decay.exp(),
         _numbers(layer, said.step_bias),
-        said.steps,
         _numbers(layer, said.skip),
         _numbers(layer, norm),
         said.norm_width,
         said.gate_first,
         said.epsilon,
         said.query_scale,
+        _factors(said),
     )
+
+
+def _factors(said: StateMixer) -> Tensor | None:
+    """Return the factors of what the linears give, in the order of the kernels."""
+    if said.factors is None:
+        return None
+    gate, value, key, query, step = map(torch.tensor, said.factors)
+    keys, values = said.key_heads * said.key_dim, said.value_heads * said.value_dim
+    widths = (keys, keys, values, values, said.value_heads)
+    parts = (query, key, value, gate, step)
+    return torch.cat([part.expand(width) for part, width in zip(parts, widths, strict=True)])
 
 
 def _numbers(layer: nn.Module, name: str | None) -> Tensor | None:

@@ -1,19 +1,14 @@
-"""A layer with a state in its proof: what transformers computes of rows one after the other, and
-the same rows as a chain and by their paths."""
+"""A layer with a state in its proof: what transformers computes of rows one after the other, and of
+the same rows together."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
-from dovetail.workers.kernels.layer_plan import CacheRows, new_cache
-from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.models.checkpoints.configured import quiet
 from dovetail.workers.models.lean import DynamicCache
-from dovetail.workers.models.parity.following import first_of
-from dovetail.workers.models.recurrent.states import RecurrentStates
+from dovetail.workers.models.parity.following import Call, first_of
 
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
@@ -23,9 +18,10 @@ def run_recurrently(oracle: "Oracle", layer: nn.Module, index: int, states: Tens
     """Return what transformers' layer makes of states [count, hidden] one after the other, by the
     function that it has for one row at a time."""
     cache, rows = DynamicCache(config=oracle.config), []
+    call = oracle.arranged(index, cache)
     with oracle.eagerly(layer), quiet():
-        for row in states:
-            args, kwargs = oracle.arranged(index, cache).of(row.view(1, 1, -1))
+        for row, state in enumerate(states):
+            args, kwargs = _of_row(call, row, len(states)).of(state.view(1, 1, -1))
             rows.append(first_of(layer(*args, **kwargs)))
     return torch.cat(rows)
 
@@ -38,25 +34,20 @@ def run_together(oracle: "Oracle", layer: nn.Module, index: int, states: Tensor)
         return first_of(layer(*args, **kwargs))
 
 
-def run_states(layer: DecoderLayer, states: Tensor, dense: int) -> None:
-    """Run a layer on states [dense + count, hidden], in place: the first `dense` rows as a chain,
-    and all `count` as the path of a session of their own."""
-    count = len(states) - dense
-    assert layer.plan.scan is not None
-    shapes = [layer.plan.scan.shape]
-    path = list(range(count))
-    segments = [
-        _rows(RecurrentStates(shapes), dense, None),
-        _rows(RecurrentStates(shapes), count, [path[: row + 1] for row in path]),
-    ]
-    layer.run(LayerPass(torch.zeros(len(states), dtype=torch.int64), segments), states)
+def _of_row(call: Call, row: int, count: int) -> Call:
+    """Return the call of a layer for one of its `count` rows, behind those before it."""
 
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 4 and tuple(value.shape[-2:]) == (count, count):
+            return value[:, :, row : row + 1, : row + 1]
+        if value.ndim >= 2 and value.shape[1] == count:
+            return value[:, row : row + 1]
+        return value
 
-def _rows(states: RecurrentStates, count: int, paths: Sequence[Sequence[int]] | None) -> CacheRows:
-    keys, values = new_cache(layers=1, kv_heads=1, head_dim=1, capacity=count)
-    seen = None
-    if paths is not None:
-        offsets = torch.tensor([0, *(len(path) for path in paths)]).cumsum(0).int()
-        seen = KernelPaths(0, offsets, torch.tensor([s for path in paths for s in path]).int())
-    rows = states.rows(0, 0, count, chain=paths is None)
-    return CacheRows(keys, values, 0, count, seen, rows)
+    return Call(
+        tuple(map(cut, call.args)), {name: cut(value) for name, value in call.kwargs.items()}
+    )

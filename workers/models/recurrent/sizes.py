@@ -1,6 +1,6 @@
 """The sizes of layers with a state, as a config.json tells them; needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,14 @@ NUMBER_BYTES = 4
 """States are fp32, whatever the weights are."""
 WAITING = 32
 """Rows whose factors a session has at a time, about, beside those of a tree."""
+STEP = 4096
+"""Rows from one checkpoint of a long session to the next (`states.py`)."""
+COLUMNS = 16
+"""Numbers that parts of states and factors are filled up to."""
+RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
+ATTENDING = ("full_attention", "attention", "hybrid")
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""The letters of Nemotron-H for the kinds of layers."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +23,8 @@ class StateSizes:
     """The layers with a state of a model."""
 
     layers: int
+    attending: int
+    """Layers with keys and values; some may have a state too, and some neither."""
     given: int
     """Outputs of the matrix before a mixer."""
     taken: int
@@ -31,25 +41,80 @@ class StateSizes:
         of rows that wait and of a tree."""
         return NUMBER_BYTES * (2 * self.state + (WAITING + tree_rows) * self.row)
 
+    @property
+    def token_bytes(self) -> int:
+        """Return what periodic checkpoints take in one layer for each row of a session."""
+        return -(-NUMBER_BYTES * self.state // STEP)
+
+
+def layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
+    """Return the kind of each layer of a model that has several, or a state beside attention; of
+    another nothing."""
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        return [PATTERN.get(letter, letter) for letter in pattern]
+    types = config.get("layer_types") or config.get("layers_block_type")
+    if isinstance(types, list | tuple):
+        return types
+    count, kind = int(config.get("num_hidden_layers") or 0), config.get("model_type")
+    if kind == "falcon_h1":
+        return ["hybrid"] * count
+    if kind == "bamba":
+        indices = config.get("attn_layer_indices") or ()
+        return ["attention" if i in indices else "mamba" for i in range(count)]
+    if config.get("full_attn_idxs") is not None:
+        return ["attention" if i in config["full_attn_idxs"] else "conv" for i in range(count)]
+    if "linear_num_value_heads" in config:
+        every = int(config.get("full_attention_interval") or 4)
+        return ["linear_attention" if (i + 1) % every else "attention" for i in range(count)]
+    return ()
+
+
+def count_layers(config: Mapping[str, Any]) -> Any:
+    """Return how many layers a config.json says that a model has; None: it does not say."""
+    listed = config.get("hybrid_override_pattern") or config.get("layers_block_type")
+    return len(listed) if isinstance(listed, str | list) else config.get("num_hidden_layers")
+
 
 def state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
     """Return the sizes of layers with a state; None for a model without any that is known here."""
-    types = config.get("layer_types") or config.get("layers_block_type") or ()
-    kinds = ("linear_attention", "mamba", "conv")
-    if not isinstance(types, list | tuple) or not (count := sum(t in kinds for t in types)):
+    kinds = layer_kinds(config)
+    if not (count := sum(kind in RECURRENT for kind in kinds)):
         return None
+    layers = count, sum(kind in ATTENDING for kind in kinds)
     hidden = int(config["hidden_size"])
     if "linear_num_value_heads" in config:
         key_dim, heads = int(config["linear_key_head_dim"]), int(config["linear_num_value_heads"])
         keys = int(config["linear_num_key_heads"]) * key_dim
+        of_state = _of_state(keys, key_dim, heads, int(config["linear_value_head_dim"]))
         values = heads * int(config["linear_value_head_dim"])
-        given = 2 * keys + 2 * values + 2 * heads
-        row = 3 * keys + 2 * values + heads
-        return StateSizes(count, given, values, True, values * key_dim, row)
+        return StateSizes(*layers, 2 * keys + 2 * values + 2 * heads, values, True, *of_state)
+    if "mamba_n_heads" in config or "mamba_num_heads" in config:
+        return _selective(config, *layers)
+    return StateSizes(*layers, 3 * hidden, hidden, False, 0, _filled(hidden))
+
+
+def _selective(config: Mapping[str, Any], layers: int, attending: int) -> StateSizes:
+    """The sizes of Mamba-2, in the words of Bamba or of Nemotron-H."""
     if "mamba_n_heads" in config:
-        heads, values = int(config["mamba_n_heads"]), int(config.get("mamba_expand", 2)) * hidden
-        keys = int(config["mamba_n_groups"]) * int(config["mamba_d_state"])
-        given = 2 * values + 2 * keys + heads
-        row = 2 * values + 3 * keys + heads
-        return StateSizes(count, given, values, False, values * int(config["mamba_d_state"]), row)
-    return StateSizes(count, 3 * hidden, hidden, False, 0, hidden)
+        heads, key_dim = int(config["mamba_n_heads"]), int(config["mamba_d_state"])
+        expanded = int(config.get("mamba_expand", 2)) * int(config["hidden_size"])
+        values = int(config.get("mamba_d_ssm") or expanded)
+        groups = int(config["mamba_n_groups"])
+    else:
+        heads, key_dim = int(config["mamba_num_heads"]), int(config["ssm_state_size"])
+        values = heads * int(config["mamba_head_dim"])
+        groups = int(config.get("n_groups") or config["mamba_n_groups"])
+    keys = groups * key_dim
+    of_state = _of_state(keys, key_dim, heads, values // heads)
+    return StateSizes(layers, attending, 2 * values + 2 * keys + heads, values, False, *of_state)
+
+
+def _of_state(keys: int, key_dim: int, heads: int, value_dim: int) -> tuple[int, int]:
+    """Return the numbers of a state, and of the factors of a row."""
+    columns = heads * _filled(value_dim)
+    channels = _filled(2 * keys + heads * value_dim)
+    return columns * key_dim, channels + _filled(keys) + columns + _filled(heads)
+
+
+def _filled(numbers: int) -> int:
+    return -(-numbers // COLUMNS) * COLUMNS

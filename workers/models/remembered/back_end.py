@@ -11,7 +11,7 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.fused import Kernels
-from dovetail.workers.models.backends.layer_parts import LayerParts
+from dovetail.workers.models.backends.layer_parts import LayerParts, plan_of
 from dovetail.workers.models.backends.packing import KernelNorm
 from dovetail.workers.models.backends.rotary_tables import KnownTables
 from dovetail.workers.models.families.registry import FAMILIES
@@ -46,10 +46,14 @@ class Recalled(Kernels):
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
         noted = self._known[index]
-        self._take(self._plan(parts, index, noted, matrices))
+        self._take(plan_of(parts, index, noted, matrices, self._tables))
         self.noted.append(noted)
         self._taken += 1
         return nn.Identity()
+
+    def _loop(self, layers: nn.Module) -> nn.Module:
+        """Return the layers as they are: transformers' own forward is not run."""
+        return layers
 
     def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
         """Prove nothing: the remembered proof covers it."""
