@@ -116,8 +116,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "'mine.Config'",
     ),
     "quantised": (
-        lambda p: edit(p / "config.json", quantization_config={"quant_method": "awq"}),
-        "is quantised (awq)",
+        lambda p: edit(p / "config.json", quantization_config={"quant_method": "spqr"}),
+        "is quantised (spqr)",
     ),
     "an image model": (
         lambda p: edit(p / "config.json", model_type="vit", vocab_size=None),

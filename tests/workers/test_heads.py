@@ -913,8 +913,8 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     ),
     "quantised": (
         "eagle",
-        lambda t, c: c.update(quantization_config={"quant_method": "awq"}),
-        r"is quantised \(awq\)",
+        lambda t, c: c.update(quantization_config={"quant_method": "spqr"}),
+        r"is quantised \(spqr\)",
     ),
     "heads that do not share evenly": (
         "jakiro",

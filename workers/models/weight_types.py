@@ -53,9 +53,10 @@ def type_of(weights: str, checkpoint: Checkpoint) -> str:
     if name is not None:
         return name
     found = " and ".join(sorted(kinds)) or "none"
+    remedy = "fp32 or int8" if checkpoint.is_coded else "fp32, or convert it to F16"
     raise CheckpointError(
         f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has "
-        f"{found}: use weights fp32, or convert it to F16"
+        f"{found}: use weights {remedy}"
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.quantised.schemes import refuse_scheme
 
 REMEDY = "take a model of another architecture, such as Llama, Qwen3, Mistral, Gemma 2 or Phi-3"
 MODEL_FILES = (
@@ -78,35 +79,14 @@ def why_no_folder(source: str) -> str:
 
 
 def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` where the numbers of a model are not what its weight files say: quantised,
-    or in a file that config.json names."""
+    """`CheckpointError` where the numbers of a model are not what its weight files say: quantised
+    in a way that is not read, or in a file that config.json names."""
     if (named := content.get("transformers_weights")) is not None:
         key = f"transformers_weights is {str(named)[:100]!r}"
         raise CheckpointError(
             f"{file} names weights of its own ({key}), which are not read; remove the key"
         )
-    if quantisation := content.get("quantization_config") or content.get("compression_config"):
-        if is_unpacked(content):
-            return
-        method = (
-            quantisation.get("quant_method", "unknown")
-            if isinstance(quantisation, dict)
-            else "unknown"
-        )
-        raise CheckpointError(
-            f"{file.parent} is quantised ({method}); take the original weights of that model"
-        )
-
-
-def is_unpacked(content: Mapping[str, Any]) -> bool:
-    """Return whether the weights of a config.json are quantised in a way that is unpacked as they
-    are read: experts of gpt-oss in MXFP4."""
-    quantisation = content.get("quantization_config")
-    return (
-        content.get("model_type") == "gpt_oss"
-        and isinstance(quantisation, dict)
-        and quantisation.get("quant_method") == "mxfp4"
-    )
+    refuse_scheme(content, file.parent)
 
 
 def refuse_content(content: Mapping[str, Any], file: Path) -> None:

@@ -2,8 +2,8 @@
 only module that opens safetensors.
 
 Everything that could make a loaded model silently wrong is refused here by name: weights that are
-pickled, truncated, missing from the index, not a number, or quantised. Knows files; builds no
-model.
+pickled, truncated, missing from the index, not a number, or quantised in a way that is not read.
+Knows files; builds no model.
 """
 
 import json
@@ -36,6 +36,7 @@ from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unr
 from dovetail.workers.models.checkpoints.gguf.tensors import source_of, stored_in
 from dovetail.workers.models.checkpoints.gguf.view import model_of
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.quantised.tensors import decoded
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES, Stored
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 
@@ -64,6 +65,12 @@ class Checkpoint:
     vocabulary: VocabularyFacts
     tensors: Mapping[str, Stored]
     """Every tensor in the weight files."""
+
+    @property
+    def is_coded(self) -> bool:
+        """Return whether some tensors are decoded as they are read, which transformers does not
+        do."""
+        return any(type(stored) is not Stored for stored in self.tensors.values())
 
     def read(self, name: str) -> Tensor:
         """The tensor of that name in the type it is stored in."""
@@ -100,6 +107,7 @@ def open_weights(folder: Path) -> Weights:
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
     sources, tensors = _read_headers(folder)
+    tensors = decoded(text_part(content), tensors)
     _refuse_kinds(tensors)
     digest = digest_of(read_bytes(folder / "config.json"), sources)
     return Weights(folder, digest, renamed(content, tensors))
@@ -110,7 +118,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     is read of them is to be checked then."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
-    return renamed(content, _read_headers(folder)[1])
+    return renamed(content, decoded(text_part(content), _read_headers(folder)[1]))
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -14,8 +14,11 @@ from math import prod
 from pathlib import Path
 
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.gguf.view import described_tensors
 from dovetail.workers.models.checkpoints.namings import NAMINGS
+from dovetail.workers.models.checkpoints.quantised.layout import matrices
+from dovetail.workers.models.checkpoints.quantised.schemes import Scheme, scheme_of
 
 PROCESS_BYTES = 300_000_000
 """Memory of a process that has imported torch and transformers and holds no model (torch 2.13,
@@ -85,8 +88,8 @@ class Tensor:
 def read_tensors(folder: Path) -> list[Tensor]:
     """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
     loads them says what is wrong."""
-    if found := described_tensors(folder):
-        return [Tensor(name, kind, shape, blocks=True) for name, (kind, shape) in found.items()]
+    if blocks := described_tensors(folder):
+        return [Tensor(name, kind, shape, blocks=True) for name, (kind, shape) in blocks.items()]
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         names = (
@@ -94,9 +97,18 @@ def read_tensors(folder: Path) -> list[Tensor]:
             if single.is_file()
             else {*json.loads(index.read_bytes())["weight_map"].values()}
         )
-        return [tensor for name in sorted(names) for tensor in _header(folder / name)]
+        found = [tensor for name in sorted(names) for tensor in _header(folder / name)]
+        content = json.loads((folder / "config.json").read_bytes())
+        return found if (scheme := scheme_of(text_part(content))) is None else _whole(scheme, found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
+
+
+def _whole(scheme: Scheme, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what quantised tensors are once they are read: matrices in fp32."""
+    found, plain = matrices(scheme, {tensor.name: tensor for tensor in tensors})
+    whole = [Tensor(name, "F32", matrix.shape) for name, matrix in found.items()]
+    return [*plain.values(), *whole]
 
 
 def _header(file: Path) -> list[Tensor]:

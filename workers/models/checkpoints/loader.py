@@ -33,10 +33,8 @@ from dovetail.workers.models.checkpoints.configured import (
     with_buffers,
 )
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.view import model_of
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import STACK, UNREAD, Pieces
-from dovetail.workers.models.checkpoints.stored import Stored
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
 from dovetail.workers.progress import count_bytes, loading
 
@@ -152,8 +150,8 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
 
 
 def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
-    """`CheckpointError` for tensors of GGUF files that are not those of the model one by one."""
-    if model_of(checkpoint.folder) is None:
+    """`CheckpointError` for tensors that are decoded here and not those of the model one by one."""
+    if not checkpoint.is_coded:
         return
     missing = sorted(set(model.state_dict()) - set(checkpoint.tensors))
     raise CheckpointError(
@@ -172,14 +170,14 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
     }
     pieces = Pieces(naming, tensors, shapes)
     pieces.refuse_misshapen(checkpoint.folder)
-    plain = all(type(stored) is Stored for stored in tensors.values())  # blocks of GGUF are not
+    one_by_one = all(stored.reads_one for stored in tensors.values() if len(stored.shape) > 2)
     _report_unused(model, checkpoint, pieces.superfluous())
     return Skeleton(
         model,
         lambda name: pieces.read(name if name in shapes else tied[name]),
         frozenset(),
         frozenset(shapes) - {name for name, _ in model.named_parameters()},
-        read_one=pieces.read_one if plain else None,
+        read_one=pieces.read_one if one_by_one else None,
     )
 
 
@@ -237,7 +235,7 @@ def _turns(rest: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The whole transformers model of a checkpoint on the CPU with our attention; refuses what is
     missing, reports what is superfluous."""
-    if model_of(checkpoint.folder) is not None:
+    if checkpoint.is_coded:
         return _filled(checkpoint, dtype)
     config = configured(checkpoint).config
     held = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize

@@ -26,6 +26,11 @@ COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 """Types of tables of token ids, which some draft heads have."""
 CODE_TYPES = {"U8": torch.uint8}
 """Types of what stands for other numbers."""
+QUANTISED_TYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+"""Types of numbers that mean nothing without a scale."""
+POWER_TYPES = {"F8_E8M0": torch.float8_e8m0fnu}
+"""Types of scales that are powers of two."""
+READABLE = {**FLOAT_TYPES, **COUNT_TYPES, **CODE_TYPES, **QUANTISED_TYPES, **POWER_TYPES}
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Stored:
     def read(self, name: str) -> Tensor:
         """The tensor, called `name` in errors, in the type it is stored in, read from its file
         alone: no other tensor takes memory for it."""
-        kind = {**FLOAT_TYPES, **COUNT_TYPES, **CODE_TYPES}.get(self.kind)
+        kind = READABLE.get(self.kind)
         if kind is None:
             raise self._unreadable(name)
         content = self.content(name)
@@ -56,14 +61,22 @@ class Stored:
             else torch.empty(self.shape, dtype=kind)
         )
 
+    @property
+    def reads_one(self) -> bool:
+        """Return whether `read_one` can be asked."""
+        return True
+
     def read_one(self, name: str, index: int) -> Tensor:
         """The tensor at an index of the first dimension of this one, called `name` in errors; the
         others are not read."""
+        return self.one(index).read(name)
+
+    def one(self, index: int) -> "Stored":
+        """Return the place of the tensor at an index of the first dimension of this one."""
         size = self.size_bytes // self.shape[0]
-        own = replace(
+        return replace(
             self, shape=self.shape[1:], offset=self.offset + index * size, size_bytes=size
         )
-        return own.read(name)
 
     def content(self, name: str) -> bytearray:
         """Return the bytes of the tensor, called `name` in errors."""

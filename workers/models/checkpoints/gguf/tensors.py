@@ -33,6 +33,11 @@ class Blocks(Stored):
 
     placed: Placed
 
+    @property
+    def reads_one(self) -> bool:
+        """Return False: all experts of a layer are read together."""
+        return False
+
     def read(self, name: str) -> Tensor:
         """Return the tensor as transformers has it; `CheckpointError` where a block stands for NaN
         or infinite numbers."""
@@ -55,6 +60,11 @@ class Woven(Stored):
 
     gate: Blocks
     up: Blocks
+
+    @property
+    def reads_one(self) -> bool:
+        """Return False: all experts of a layer are read together."""
+        return False
 
     def read(self, name: str) -> Tensor:
         """Return [experts, in, 2 out], or biases [experts, 2 out]."""

@@ -1,0 +1,112 @@
+"""Matrices of codes and scales as numbers: each is (code - zero point) times scale in fp32. Knows
+tensors, nothing of files or models."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.models.checkpoints.quantised.layout import AWQ_BITS, WORD
+
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The outputs, of eight, whose codes stand in a word of AWQ, from its lowest bits on."""
+CHUNK = 1 << 20
+"""Numbers that are decoded at a time, so that little memory is taken on the way."""
+
+
+def split(words: Tensor, bits: int) -> Tensor:
+    """Return the codes [.., n * 32 / bits] int32 of words [.., n] int32, from the lowest bits of
+    each on."""
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def awq(words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """Return [out, in] fp32 of AWQ's words [in, out / 8], zero points [groups, out / 8] and scales
+    [groups, out]; each group holds for as many inputs, in their order."""
+    inputs, outputs = len(words), scales.shape[1]
+    order = torch.tensor(AWQ_PLACES).argsort()
+    middle = _placed(split(zeros, AWQ_BITS), order)
+    groups = torch.arange(inputs) // (inputs // len(scales))
+    whole = torch.empty(outputs, inputs)
+    for part in _parts(inputs, outputs):
+        codes = _placed(split(words[part], AWQ_BITS), order)
+        group = groups[part]
+        whole[:, part] = ((codes - middle[group]) * scales[group].float()).t()
+    return whole
+
+
+def gptq(
+    words: Tensor,
+    zeros: Tensor,
+    scales: Tensor,
+    groups: Tensor,
+    bits: int,
+    *,
+    below: bool,
+    symmetric: bool,
+) -> Tensor:
+    """Return [out, in] fp32 of GPTQ's words [in bits / 32, out], zero points [groups, out bits /
+    32] and scales [groups, out]; `groups` [in] is the group of each input.
+
+    `below`: zero points are stored less one. Some files whose `symmetric` zero points all are the
+    middle of the codes store them as they are, whatever config.json says of it, and that shows.
+    """
+    each, outputs = WORD // bits, words.shape[1]
+    middle = split(zeros, bits)[:, :outputs]
+    if below and not (symmetric and bool((middle == 1 << (bits - 1)).all())):
+        middle = (middle + 1) & ((1 << bits) - 1)
+    whole = torch.empty(outputs, len(groups))
+    for part in _parts(len(words), outputs * each):
+        codes = split(words[part].t(), bits)
+        inputs = slice(part.start * each, min(part.stop * each, len(groups)))
+        group = groups[inputs].long()
+        whole[:, inputs] = (codes[:, : len(group)] - middle[group].t()) * scales[group].t().float()
+    return whole
+
+
+def packed(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, bits: int
+) -> Tensor:
+    """Return [out, in] fp32 of the words [out, in bits / 32] of compressed-tensors, scales [out,
+    groups] and zero points [out bits / 32, groups]; `groups` [in] is the group of each input, None
+    where they follow each other. Codes and zero points are stored with their middle added."""
+    outputs, inputs, centre = len(words), words.shape[1] * WORD // bits, 1 << (bits - 1)
+    if groups is None:
+        groups = torch.arange(inputs) // (inputs // scales.shape[1])
+    group, middle = groups.long(), None if zeros is None else split(zeros.t(), bits).t()[:outputs]
+    whole = torch.empty(outputs, inputs)
+    for part in _parts(outputs, inputs):
+        codes = split(words[part], bits)
+        codes -= centre if middle is None else middle[part][:, group]
+        whole[part] = codes * scales[part].float()[:, group]
+    return whole
+
+
+def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int]) -> Tensor:
+    """Return [.., out, in] fp32 of codes of that shape, int8 or 8-bit floating point, with scales
+    [.., a, b] and zero points alike, each of which holds for `block` outputs and inputs."""
+    whole = codes.float()
+    rows, columns = (min(size, most) for size, most in zip(block, codes.shape[-2:], strict=True))
+    for first in range(0, codes.shape[-2], rows):
+        one = whole[..., first : first + rows, :]
+        if zeros is not None:
+            one -= _spread(zeros, first // rows, columns, codes.shape[-1])
+        one *= _spread(scales, first // rows, columns, codes.shape[-1])
+    return whole
+
+
+def _spread(scales: Tensor, row: int, columns: int, inputs: int) -> Tensor:
+    """Return a row of scales [.., 1, in], each as often as it holds."""
+    return scales[..., row : row + 1, :].float().repeat_interleave(columns, -1)[..., :inputs]
+
+
+def _placed(codes: Tensor, order: Tensor) -> Tensor:
+    """Return codes in the order of their outputs, where each eight of them stand in another."""
+    return codes.view(*codes.shape[:-1], -1, len(order))[..., order].flatten(-2)
+
+
+def _parts(count: int, width: int) -> Sequence[slice]:
+    """Return slices of `count` rows of that width, none of them of many numbers."""
+    step = max(1, CHUNK // max(1, width))
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]

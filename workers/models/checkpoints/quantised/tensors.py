@@ -1,0 +1,117 @@
+"""The tensors of a quantised checkpoint as the matrices that they stand for, each decoded as it is
+read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.digests import all_finite
+from dovetail.workers.models.checkpoints.quantised import codes
+from dovetail.workers.models.checkpoints.quantised.layout import (
+    Matrix,
+    UnfitError,
+    bits_of,
+    block_of,
+    matrices,
+    unlike,
+)
+from dovetail.workers.models.checkpoints.quantised.schemes import Scheme, scheme_of
+from dovetail.workers.models.checkpoints.stored import Stored
+
+
+@dataclass(frozen=True)
+class Coded(Stored):
+    """A matrix [out, in], or matrices [experts, out, in], held as codes and scales; `kind` and
+    `shape` are those of the numbers."""
+
+    scheme: Scheme
+    parts: Mapping[str, tuple[str, Stored]]
+    """A part of the matrix, as `layout.py` calls it -> its name and place."""
+
+    @property
+    def reads_one(self) -> bool:
+        """Return whether the matrix of one expert can be read by itself."""
+        return "codes" in self.parts
+
+    def read(self, name: str) -> Tensor:
+        """Return the numbers in fp32; `CheckpointError` where one is NaN or infinite."""
+        found = self._decoded({part: at.read(full) for part, (full, at) in self.parts.items()})
+        if not all_finite(found.view(-1).view(torch.uint8).numpy(), "F32"):
+            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+        return found
+
+    def read_checked(self, name: str) -> Tensor:
+        """Read a tensor of a file that has not been read as a whole."""
+        return self.read(name)
+
+    def read_one(self, name: str, index: int) -> Tensor:
+        """Return the matrix of one expert."""
+        parts = {
+            part: (full, at.one(index) if len(at.shape) == len(self.shape) else at)
+            for part, (full, at) in self.parts.items()
+        }
+        return replace(self, shape=self.shape[1:], parts=parts).read(name)
+
+    def _decoded(self, found: Mapping[str, Tensor]) -> Tensor:
+        if "codes" in self.parts:
+            block = block_of(self.shape, self.parts["scales"][1].shape, self.scheme)
+            assert block is not None
+            scales, zeros = found["scales"], found.get("zeros")
+            width = len(self.shape)
+            return codes.scaled(
+                found["codes"],
+                _wide(scales, width),
+                None if zeros is None else _wide(zeros, width),
+                block,
+            )
+        words, scales, zeros = found["words"], found["scales"], found.get("zeros")
+        groups, bits = found.get("groups"), bits_of(self.parts, self.scheme)
+        if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < max(
+            scales.shape
+        ):
+            raise self._unlike("groups")
+        if self.scheme.method == "compressed-tensors":
+            if "shape" in found and tuple(found["shape"].tolist()) != self.shape:
+                raise self._unlike("shape")
+            return codes.packed(words, scales, zeros, groups, bits)
+        assert zeros is not None
+        if self.scheme.method == "awq":
+            return codes.awq(words, zeros, scales)
+        if groups is None:
+            groups = torch.arange(self.shape[1]) // (self.shape[1] // len(scales))
+        below, symmetric = self.scheme.below, self.scheme.symmetric
+        return codes.gptq(words, zeros, scales, groups, bits, below=below, symmetric=symmetric)
+
+    def _unlike(self, part: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {unlike(self.parts[part][0])}")
+
+
+def decoded(content: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint by the names of the matrices, where config.json says that
+    they are quantised; `CheckpointError` names a part that is missing or has another shape."""
+    if (scheme := scheme_of(content)) is None:
+        return dict(tensors)
+    try:
+        found, plain = matrices(scheme, tensors)
+    except UnfitError as error:
+        where = f"{tensors[error.name].file}: " if error.name else ""
+        raise CheckpointError(f"{where}{error}") from None
+    return {**plain, **{name: _coded(scheme, matrix) for name, matrix in found.items()}}
+
+
+def _coded(scheme: Scheme, matrix: Matrix[Stored]) -> Coded:
+    first = matrix.parts[matrix.main][1]
+    size = sum(stored.size_bytes for _, stored in matrix.parts.values())
+    plain = (first.file, "F32", matrix.shape, first.offset, size, first.identity)
+    return Coded(*plain, scheme, matrix.parts)
+
+
+def _wide(scales: Tensor, dimensions: int) -> Tensor:
+    """Scales of a matrix or of matrices with as many dimensions as these have."""
+    if scales.numel() == 1:
+        return scales.view((1,) * dimensions)
+    return scales[..., None] if scales.ndim < dimensions else scales
