@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -323,6 +324,26 @@ def test_a_model_that_is_not_in_the_cache_is_refused_with_the_command_that_fetch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="hf download some-one/model --revision abc"):
         find_folder("some-one/model@abc")
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ("some-one/m-GGUF/m.Q4_K_M.gguf", "hf download some-one/m-GGUF m.Q4_K_M.gguf"),
+        ("a/b/c/d.gguf@v2", "hf download a/b c/d.gguf --revision v2"),
+        (
+            "a/b/d-00001-of-00002.gguf",
+            "hf download a/b d-00001-of-00002.gguf d-00002-of-00002.gguf",
+        ),
+    ],
+)
+def test_a_gguf_file_on_the_hub_is_named_with_its_model(
+    source: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=f"run `{re.escape(command)}`"):
+        find_folder(source)
 
 
 def test_special_tokens_may_be_lists_and_generation_config_has_the_last_word(folder: Path) -> None:

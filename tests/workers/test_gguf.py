@@ -27,6 +27,7 @@ from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
 from dovetail.workers.models.checkpoints.gguf.view import local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
+from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -170,6 +171,22 @@ def test_parts_of_a_split_file_are_one_model_and_a_missing_one_is_named(tmp_path
     parts[0].rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(CheckpointError, match=r"m-00001-of-00002\.gguf is missing"):
         read_model(parts[1])
+
+
+def test_a_file_in_the_cache_of_the_hub_is_found_by_its_name_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = write(tmp_path)
+    model = tmp_path / "models--some-one--m-GGUF"
+    for folder in ("refs", "blobs", f"snapshots/{'0' * 40}"):
+        (model / folder).mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    file.rename(model / "blobs" / "f00d")
+    (model / "snapshots" / ("0" * 40) / "m.Q8_0.gguf").symlink_to("../../blobs/f00d")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = find_folder("some-one/m-GGUF/m.Q8_0.gguf")
+    assert folder.name == "m.Q8_0.gguf"
+    assert open_checkpoint(str(folder)).vocabulary.size > 0
 
 
 def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Path) -> None:

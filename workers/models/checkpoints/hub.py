@@ -1,5 +1,5 @@
 """The place of a model: the folder that is named, a snapshot in the Hugging Face cache, or one that
-is fetched from the hub.
+is fetched from the hub; of a GGUF file on the hub, OWNER/NAME/FILE.gguf, nothing else is fetched.
 
 A complete snapshot in the cache is taken without asking the hub. The hub is asked with a short
 timeout and without retries before anything is downloaded. Needs no torch; what asks the hub imports
@@ -9,33 +9,65 @@ its client, which takes half a second that a folder does not need.
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.architecture import reason, why_no_folder
 from dovetail.workers.models.checkpoints.gguf import view
+from dovetail.workers.models.checkpoints.gguf.names import models_in, parts_of
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 PICKLED_FILES = ("*.bin",)
 """Fetched besides, where the user allows pickled weights."""
 CONFIG_ALONE = ("config.json",)
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w./-]+)?")
+HUB_ID = re.compile(r"([\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@([\w./-]+))?")
+HUB_FILE = re.compile(
+    r"([\w][\w.-]*/[\w][\w.-]*)/((?:[\w][\w.-]*/)*[\w][\w.-]*\.gguf)(?:@([\w./-]+))?"
+)
 ERRNO = re.compile(r"\[Errno -?\d+\] ")
 ASK_S = 5.0
 """The hub has so long to accept a connection, and so long again to answer."""
 
 
+@dataclass(frozen=True)
+class Hosted:
+    """A model on the hub, or a GGUF file of one."""
+
+    name: str
+    revision: str | None
+    file: str = ""
+
+    @classmethod
+    def of(cls, source: str) -> "Hosted | None":
+        """Return what a name (owner/name, owner/name/FILE.gguf, either with @revision) means, None
+        for one that is not of the hub."""
+        if found := HUB_FILE.fullmatch(source):
+            return cls(found[1], found[3], found[2])
+        found = HUB_ID.fullmatch(source)
+        return None if found is None else cls(found[1], found[2])
+
+    def wanted(self, files: Sequence[str]) -> list[str]:
+        """Return what is to be fetched: `files`, or all parts of the GGUF file."""
+        return [str(part) for part in parts_of(Path(self.file))] if self.file else list(files)
+
+    def command(self) -> str:
+        """Return the command that fetches it."""
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"hf download {' '.join([self.name, *self.wanted(())])}{revision}"
+
+
 def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the local folder of a model (folder, hub id or id@revision), downloading `files` if it
-    has to be."""
-    return local_folder(source, files=files) or _download(source, files)
+    """Return the local folder of a model (folder, GGUF file, hub id or id@revision), downloading
+    `files` if it has to be."""
+    return local_folder(source, files=files) or _download(source, _hosted(source), files)
 
 
 def check_source(source: str, *, files: Sequence[str] = HUB_FILES) -> None:
     """Raise `CheckpointError` unless a model is here or the hub says that it has it; downloads
     nothing."""
     if local_folder(source, files=files) is None:
-        _ask_hub(source)
+        _ask_hub(source, _hosted(source))
 
 
 def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | None:
@@ -51,16 +83,19 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
         return folder
     if path.exists():
         raise CheckpointError(f"{source} {why_no_folder(source)}")
-    if not HUB_ID.fullmatch(source):
+    if (hosted := Hosted.of(source)) is None:
         raise CheckpointError(f"{source}: there is no such folder; check the path")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    name, _, revision = source.partition("@")
+    wanted = hosted.wanted(files)
     try:
         folder = Path(
             snapshot_download(
-                name, revision=revision or None, allow_patterns=list(files), local_files_only=True
+                hosted.name,
+                revision=hosted.revision,
+                allow_patterns=wanted,
+                local_files_only=True,
             )
         )
     except LocalEntryNotFoundError:
@@ -69,6 +104,9 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
         raise CheckpointError(
             f"{source} is neither a folder nor the id of a model ({reason(error)}); check the name"
         ) from None
+    if hosted.file:
+        there = all((folder / part).is_file() for part in wanted)
+        return view.local_folder(folder / hosted.file) if there else None
     return folder if _is_complete(folder, files) else None
 
 
@@ -88,8 +126,15 @@ def _is_complete(folder: Path, files: Sequence[str]) -> bool:
     )
 
 
-def _ask_hub(source: str) -> None:
-    """Raise `CheckpointError` unless the hub answers that it has a model."""
+def _hosted(source: str) -> Hosted:
+    """The meaning of a name that `local_folder` takes and that is nothing on this machine."""
+    hosted = Hosted.of(source)
+    assert hosted is not None
+    return hosted
+
+
+def _ask_hub(source: str, hosted: Hosted) -> None:
+    """Raise `CheckpointError` unless the hub answers that it has a model, and the file of it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -98,9 +143,8 @@ def _ask_hub(source: str) -> None:
         RevisionNotFoundError,
     )
 
-    name, _, revision = source.partition("@")
     try:
-        HfApi().model_info(name, revision=revision or None, timeout=ASK_S)
+        found = HfApi().model_info(hosted.name, revision=hosted.revision, timeout=ASK_S)
     except OfflineModeIsEnabled:
         raise _unreachable(source, "HF_HUB_OFFLINE is set") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
@@ -109,30 +153,38 @@ def _ask_hub(source: str) -> None:
         raise _refused(source, error) from None
     except Exception as error:  # the client's own errors are of one library or another
         raise _unreachable(source, reason(error)) from None
+    held = [one.rfilename for one in found.siblings or ()]
+    if missing := next((part for part in hosted.wanted(()) if part not in held), None):
+        others = ", ".join(models_in(held)[:20]) or "no GGUF file"
+        raise CheckpointError(f"{hosted.name} has no file {missing} on the hub; it has {others}")
 
 
-def _download(source: str, files: Sequence[str]) -> Path:
+def _download(source: str, hosted: Hosted, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    _ask_hub(source)
-    name, _, revision = source.partition("@")
+    _ask_hub(source, hosted)
+    wanted = hosted.wanted(files)
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+        folder = Path(
+            snapshot_download(hosted.name, revision=hosted.revision, allow_patterns=wanted)
+        )
     except HfHubHTTPError as error:
         raise _refused(source, error) from None
     except Exception as error:  # the network, the disk, the cache
         raise CheckpointError(
             f"{source} could not be fetched from the Hugging Face hub ({reason(error)}); run "
-            f"`{_command(source)}`, which continues where it stopped"
+            f"`{hosted.command()}`, which continues where it stopped"
         ) from None
+    return view.view_of(folder / hosted.file) if hosted.file else folder
 
 
 def _unreachable(source: str, why: str) -> CheckpointError:
+    command = _hosted(source).command()
     return CheckpointError(
         f"{source} is not a folder here and not in the Hugging Face cache, and the hub cannot be "
-        f"reached ({ERRNO.sub('', why)}): check the name, or run `{_command(source)}` while "
-        "connected"
+        f"reached ({ERRNO.sub('', why)}): check the name, or run `{command}` "
+        "while connected"
     )
 
 
@@ -141,8 +193,3 @@ def _refused(source: str, error: Exception) -> CheckpointError:
         f"{source} is not a folder here and not in the Hugging Face cache, and the hub does not "
         f"provide it ({reason(error)}): name a folder, or check the id, the revision and HF_TOKEN"
     )
-
-
-def _command(source: str) -> str:
-    name, _, revision = source.partition("@")
-    return f"hf download {name}" + (f" --revision {revision}" if revision else "")
