@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.remembered.proofs import Proof, Proofs
 from dovetail.workers.models.segment import Segment
+from support.architectures import VARIED, write_tiny
 from support.models import tiny_llama
 
+ONE_HALF = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+GRANITE = {"num_local_experts": 0, "embedding_multiplier": 12, "logits_scaling": 6.0}
 LOADED = """
 import sys
 import dovetail.workers.loop
@@ -61,6 +65,28 @@ def test_a_model_that_was_proved_before_is_the_same_bytes(
     assert (made.proved, bool(recalled.proved)) == ("", True)
     assert torch.equal(logits(made), logits(recalled))
     assert load(folder, "anew", weights, inflate).proved == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("falcon_h1", {}),
+        pytest.param("bamba", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", {}, marks=pytest.mark.slow),
+        pytest.param("lfm2", {}, marks=pytest.mark.slow),
+        pytest.param("granite", {}, marks=pytest.mark.slow),
+        pytest.param("granitemoehybrid", GRANITE, marks=pytest.mark.slow),
+        pytest.param("nemotron_h", ONE_HALF, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_of_a_family_that_was_proved_before_is_the_same_bytes(
+    kind: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_tiny(kind, tmp_path / "model", **(VARIED[kind] | fields))
+    made, recalled = (load(tmp_path / "model", "auto") for _ in range(2))
+    assert (made.proved, bool(recalled.proved)) == ("", True)
+    assert torch.equal(logits(made), logits(recalled))
 
 
 def test_other_weights_are_proved_anew(folder: Path) -> None:

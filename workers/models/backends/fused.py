@@ -40,6 +40,7 @@ from dovetail.workers.models.backends.packing import (
     DTYPES,
     KernelLinear,
     KernelNorm,
+    Loop,
     pack,
     pack_and_drop,
 )
@@ -55,7 +56,7 @@ from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.families.registry import FAMILIES
-from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
+from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
 from dovetail.workers.models.timing import asked
@@ -90,22 +91,6 @@ class FusedLayers(nn.Module):
             layer.run_next(rows)
         beat()
         return states
-
-
-class Loop(nn.Module):
-    """All decoder layers in the place of the first in transformers' loop: what it is asked for is
-    what that layer says, and it gives what that gives."""
-
-    def __init__(self, layers: nn.Module, said: Mapping[str, Any], tuples: int) -> None:
-        """`said`: the plain attributes of the first layer; `tuples`: as an oracle has them."""
-        super().__init__()
-        self._layers, self._tuples = layers, tuples
-        for name, value in said.items():
-            setattr(self, name, value)
-
-    def forward(self, *given: Any, **also_given: Any) -> Any:
-        """hidden [1, T, hidden] through all layers."""
-        return in_tuple(self._layers(*given, **also_given), self._tuples)
 
 
 class Kernels:
@@ -358,16 +343,25 @@ class Kernels:
     def _compute_directly(
         self, tokens: Tensor, seen: Any, rows: Tensor | None, kept: Kept
     ) -> Tensor:
-        """Embedding, layers, norm and head, which is all that most models do: transformers takes
-        0.1 ms for what is around them."""
-        states: Tensor = self._fused.run(self._model.get_input_embeddings()(tokens), seen, kept)
+        """Embedding, layers, norm and head, and a factor of both ends, which is all that most
+        models do: transformers takes 0.1 ms for what is around them."""
+        embedded: Tensor = self._model.get_input_embeddings()(tokens)
+        if (factor := self._factor(self._family.embeddings)) != 1.0:
+            embedded = embedded * factor
+        states: Tensor = self._fused.run(embedded, seen, kept)
         if LAST in kept.wanted or rows is None:
             states = self._norm(states)
             kept.keep_last(states)
             logits: Tensor = self._head(states if rows is None else states[rows])
         else:
             logits = self._head(self._norm(states[rows]))
+        if (factor := self._factor(self._family.logits)) != 1.0:
+            logits = logits / factor if self._family.divides else logits * factor
         return logits
+
+    def _factor(self, field: str) -> float:
+        """Return the number of a field of the configuration; 1 for none."""
+        return float(getattr(self._model.config, field)) if field else 1.0
 
     @torch.inference_mode()
     def _nothing_else(self) -> bool:

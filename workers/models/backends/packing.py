@@ -1,8 +1,9 @@
 """Weights of transformers become packed matrices of the kernels, a piece at a time; the modules
-that stand in the place of its head and its final norm."""
+that stand in the place of its layers, its head and its final norm."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import normalise
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
-from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
 from dovetail.workers.models.timing import timing
 
 DTYPES = {
@@ -119,3 +120,19 @@ class KernelNorm(nn.Module):
         return normalise(
             self._kind, self._norm, x.reshape(-1, x.shape[-1]).contiguous(), self._epsilon
         ).view(x.shape)
+
+
+class Loop(nn.Module):
+    """All decoder layers in the place of the first in transformers' loop: what it is asked for is
+    what that layer says, and it gives what that gives."""
+
+    def __init__(self, layers: nn.Module, said: Mapping[str, Any], tuples: int) -> None:
+        """`said`: the plain attributes of the first layer; `tuples`: as an oracle has them."""
+        super().__init__()
+        self._layers, self._tuples = layers, tuples
+        for name, value in said.items():
+            setattr(self, name, value)
+
+    def forward(self, *given: Any, **also_given: Any) -> Any:
+        """hidden [1, T, hidden] through all layers."""
+        return in_tuple(self._layers(*given, **also_given), self._tuples)

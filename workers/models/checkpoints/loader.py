@@ -172,11 +172,15 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
     pieces.refuse_misshapen(checkpoint.folder)
     one_by_one = all(stored.reads_one for stored in tensors.values() if len(stored.shape) > 2)
     _report_unused(model, checkpoint, pieces.superfluous())
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {name: pieces.of(name if name in shapes else tied[name]) for name in names}
+    whole = set(names) == set(model.state_dict()) and all(len(of) == 1 for of in found.values())
     return Skeleton(
         model,
         lambda name: pieces.read(name if name in shapes else tied[name]),
         frozenset(),
-        frozenset(shapes) - {name for name, _ in model.named_parameters()},
+        frozenset(shapes) - set(names),
+        {name: of[0] for name, of in found.items()} if whole else None,
         read_one=pieces.read_one if one_by_one else None,
     )
 
@@ -324,9 +328,16 @@ def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
     """Return whether every tensor of the model stands in the checkpoint under its own name, or is
     tied to one that does, and nothing else needs computing."""
     tied = _tied(model)
-    if any(
-        lean.get_checkpoint_conversion_mapping(kind)
+    changes = [
+        change
         for kind in (model.config.model_type, type(model).__name__)
+        for change in lean.get_checkpoint_conversion_mapping(kind) or ()
+    ]
+    if any(hasattr(change, "operations") for change in changes) or any(
+        re.search(pattern, name)
+        for change in changes
+        for pattern in change.source_patterns
+        for name in checkpoint.tensors
     ):
         return False
     if any(

@@ -25,4 +25,4 @@ def _cohere2(config: Any, index: int) -> LayerSpec:
     )
 
 
-FAMILIES = {"cohere2": Family(_cohere2)}
+FAMILIES = {"cohere2": Family(_cohere2, logits="logit_scale")}

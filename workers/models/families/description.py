@@ -268,10 +268,17 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models; embeddings, logits and the names of tensors are transformers'."""
+    """A family of models; the names of tensors are transformers', and so is what is done to
+    embeddings and logits, but for a factor of each."""
 
     layer: Callable[[Any, int], LayerSpec]
     """The layer of a configuration at an index; a pure function."""
+    embeddings: str = ""
+    """The field of the factor of embeddings; empty: there is none."""
+    logits: str = ""
+    """The field of the factor of logits."""
+    divides: bool = False
+    """True if logits are divided by it."""
 
 
 # what most families have in common

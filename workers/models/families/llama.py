@@ -132,8 +132,10 @@ FAMILIES = {
     "helium": Family(_neighbours),
     "glm": Family(_glm),
     "hunyuan_v1_dense": Family(_hunyuan),
-    "granite": Family(_granite),
-    "hyperclovax": Family(_hyperclovax),
+    "granite": Family(
+        _granite, embeddings="embedding_multiplier", logits="logits_scaling", divides=True
+    ),
+    "hyperclovax": Family(_hyperclovax, embeddings="embedding_multiplier", logits="logits_scaling"),
     "arcee": Family(_arcee),
     "apertus": Family(_apertus),
 }

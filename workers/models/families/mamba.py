@@ -208,7 +208,9 @@ def _nemotron_experts(config: Any) -> Experts:
 
 FAMILIES = {
     "bamba": Family(_bamba),
-    "falcon_h1": Family(_falcon_h1),
-    "granitemoehybrid": Family(_granite_hybrid),
+    "falcon_h1": Family(_falcon_h1, embeddings="embedding_multiplier", logits="lm_head_multiplier"),
+    "granitemoehybrid": Family(
+        _granite_hybrid, embeddings="embedding_multiplier", logits="logits_scaling", divides=True
+    ),
     "nemotron_h": Family(_nemotron_h),
 }

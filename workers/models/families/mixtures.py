@@ -184,7 +184,9 @@ FAMILIES = {
     "mixtral": Family(_mixtral),
     "qwen3_moe": Family(_qwen3_moe),
     "olmoe": Family(_olmoe),
-    "granitemoe": Family(_granitemoe),
+    "granitemoe": Family(
+        _granitemoe, embeddings="embedding_multiplier", logits="logits_scaling", divides=True
+    ),
     "glm4_moe": Family(_glm4_moe),
     "ernie4_5_moe": Family(_ernie4_5_moe),
     "hunyuan_v1_moe": Family(_hunyuan_v1_moe),

@@ -38,6 +38,8 @@ from dovetail.workers.models.weight_types import KINDS
 
 log = logging.getLogger(__name__)
 
+FOLLOWING = ("num_hidden_layers", "layers_block_type")
+"""Fields that the configurations of some families have from others."""
 SAMPLED = 16
 """Rows whose logits are compared."""
 
@@ -110,7 +112,8 @@ def recall(
 
 
 class Part(nn.Module):
-    """A module that is only its parameters, such as a norm, or only holds others."""
+    """A module that is only its parameters, such as a norm or a convolution, or only holds
+    others."""
 
     def __init__(self, shapes: Mapping[str, list[int]], normalized: list[int] | None) -> None:
         super().__init__()
@@ -160,7 +163,7 @@ def outline_of(skeleton: Skeleton) -> Proof | None:
     where transformers' own code is needed to load it: it has parts that no outline has, or a family
     that nobody has described."""
     model, stored = skeleton.model, skeleton.stored
-    config = _plain(model.config.to_dict())
+    config = _plain(_fields(model.config))
     paths = {module: path for path, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if stored is None or config is None or embedding not in paths or head not in paths:
@@ -233,7 +236,7 @@ def _measured(path: str, module: nn.Module) -> tuple[str, str, Any] | None:
         if type(module) is not nn.Embedding and scale is None:
             return None
         return path, "embedding", [*shapes["weight"], None if scale is None else float(scale)]
-    if any(len(shape) > 1 for shape in shapes.values()):
+    if any(len(shape) > 1 for shape in shapes.values()) and type(module) is not nn.Conv1d:
         return None
     normalized = getattr(module, "normalized_shape", None)
     return path, "part", [shapes, None if normalized is None else list(normalized)]
@@ -256,6 +259,12 @@ def _module(kind: str, measures: Any) -> nn.Module:
 
 def _meta(shape: list[int]) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration, and those that follow from others."""
+    follow = {name: value for name in FOLLOWING if (value := getattr(config, name, None))}
+    return {**config.to_dict(), **follow}
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any] | None:
