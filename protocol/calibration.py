@@ -64,6 +64,35 @@ class ContextCurve(Frozen):
 
 
 @dataclass(frozen=True)
+class StateTraffic:
+    """Bytes of states, in fp32, that a pass over rows of one session moves beside weights."""
+
+    states: float = 0.0
+    """The states of all layers: a pass reads them once, whatever its rows."""
+    row: float = 0.0
+    """The factors of a row, which are written."""
+
+    @property
+    def fixed(self) -> float:
+        """Return what every pass moves: states are written once for some rows that are committed,
+        of which a pass brings one at least."""
+        return self.states * (1 + 1 / ROWS_WRITTEN)
+
+    @property
+    def operations(self) -> float:
+        """Return the operations of a row: it decays each number, reads it, and adds to it."""
+        return OPERATIONS * self.states / 4
+
+
+STATELESS = StateTraffic()
+ROWS_WRITTEN = 8
+"""Committed rows for which states are written once (`workers/models/recurrent/states.py`)."""
+OPERATIONS = 7
+"""Operations on a number of a state: for what it remembers of a key, a decay and an addition; for
+what it becomes, the same decay and an addition; and one for what is read."""
+
+
+@dataclass(frozen=True)
 class LeastTime:
     """The least time of a pass: the longer of reading its bytes and computing its products
     (Williams et al., 2009)."""
@@ -73,6 +102,10 @@ class LeastTime:
     row_s: float
     """Seconds of the arithmetic of one row."""
     mixture: Mixture = DENSE
+    states_s: float = 0.0
+    """Seconds of moving states."""
+    factors_s: float = 0.0
+    """Seconds of moving the factors of one row."""
 
     @classmethod
     def of(
@@ -83,21 +116,25 @@ class LeastTime:
         bandwidth_gb_s: float,
         gflop_s: float,
         mixture: Mixture = DENSE,
+        states: StateTraffic = STATELESS,
     ) -> "LeastTime":
         """Passes through weights of so many bytes, with so many operations a row if it goes
-        through all of them."""
-        row_s = mixture.active * operations / (gflop_s * 1e9)
-        return cls(size / (bandwidth_gb_s * 1e9), row_s, mixture)
+        through all of them, and through states."""
+        row_s = (mixture.active * operations + states.operations) / (gflop_s * 1e9)
+        whole_s, states_s, factors_s = (
+            moved / (bandwidth_gb_s * 1e9) for moved in (size, states.fixed, states.row)
+        )
+        return cls(whole_s, row_s, mixture, states_s, factors_s)
 
     def reading_s(self, rows: float) -> float:
-        """Return the seconds of reading what a pass over so many rows reads."""
-        return self.whole_s * self.mixture.read(rows)
+        """Return the seconds of moving what a pass over so many rows moves."""
+        return self.whole_s * self.mixture.read(rows) + self.states_s + rows * self.factors_s
 
     @property
     def crossover(self) -> float:
         """Return the rows at which reading and computing take the same time."""
-        rows = self.whole_s / self.row_s
-        for _ in range(CROSSOVER_STEPS if self.mixture.share else 0):
+        rows = (self.whole_s + self.states_s) / self.row_s
+        for _ in range(CROSSOVER_STEPS if self.mixture.share or self.factors_s else 0):
             rows = self.reading_s(rows) / self.row_s  # what is read only falls with fewer rows
         return rows
 
@@ -125,15 +162,22 @@ class MachineLimits(Frozen):
         return self.peak_gflop_s.get(own.get(weights, "fp32"), fp32)
 
     def roofline(
-        self, parameters: int, weights: str, *, library: bool, mixture: Mixture = DENSE
+        self,
+        parameters: int,
+        weights: str,
+        *,
+        library: bool,
+        mixture: Mixture = DENSE,
+        states: StateTraffic = STATELESS,
     ) -> LeastTime:
-        """Return the least time of passes through so many weights of a type."""
+        """Return the least time of passes through so many weights of a type, and states."""
         return LeastTime.of(
             size=parameters * WEIGHT_BYTES.get(weights, 4),
             operations=2 * parameters,
             bandwidth_gb_s=self.bandwidth_gb_s,
             gflop_s=self.peak_of(weights, library=library),
             mixture=mixture,
+            states=states,
         )
 
 
@@ -147,8 +191,8 @@ class Calibration(Frozen):
     """Rows in the cache that `t_v` holds for."""
     t_v: RowsSeconds
     t_v_limit: RowsSeconds
-    """At the physical limit: max(packed bytes that are read / bandwidth, 2 rows active parameters /
-    peak)."""
+    """At the physical limit: max(packed bytes that are read, and states / bandwidth, 2 rows active
+    parameters, and operations on states / peak)."""
     t_v_by_context: tuple[ContextCurve, ...]
     layers: Positive
     layers_measured: Positive

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from dovetail.protocol.calibration import STATELESS, StateTraffic
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.policies import POLICIES
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages
@@ -68,6 +69,8 @@ class Target:
     host_bytes: Bytes
     mixture: Mixture = DENSE
     """Experts, and their share of a layer."""
+    states: StateTraffic = STATELESS
+    """The traffic of states in a layer."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.simulation.machines import SIZES
+from dovetail.protocol.calibration import StateTraffic
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.settings import TargetSettings
@@ -34,6 +35,7 @@ from dovetail.workers.models.backends.sizes import (
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.recurrent.sizes import traffic_of
 
 if TYPE_CHECKING:
     from dovetail.workers.calibration import subject
@@ -169,6 +171,7 @@ class Design:
         and values of a type; `host_experts`: the experts stay on the CPU."""
         sizes = self.sizes(weights, cache)
         sizes = with_host_experts(sizes) if host_experts else sizes
+        traffic = traffic_of(self.config)
 
         def on_device(computed: int, resident: int) -> int:
             return needed_bytes(sizes, computed, resident, device)
@@ -180,6 +183,7 @@ class Design:
             on_device,
             partial(host_bytes, sizes),
             self.mixture,
+            StateTraffic(*(part / sizes.layers for part in (traffic.states, traffic.row))),
         )
 
     @property

@@ -12,7 +12,14 @@ from functools import cache
 from dovetail.launch.planning.designs import DraftSize, weight_bytes
 from dovetail.launch.simulation.machines import GIGA, MICRO
 from dovetail.launch.simulation.machines import Machine as Described
-from dovetail.protocol.calibration import Calibration, DeviceCosts, LeastTime, RowsSeconds
+from dovetail.protocol.calibration import (
+    STATELESS,
+    Calibration,
+    DeviceCosts,
+    LeastTime,
+    RowsSeconds,
+    StateTraffic,
+)
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.runtime.costs.rounds import Messages, Origin, Source
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
@@ -56,8 +63,9 @@ class Engine:
         layers: float = 0.0,
         passes: float = 0.0,
         mixture: Mixture = DENSE,
+        states: StateTraffic = STATELESS,
     ) -> Seconds:
-        """Return the seconds of so many weights in so many bytes, over rows."""
+        """Return the seconds of so many weights in so many bytes, and of states, over rows."""
         beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
         least = LeastTime.of(
             size=size,
@@ -65,6 +73,7 @@ class Engine:
             bandwidth_gb_s=self.bandwidth_gb_s,
             gflop_s=self.gflop_s,
             mixture=mixture,
+            states=states,
         )
         return lambda rows: least.at(rows) + beside
 
@@ -214,8 +223,9 @@ def _device(
 
 def _estimated(engine: Engine, target: Target, weights: str) -> Place:
     width = weight_bytes(weights)
+    weights_of = target.layer / width
     return Place(
-        engine.seconds(target.layer / width, target.layer, 1.0, mixture=target.mixture),
+        engine.seconds(weights_of, target.layer, 1.0, mixture=target.mixture, states=target.states),
         engine.seconds(target.head / width, target.head),
     )
 

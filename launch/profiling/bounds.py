@@ -4,7 +4,8 @@ of the Dovetail paper's Appendix B. Pure: numbers in and out.
 A pass over M rows takes T_p = bytes / bandwidth for the weights and T_c = 2 M weights / peak for
 the arithmetic, and all in all between the larger of the two and their sum: T_V = max(T_c, T_p) +
 beta min(T_c, T_p) (equations 4 and 5). Of a model with experts, T_p counts the weights that M rows
-read, and T_c those that a row goes through. Offloading streams the weights over the bus, in P / B_p
+read, and T_c those that a row goes through; of one whose layers have states, both count these too.
+Offloading streams the weights over the bus, in P / B_p
 a pass. Speculation across two devices is right where a token costs less than that (equation 6).
 """
 
@@ -16,15 +17,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dovetail.protocol.calibration import WEIGHT_BYTES, LeastTime, MachineLimits
+from dovetail.protocol.calibration import (
+    STATELESS,
+    WEIGHT_BYTES,
+    LeastTime,
+    MachineLimits,
+    StateTraffic,
+)
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
 from dovetail.workers.models.checkpoints.gguf.view import described_tensors
+from dovetail.workers.models.recurrent.sizes import count_layers as count_layers_of
+from dovetail.workers.models.recurrent.sizes import traffic_of
 
 FP32_BYTES = 4
 MAX_HEADER = 100 << 20
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "word_embeddings.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "embeddings.weight")
 """Tables of which a pass reads a row a token, unless the output head is the same table."""
 TEXT = ("model.embed_tokens.", "model.layers.", "lm_head.")
 """Beginnings of names in the language model of a checkpoint of several parts."""
@@ -41,6 +50,7 @@ class Model:
     weights: str
     """Type of the weights, as the setting target.weights names it."""
     mixture: Mixture = DENSE
+    states: StateTraffic = STATELESS
 
     @property
     def bytes(self) -> int:
@@ -82,7 +92,7 @@ def count_layers(folder: Path | None) -> int:
     if folder is None or not (folder / "config.json").is_file():
         return 0
     told = text_part(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    return int(told.get("num_hidden_layers") or told.get("n_layer") or 0)
+    return int(count_layers_of(told) or told.get("n_layer") or 0)
 
 
 def linears_of(folder: Path, weights: str) -> Model | None:
@@ -112,7 +122,7 @@ def linears_of(folder: Path, weights: str) -> Model | None:
         return None
     count, chosen = count_experts(content)
     mixture = Mixture(count, chosen, routed / total) if count > 1 and routed else DENSE
-    return Model(total, weights, mixture)
+    return Model(total, weights, mixture, traffic_of(content))
 
 
 def _tensors(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -152,7 +162,11 @@ class Roofline:
         """The least time of a pass: T_p at E_m = 1, and T_c at E_c = 1."""
         model = self.model
         return self.limits.roofline(
-            model.parameters, model.weights, library=self.library, mixture=model.mixture
+            model.parameters,
+            model.weights,
+            library=self.library,
+            mixture=model.mixture,
+            states=model.states,
         )
 
     def least_s(self, rows: float) -> float:

@@ -1,12 +1,15 @@
 """The states of a session by a config.json alone are those of the model that is loaded of it, for
 every family that has some, and are found in configurations as they are published."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.launch.planning.designs import read_config
+from dovetail.launch.planning.designs import design_of, read_config
+from dovetail.launch.planning.prices import Engine, Hardware, price
+from dovetail.protocol.calibration import STATELESS, LeastTime, StateTraffic
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.sizes import TREE_ROWS, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import RECURRENT_FAMILIES
@@ -40,6 +43,37 @@ def test_what_a_session_takes_is_told_by_the_configuration(kind: str, tmp_path: 
     rows = 4 * sum(shape.row for shape in cache.states.shapes)
     told, found = sizes.states * sizes.layers, cache.base_bytes + TREE_ROWS * rows
     assert 0 <= told - found <= 8 * rows + sizes.layers
+
+
+def test_a_pass_moves_states_once_and_factors_with_every_row() -> None:
+    limits = {"size": 6e9, "operations": 12e9, "bandwidth_gb_s": 50.0, "gflop_s": 1000.0}
+    states = StateTraffic(states=64e6, row=1.6e6)
+    plain, own = LeastTime.of(**limits), LeastTime.of(**limits, states=states)
+    for rows in (1, 4, 16):
+        assert own.reading_s(rows) - plain.reading_s(rows) == pytest.approx(
+            (64e6 * 9 / 8 + rows * 1.6e6) / 50e9
+        )
+    assert own.row_s - plain.row_s == pytest.approx(7 * 16e6 / 1e12)
+    rows = own.crossover
+    assert own.reading_s(rows) == pytest.approx(rows * own.row_s, rel=1e-3)
+
+
+def test_plans_and_limits_count_the_states_of_a_pass(tmp_path: Path) -> None:
+    write_tiny("falcon_h1", tmp_path, **VARIED["falcon_h1"])
+    design = design_of(read_config(tmp_path, "model"), tmp_path)
+    target = design.target("fp32", "cuda:0")
+    engine = Engine(bandwidth_gb_s=1.0, gflop_s=1e9)
+    hardware = Hardware("a machine", engine, None, engine)
+    found, without = (
+        price(hardware, one, "fp32").machine.host
+        for one in (target, replace(target, states=STATELESS))
+    )
+    assert found is not None
+    assert without is not None
+    moved = 4 * (128 * 12 * 9 / 8 + 1 * (176 + 32 + 128 + 16))
+    assert found.layer_s(1) - without.layer_s(1) == pytest.approx(moved / 1e9)
+    assert design.weighed is not None
+    assert design.weighed.states.states == 4 * target.states.states == 4 * 4 * 128 * 12
 
 
 DELTA = {

@@ -68,6 +68,7 @@ def limit_curve(subject: Subject, limits: MachineLimits) -> RowsSeconds:
         model.weights,
         library=model.backend == "library",
         mixture=subject.whole.mixture,
+        states=subject.whole.states,
     )
     return RowsSeconds(rows=EVERY_ROW, seconds=tuple(map(least.at, EVERY_ROW)))
 

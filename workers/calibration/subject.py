@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from dovetail.protocol.calibration import STATELESS, StateTraffic
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers.models.backends.layer_parts import why_not_apart, why_not_coded
@@ -20,6 +21,7 @@ from dovetail.workers.models.checkpoints.inflate import (
 from dovetail.workers.models.checkpoints.loader import random_skeleton
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel, context_of
+from dovetail.workers.models.recurrent.sizes import traffic_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Design:
     """The parts of its layers that have no copy in few bits; empty: all could have one."""
     alone: str = ""
     """The layers that are computed on the CPU and nowhere else; empty: there are none."""
+
+    states: StateTraffic = STATELESS
+    """The traffic of its states in a pass."""
 
     @property
     def matrices(self) -> Matrices:
@@ -85,10 +90,10 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     mixture = Mixture(count, chosen, routed / (routed + rest)) if routed else DENSE
     layers = len(decoder_layers(model)[1])
     shapes, context = [*linears, *experts], context_of(model.config)
-    family = FAMILIES.get(model.config.model_type)
+    family, states = FAMILIES.get(model.config.model_type), traffic_of(model.config.to_dict())
     if family is None:
         return Design(folder, shapes, layers, context, mixture, experts)
     specs = (family.layer(model.config, index) for index in range(layers))
     uncoded = next(filter(None, map(why_not_coded, specs)), "")
     alone = why_not_apart(family, model.config)
-    return Design(folder, shapes, layers, context, mixture, experts, uncoded, alone)
+    return Design(folder, shapes, layers, context, mixture, experts, uncoded, alone, states)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.protocol.calibration import STATELESS, StateTraffic
+
 NUMBER_BYTES = 4
 """States are fp32, whatever the weights are."""
 WAITING = 32
@@ -40,6 +42,11 @@ class StateSizes:
         """Return what a session takes in one layer: its state and a checkpoint of it, and factors
         of rows that wait and of a tree."""
         return NUMBER_BYTES * (2 * self.state + (WAITING + tree_rows) * self.row)
+
+    @property
+    def traffic(self) -> StateTraffic:
+        """Return what a pass over rows of one session moves, in all layers."""
+        return StateTraffic(*(NUMBER_BYTES * self.layers * part for part in (self.state, self.row)))
 
     @property
     def token_bytes(self) -> int:
@@ -91,6 +98,12 @@ def state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
     if "mamba_n_heads" in config or "mamba_num_heads" in config:
         return _selective(config, *layers)
     return StateSizes(*layers, 3 * hidden, hidden, False, 0, _filled(hidden))
+
+
+def traffic_of(config: Mapping[str, Any]) -> StateTraffic:
+    """Return what a pass over rows of one session moves of states."""
+    sizes = state_sizes(config)
+    return STATELESS if sizes is None else sizes.traffic
 
 
 def _selective(config: Mapping[str, Any], layers: int, attending: int) -> StateSizes:
