@@ -16,6 +16,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.parity.reference import reference_logits
 from dovetail.workers.models.segment import Segment
+from support.architectures import write_varied
 from support.models import CONTEXT, tiny_mistral
 from support.zoo import TOKENS
 
@@ -52,6 +53,24 @@ def test_the_model_of_a_checkpoint_agrees(tmp_path: Path) -> None:
     assert found.ok
     assert (found.tokens, found.first) == (len(TOKENS) - 1, None)
     assert found.largest < 1e-4
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma4_text small",
+        "lfm2",
+        pytest.param("granitemoehybrid", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
+        pytest.param("llama4_text", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_with_states_inputs_experts_and_shared_keys_agree(kind: str, tmp_path: Path) -> None:
+    folder = write_varied(kind, tmp_path / "m", torch.bfloat16)
+    model = load_language_model(str(folder), weights="half", device="cpu")
+    assert (model.backend, agreement(model, TOKENS).ok) == ("kernels", True)
 
 
 @needs_kernels

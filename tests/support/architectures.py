@@ -168,6 +168,16 @@ VARIED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "final_logit_softcapping": 30.0,
     },
+    "gemma4_text small": {
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "head_dim": 8,
+        "global_head_dim": 24,
+        "final_logit_softcapping": 30.0,
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "swiglu_limit": 1.5,
@@ -354,3 +364,10 @@ def randomise(model: nn.Module) -> None:
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7)
+
+
+def write_varied(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint of random numbers of a model type, with the fields of `VARIED`, where a word
+    behind the type may name another one of it."""
+    assert write_tiny(kind.split()[0], folder, dtype=dtype, **VARIED.get(kind, {}))
+    return folder

@@ -37,7 +37,14 @@ VISION = {
 }
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma4": {
-        "text_config": {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 16},
+        "text_config": {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "head_dim": 8,
+            "global_head_dim": 16,
+        },
         "vision_config": {"model_type": "gemma4_vision", **VISION},
     },
     "gemma4_unified": {

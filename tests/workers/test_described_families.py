@@ -22,7 +22,7 @@ from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from support.architectures import VARIED, VOCABULARY, write_tiny
+from support.architectures import VARIED, VOCABULARY, write_tiny, write_varied
 from support.models import reference_choice, reference_logits, reference_tokens
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -32,7 +32,7 @@ TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 0.3}
 NEW = (
     *("smollm3", "glm4", "granite", "olmo3", "exaone4", "cohere2", "apertus"),
-    *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4_text", "llama4_text"),
+    *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4_text", "gemma4_text small", "llama4_text"),
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
     *("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"),
     *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h"),
@@ -40,6 +40,7 @@ NEW = (
 """Families that between them take every branch of a description."""
 ALIKE = ("internlm3", "iquestcoder", "phi4_multimodal", "gemma4_unified_text")
 """Families that are another one by another name, or less than it."""
+FOUND = r"layer \d+ .*(differ|described|sees others|reads other)"
 WAYS = [
     pytest.param("fp32"),
     pytest.param("half", marks=pytest.mark.slow),
@@ -53,7 +54,7 @@ def tokens() -> list[int]:
 
 
 def load(kind: str, folder: Path, weights: str, **given: Any) -> LanguageModel:
-    write_tiny(kind, folder, dtype=TYPES[weights], **VARIED.get(kind, {}))
+    write_varied(kind, folder, dtype=TYPES[weights])
     return load_language_model(
         str(folder), weights=weights, device="cpu", backend="kernels", **given
     )
@@ -96,7 +97,10 @@ def read_in_a_tree(model: LanguageModel, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("weights", WAYS)
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind for kind in FAMILIES],
+    [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind
+        for kind in (*FAMILIES, "gemma4_text small")
+    ],
 )
 def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
     kind: str, weights: str, tmp_path: Path
@@ -138,7 +142,7 @@ def test_a_row_has_the_same_bytes_in_any_chunk(kind: str, weights: str, tmp_path
 @pytest.mark.parametrize(
     "kind",
     [
-        *("gpt_oss", "apertus", "gpt_neox", "gemma4_text"),
+        *("gpt_oss", "apertus", "gpt_neox", "gemma4_text", "gemma4_text small"),
         *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h"),
     ],
 )
@@ -147,7 +151,8 @@ def test_every_tensor_of_a_checkpoint_counts(kind: str, tmp_path: Path) -> None:
     before = read(load(kind, tmp_path / "model", "fp32"), ids, [len(ids)])
     stored = load_file(file)
     # xIELU's least exponent is next to 0, and the last layer's factor stands before a norm
-    of_no_matter = ("act_fn.eps", "layers.3.layer_scalar")
+    last = VARIED.get(kind, {}).get("num_hidden_layers", 4) - 1
+    of_no_matter = ("act_fn.eps", f"layers.{last}.layer_scalar")
     for name, tensor in stored.items():
         if name.endswith(of_no_matter):
             continue
@@ -169,6 +174,7 @@ def spoilt(spec: LayerSpec, how: str) -> LayerSpec:
         "growth": replace(attention, growth=Growth(0.5, 17)),
         "ahead": replace(attention, growth=Growth(0.5, 16)),
         "chunk": replace(attention, chunk=9),
+        "reads": replace(attention, reads=2),
     }
     if how in changed:
         return replace(spec, attention=changed[how])
@@ -196,6 +202,7 @@ def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec
         ("ministral3", "growth"),
         ("llama4_text", "ahead"),
         ("llama4_text", "chunk"),
+        ("gemma4_text small", "reads"),
         ("llama", "residual"),
         ("llama", "parallel"),
         ("llama", "plus one"),
@@ -204,11 +211,11 @@ def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec
 def test_a_wrong_description_of_one_layer_is_found(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = FAMILIES[kind]
+    family = FAMILIES[kind.split()[0]]
     wrong = replace(family, layer=partial(spoilt_layer, family, how))
-    monkeypatch.setattr(fused, "FAMILIES", {kind: wrong})
+    monkeypatch.setattr(fused, "FAMILIES", {kind.split()[0]: wrong})
     monkeypatch.setattr(loading, "try_library", lambda *_: None)  # which may refuse it first
-    with pytest.raises(CheckpointError, match=r"layer \d+ .*(differ|described|sees others)"):
+    with pytest.raises(CheckpointError, match=FOUND):
         load(kind, tmp_path / "model", "fp32")
 
 

@@ -31,13 +31,12 @@ from dovetail.workers.kernels import (
     fresh_memory,
     library,
 )
+from dovetail.workers.kernels.fitting import check_matrix, check_mlp
 from dovetail.workers.kernels.layer_plan import (
     ExpertsPlan,
     LayerPlan,
     Norm,
     RouterPlan,
-    check_matrix,
-    check_mlp,
 )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import BUILD, Kind, declare, library
 from dovetail.workers.kernels.experts import NormStruct, experts_struct, norm_struct
+from dovetail.workers.kernels.fitting import check_heads, check_shapes
 from dovetail.workers.kernels.layer_plan import (
     LANES,
     Activation,
@@ -38,8 +39,6 @@ from dovetail.workers.kernels.layer_plan import (
     Norm,
     NormKind,
     Rotary,
-    check_heads,
-    check_shapes,
 )
 from dovetail.workers.kernels.structs import (
     ActivatorStruct,
@@ -101,6 +100,13 @@ class LayerPass:
             len(segments),
         )
         self.reference = byref(self.struct)
+
+    def use_inputs(self, inputs: Tensor) -> None:
+        """Have layers with inputs of their own read them from these, float32 [rows, width of all],
+        from now on."""
+        self._inputs = inputs  # the structure only has its address
+        self.struct.inputs = _address(inputs, (self.rows, inputs.shape[1]))
+        self.struct.input_stride = inputs.shape[1]
 
     def time_parts(self, address: int | None) -> None:
         """Have the layers add to three int64 at this address from now on: the nanoseconds of their
@@ -274,6 +280,7 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
         key_factor=0.0 if plan.key_factor == 1.0 else plan.key_factor,
         head_norm=plan.head_norm,
         parallel=plan.parallel,
+        reads=plan.reads is not None,
     )
     for name in ("heads", "kv_heads", "head_dim", "norm_kind"):
         setattr(struct, name, getattr(plan, name))
@@ -292,6 +299,9 @@ def _layer_struct(plan: LayerPlan) -> LayerStruct:
     for name in ("qkv", "output", "gate_up", "down", "mixer_gate"):
         if (matrix := getattr(plan, name)) is not None:
             setattr(struct, name, matrix.struct)
+    if (own := plan.own_input) is not None:
+        struct.input_gate, struct.input_projection = own.gate.struct, own.projection.struct
+        struct.input_norm, struct.input_first = norm_struct(own.norm, struct.hidden), own.first
     return struct
 
 

@@ -156,6 +156,20 @@ class BesidePlan:
 
 
 @dataclass(frozen=True)
+class InputPlan:
+    """The sum that a layer adds of an input of its own, behind the MLP: norm(projection(
+    activation(gate(h), input))), with the layer's activation."""
+
+    gate: PackedMatrix
+    """[width, hidden]."""
+    projection: PackedMatrix
+    """[hidden, width]."""
+    norm: Norm | None
+    first: int = 0
+    """The place in a row of the inputs of all layers where it begins."""
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """A decoder layer: h += o(attention(norm(h))), then h += down(activation(gate_up(norm(h)))),
     with a norm on what is added where there is a post norm. Experts may stand in the place of that
@@ -167,8 +181,9 @@ class LayerPlan:
     kv_heads: int
     head_dim: int
     qkv: PackedMatrix | None
-    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values; or what a mixer
-    with a state reads. None: there is no first half."""
+    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values; queries alone
+    where another layer's keys and values are read; or what a mixer with a state reads. None: there
+    is no first half."""
     output: PackedMatrix | None
     gate_up: PackedMatrix | None
     """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]. None: of the
@@ -223,6 +238,10 @@ class LayerPlan:
     """The factor of keys, which are cached with it."""
     mixer_gate: PackedMatrix | None = None
     """[heads head_dim, hidden]: what was attended to is multiplied by its sigmoid."""
+    reads: int | None = None
+    """The layer whose keys and values it reads, which are where `cached_before` says; None: it has
+    its own."""
+    own_input: InputPlan | None = None
     cached_before: int | None = None
     """The numbers of a row's keys of the layers before this one in a cache; None: those of `index`
     layers like this one."""
@@ -240,6 +259,8 @@ class LayerPlan:
         parts = [self.qkv, self.output, self.gate_up, self.down, self.mixer_gate]
         if self.beside is not None:
             parts += [self.beside.given, self.beside.output]
+        if self.own_input is not None:
+            parts += [self.own_input.gate, self.own_input.projection]
         return [part for part in parts if part]
 
     @property
@@ -329,59 +350,3 @@ def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
     """The paths of the rows of a segment, one after the other."""
     offsets = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int32)
     return Paths(prefix, offsets, torch.tensor(list(chain.from_iterable(paths)), dtype=torch.int32))
-
-
-def check_shapes(plan: LayerPlan) -> None:
-    """ValueError for matrices that do not fit together."""
-    hidden = plan.hidden
-    if plan.qkv is not None and plan.output is not None:
-        _check_mixers(plan, plan.qkv, plan.output)
-    elif plan.qkv is not None or plan.scan is not None or plan.beside is not None:
-        raise ValueError("a mixer with a state, or attention, that lacks a matrix")
-    if plan.gate_up is not None and plan.down is not None:
-        check_mlp(plan.gate_up, plan.down, hidden, plan.activation)
-
-
-def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> None:
-    """ValueError for attention and a mixer with a state that do not fit their matrices."""
-    hidden = plan.hidden
-    given, taken = (plan.heads + 2 * plan.kv_heads) * plan.head_dim, plan.heads * plan.head_dim
-    if plan.beside is not None:
-        if plan.scan is None or plan.parallel:
-            raise ValueError("parts of a mixer beside attention that is none, or beside an MLP too")
-        widths = plan.scan.widths
-        check_matrix("given", plan.beside.given, widths[0], hidden)
-        check_matrix("output beside attention", plan.beside.output, hidden, widths[1])
-    elif plan.scan is not None:
-        given, taken = plan.scan.widths
-    check_matrix("qkv", qkv, given, hidden)
-    check_matrix("output", output, hidden, taken)
-    if plan.mixer_gate is not None:
-        check_matrix("mixer_gate", plan.mixer_gate, taken, hidden)
-    if plan.attends:
-        check_heads(plan)
-
-
-def check_mlp(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, how: Activation) -> None:
-    """ValueError for the matrices of an MLP, or of an expert, that do not fit together."""
-    check_matrix("gate_up", gate_up, down.k * (2 if how.gated else 1), hidden)
-    check_matrix("down", down, hidden, down.k)
-
-
-def check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
-    """ValueError for a matrix that is not [n, k]."""
-    if (matrix.n, matrix.k) != (n, k):
-        raise ValueError(
-            f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {(n, k)}"
-        )
-
-
-def check_heads(plan: LayerPlan | AttentionPlan) -> None:
-    """ValueError for heads that do not share their keys evenly, or of which more is rotated than
-    there is: the kernels do not look."""
-    rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
-    if plan.kv_heads < 1 or plan.heads % plan.kv_heads or rotated > plan.head_dim:
-        raise ValueError(
-            f"{plan.heads} heads of {plan.head_dim} with {plan.kv_heads} key heads, of which "
-            f"{rotated} numbers are rotated"
-        )

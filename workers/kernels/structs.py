@@ -61,6 +61,9 @@ class LayerStruct(Structure):
         *((name, c_void_p) for name in ("scan", "beside")),
         ("mixer_gate", MatrixStruct),
         *((name, c_float) for name in ("key_factor", "mlp_residual")),
+        *((name, MatrixStruct) for name in ("input_gate", "input_projection")),
+        ("input_norm", NormStruct),
+        *((name, c_int32) for name in ("input_first", "reads")),
     )
 
 
@@ -95,5 +98,7 @@ class PassStruct(Structure):
         ("segments", POINTER(SegmentStruct)),
         ("rows", c_int32),
         ("segment_count", c_int32),
+        ("inputs", c_void_p),
+        ("input_stride", c_int64),
         ("parts", c_void_p),
     )

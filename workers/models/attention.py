@@ -165,8 +165,8 @@ class Noted:
 
 NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)
 """The attention of a layer that has none."""
-Notes = Callable[[Noted, Tensor, Tensor], None]
-"""Hears what is asked of attention, with the queries and keys [1, heads or kv_heads, T,
+Notes = Callable[[Noted, Tensor, Tensor, Tensor], None]
+"""Hears what is asked of attention, with the queries, keys and values [1, heads or kv_heads, T,
 head_dim]."""
 
 
@@ -247,6 +247,7 @@ def attend(
             ),
             query,
             key,
+            value,
         )
     with timing("attention"):
         return attend_blocks(

@@ -388,6 +388,9 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
     return row;
 }
 
+// Numbers of a row of queries and, where the layer has its own, keys and values.
+static inline int64_t row_width(const dovetail::Layer& l) { return (l.heads + (l.reads ? 0 : 2 * l.kv_heads)) * l.head_dim; }
+
 // Where a key head of the layer begins in a cache.
 static inline int64_t head_offset(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head) {
     return (l.before + kv_head * l.head_dim) * s.capacity;
@@ -445,7 +448,7 @@ static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t k
         const int64_t i = (first + r) / groups, head = kv_head * groups + (first + r) % groups, row = s.first_row + i;
         rows[r] = row_of(l, s, i);
         rows[r].sink = l.sinks ? l.sinks + head : nullptr;
-        rows[r].query = plan.qkv + (row * (l.heads + 2 * l.kv_heads) + head) * head_dim;
+        rows[r].query = plan.qkv + row * row_width(l) + head * head_dim;
         rows[r].out = plan.out + (row * l.heads + head) * head_dim;
     }
     const int64_t at = head_offset(l, s, kv_head), next = at + s.capacity * head_dim;

@@ -82,7 +82,7 @@ struct Layer {
     const float* sines;
     Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;  // each may be missing; the post norms are on what a half adds
     Norm query_norm, key_norm;                                          // [head_dim] on each head, or [heads head_dim] and [kv_heads head_dim] if wide; always RMS
-    Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden]; packed null: there is no first half
+    Matrix qkv;      // [(heads + 2 kv_heads) head_dim, hidden], or [heads head_dim, hidden] if it reads another's keys and values; packed null: there is no first half
     Matrix output;   // [hidden, heads head_dim]
     Matrix gate_up;  // [2 intermediate, hidden], the gate's rows first; without a gate [intermediate, hidden]; packed null: experts are all of the MLP, or there is none
     Matrix down;     // [hidden, intermediate]
@@ -99,6 +99,10 @@ struct Layer {
     Matrix mixer_gate;           // [heads head_dim, hidden], by whose sigmoid what was attended to is multiplied; packed null: there is none
     float key_factor;            // keys, behind norm and rotation, are multiplied by it; 0: they are not
     float mlp_residual;          // what the MLP adds is multiplied by it; 0: it is not
+    Matrix input_gate, input_projection;  // [width, hidden] and [hidden, width] of the layer's own input; packed null: there is none
+    Norm input_norm;                      // of what that adds
+    int32_t input_first;                  // where its input begins in a row of all of them
+    int32_t reads;  // the keys and values, which `before` says, are another layer's, and `qkv` gives queries alone
 };
 
 // The rows of one session in a pass. They are written to slots start .. start + count - 1.
@@ -118,6 +122,8 @@ struct Pass {
     const int64_t* positions;  // [rows], into the rotary table
     const Segment* segments;
     int32_t rows, segment_count;
+    const float* inputs;  // [rows, input_stride], of layers with inputs of their own; or null
+    int64_t input_stride;
     int64_t* parts;  // nanoseconds of the matrices, those of attention, and the experts that rows go through are added to these three; null: nobody asks
 };
 

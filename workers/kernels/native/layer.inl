@@ -50,18 +50,21 @@ static inline void write(const Places<K>& to, const float* key, const float* val
     for (int64_t d = 0; d < head_dim; d++) put_number(to.values + d, value[d]);
 }
 
+// The norm, rotation and growth of a query.
+static inline void place_query(const dovetail::Layer& l, float* query, int64_t position) {
+    place_head(l, l.query_norm, query, position);
+    if (l.query_factors) multiply(query, l.query_factors[position], l.head_dim);
+}
+
 // The heads of one key head in some rows: norms, rotation, and into the cache.
 template <class K>
 static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, const Places<K>& to, const Stretch& rows, int64_t kv_head, float* qkv) {
-    const int64_t groups = l.heads / l.kv_heads, stride = (l.heads + 2 * l.kv_heads) * l.head_dim;
+    const int64_t groups = l.heads / l.kv_heads, stride = row_width(l);
     fetch_places(to, l.head_dim, rows.count);
     for (int64_t i = 0; i < rows.count; i++) {
         float* heads = qkv + (rows.row + i) * stride;
         const int64_t position = pass.positions[rows.row + i];
-        for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) {
-            place_head(l, l.query_norm, heads + head * l.head_dim, position);
-            if (l.query_factors) multiply(heads + head * l.head_dim, l.query_factors[position], l.head_dim);
-        }
+        for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) place_query(l, heads + head * l.head_dim, position);
         float* key = heads + (l.heads + kv_head) * l.head_dim;
         place_head(l, l.key_norm, key, position);
         if (l.key_factor != 0.0f) multiply(key, l.key_factor, l.head_dim);
@@ -73,7 +76,7 @@ static void place_stretch(const dovetail::Layer& l, const dovetail::Pass& pass, 
 
 // The norms of all queries, and of all keys, of a row together; in place.
 static void widely(const dovetail::Layer& l, int64_t rows, float* qkv) {
-    const int64_t queries = l.heads * l.head_dim, keys = l.kv_heads * l.head_dim, stride = queries + 2 * keys;
+    const int64_t queries = l.heads * l.head_dim, keys = l.kv_heads * l.head_dim, stride = row_width(l);
     each(rows, rows * stride, [&](int64_t row) {
         float* x = qkv + row * stride;
         if (l.query_norm.weight) rms_norm(x, l.query_norm.weight, x, queries, l.epsilon);
@@ -84,9 +87,13 @@ static void widely(const dovetail::Layer& l, int64_t rows, float* qkv) {
 // qkv [rows, (heads + 2 kv_heads) head_dim]: queries and keys get their norms and rotation in place, keys and values go into the caches.
 static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* qkv) {
     if (l.head_norm == dovetail::WIDE_BEFORE_ROPE) widely(l, pass.rows, qkv);
+    if (l.reads)
+        return each(pass.rows, (int64_t)pass.rows * row_width(l), [&](int64_t row) {
+            for (int64_t head = 0; head < l.heads; head++) place_query(l, qkv + row * row_width(l) + head * l.head_dim, pass.positions[row]);
+        });
     int64_t stretches = 0;
     for (int32_t i = 0; i < pass.segment_count; i++) stretches += stretch_count(pass.segments[i]);
-    each(stretches * l.kv_heads, (int64_t)pass.rows * (l.heads + 2 * l.kv_heads) * l.head_dim, [&](int64_t unit) {
+    each(stretches * l.kv_heads, (int64_t)pass.rows * row_width(l), [&](int64_t unit) {
         const dovetail::Segment* s = pass.segments;
         int64_t number = unit % stretches;
         for (; number >= stretch_count(*s); s++) number -= stretch_count(*s);
@@ -111,9 +118,9 @@ struct Buffers {
 
 static Buffers buffers(const dovetail::Layer& l, int64_t rows) {
     const int64_t hidden = round_up(rows * l.hidden, LANES);
-    const int64_t given = l.beside ? l.beside->given.n : 0, mixed = l.beside ? l.beside->output.k : 0;
-    const int64_t wide = round_up(rows * larger(larger(l.hidden, given), larger(l.qkv.n, l.gate_up.n)), LANES);
-    const int64_t narrow = round_up(rows * larger(mixed, larger(l.output.k, l.intermediate)), LANES);
+    const int64_t given = l.beside ? l.beside->given.n : 0, mixed = l.beside ? l.beside->output.k : 0, own = l.input_gate.n;
+    const int64_t wide = round_up(rows * larger(larger(l.hidden, larger(given, 2 * own)), larger(l.qkv.n, l.gate_up.n)), LANES);
+    const int64_t narrow = round_up(rows * larger(larger(mixed, own), larger(l.output.k, l.intermediate)), LANES);
     float* memory = (float*)dovetail::scratch(LAYER_SCRATCH, (2 * hidden + wide + narrow) * (int64_t)sizeof(float));
     return {memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
 }
@@ -168,6 +175,20 @@ static void open_gates(const float* gates, float* x, int64_t n) {
     each((n + PIECE - 1) / PIECE, n, [&](int64_t piece) {
         for (int64_t i = piece * PIECE, stop = smaller(n, i + PIECE); i < stop; i += LANES) put(x + i, mul(take(x + i, stop - i), sigmoid(take(gates + i, stop - i))), stop - i);
     });
+}
+
+// What the layer's own input adds: the projection of the activated gate of the states times the input, normed.
+static void add_input(const dovetail::Layer& l, const dovetail::Pass& pass, const Buffers& b, Laps& laps) {
+    const int64_t rows = pass.rows, width = l.input_gate.n;
+    laps.other();
+    linear(l.input_gate, pass.hidden, l.hidden, b.wide, 2 * width, rows);
+    laps.matrix();
+    for (int64_t row = 0; row < rows; row++) memcpy(b.wide + (2 * row + 1) * width, pass.inputs + row * pass.input_stride + l.input_first, (size_t)width * sizeof(float));
+    gate(l.activation, b.wide, b.narrow, rows, width);
+    laps.other();
+    linear(l.input_projection, b.narrow, width, b.update, l.hidden, rows);
+    laps.matrix();
+    add_half(l, pass.hidden, b.update, l.input_norm, 0.0f, nullptr, nullptr, rows);
 }
 
 // y = first y + second z, [rows, hidden].
@@ -238,6 +259,7 @@ static void layer(const dovetail::Layer& l, const dovetail::Pass& pass) {
         laps.matrix();
     }
     if (l.gate_up.packed || l.experts) add_half(l, pass.hidden, b.update, l.post_mlp_norm, l.mlp_residual, nullptr, nullptr, rows);
+    if (l.input_gate.packed) add_input(l, pass, b, laps);
     if (l.scalar != 0.0f) each(rows, rows * l.hidden, [&](int64_t row) { multiply(pass.hidden + row * l.hidden, l.scalar, l.hidden); });
 }
 

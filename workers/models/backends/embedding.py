@@ -1,11 +1,22 @@
-"""Embeddings that stay in the 16 bits of their checkpoint and are widened as they are looked up:
-half the memory, the same numbers."""
+"""Embeddings that stay in the 16 bits of their checkpoint and are widened as they are looked up,
+which takes half the memory for the same numbers; and the inputs that each layer of some models has
+of its own, which are made of the tokens of a pass alone."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
+
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.layer_plan import NormKind
+from dovetail.workers.models.backends.layer_parts import described_norm
+from dovetail.workers.models.backends.packing import KernelNorm, compare_product, pack
+from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.families.description import Family, Norms, TokenInputs
+
+PROVED_ROWS = 8
+"""Rows by which the packed projection is compared with the checkpoint's."""
 
 
 class WidenedEmbedding(nn.Module):
@@ -35,3 +46,64 @@ def widen_embeddings(model: Any) -> None:
             )
         else:
             module.float()
+
+
+class OwnInputs:
+    """Makes the inputs of all layers for the tokens of a pass; a row is the same bytes in any
+    pass. In the model's own forward the kernels compute their projection and norm, too."""
+
+    def __init__(self, model: Any, said: TokenInputs, kind: Kind, norms: Norms) -> None:
+        """`model`: with the numbers of all that is not a layer; `norms`: as those of its
+        layers."""
+        base = base_model(model)
+        linear, norm = (getattr(base, name) for name in (said.projection, said.norm))
+        matrix = pack(kind, [linear])
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randn(PROVED_ROWS, matrix.k, generator=generator)
+        compare_product(
+            said.projection, matrix, matrix.linear(rows), rows @ linear.weight.detach().float().t()
+        )
+        setattr(base, said.projection, _Projection(matrix))
+        setattr(
+            base, said.norm, KernelNorm(NormKind.RMS, described_norm(norm, norms), norms.epsilon)
+        )
+        self._model, self._base, self._said = model, base, said
+        self._width = int(getattr(model.config, said.width))
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return the inputs float32 [T, width of all] of token ids int64 [T]."""
+        projection, norm, table = (
+            getattr(self._base, name)
+            for name in (self._said.projection, self._said.norm, self._said.table)
+        )
+        embedded = self._model.get_input_embeddings()(tokens).float()
+        projected = projection(embedded) * embedded.shape[-1] ** -0.5
+        rows: Tensor = norm(projected.view(-1, self._width)).view_as(projected)
+        whole: Tensor = (rows + table(tokens).float()) * 2.0**-0.5
+        return whole.contiguous()
+
+    def finish(self) -> None:
+        """Have the model's own forward leave them out from now on: layers are given these."""
+        setattr(self._base, self._said.width, 0)
+
+
+def inputs_of(model: Any, family: Family, kind: Kind) -> OwnInputs | None:
+    """Return what makes the inputs that each layer of a model has of its own; None: they have
+    none."""
+    said = family.inputs
+    if said is None or not getattr(model.config, said.width, 0):
+        return None
+    return OwnInputs(model, said, kind, family.layer(model.config, 0).norms)
+
+
+class _Projection(nn.Module):
+    """A linear of the kernels."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self._matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y: Tensor = self._matrix.linear(x.reshape(-1, self._matrix.k).contiguous())
+        return y.view(*x.shape[:-1], self._matrix.n)

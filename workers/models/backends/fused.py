@@ -24,7 +24,7 @@ from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, No
 from dovetail.workers.kernels.states import StateShape, placed
 from dovetail.workers.models.attention import NOTHING, Noted
 from dovetail.workers.models.backends.blocked_cache import cache_of, cache_rows
-from dovetail.workers.models.backends.embedding import widen_embeddings
+from dovetail.workers.models.backends.embedding import inputs_of, widen_embeddings
 from dovetail.workers.models.backends.layer_parts import (
     AROUND,
     LayerParts,
@@ -38,6 +38,7 @@ from dovetail.workers.models.backends.layer_parts import (
 from dovetail.workers.models.backends.library import transformers_pass
 from dovetail.workers.models.backends.packing import (
     DTYPES,
+    FusedLayers,
     KernelLinear,
     KernelNorm,
     Loop,
@@ -59,38 +60,9 @@ from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
-from dovetail.workers.models.timing import asked
-from dovetail.workers.progress import beat
 
 VERSION = "dovetail-2"
 """The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
-
-
-class FusedLayers(nn.Module):
-    """All decoder layers of a model as one: transformers' loop over layers runs once."""
-
-    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
-        super().__init__()
-        self._layers = layers
-
-    def forward(
-        self, hidden: Tensor, *unused: Any, seen: LayerPass, kept: Kept, **also_unused: Any
-    ) -> Tensor:
-        """hidden [1, T, hidden] through all layers."""
-        return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
-
-    def run(self, states: Tensor, rows: LayerPass, kept: Kept) -> Tensor:
-        """Run the layers on states [T, hidden], in place."""
-        if (parts := asked()) is not None:
-            rows.time_parts(parts.layers)
-        kept.keep(0, states)
-        self._layers[0].run(rows, states)
-        for index, layer in enumerate(self._layers[1:], start=1):
-            beat()
-            kept.keep(index, states)
-            layer.run_next(rows)
-        beat()
-        return states
 
 
 class Kernels:
@@ -123,6 +95,9 @@ class Kernels:
         self._family = family
         if self._apart and (what := why_not_apart(family, model.config)):
             raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
+        self._inputs = inputs_of(model, family, kind)
+        self._heard: dict[int, Tensor] = {}
+        """The keys that each layer attends to in its proof."""
         self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
             raise UnsupportedError(
@@ -159,7 +134,7 @@ class Kernels:
                 f"layers with {what} have no copy in few bits, which a substitute would be"
             )
         self._arrange(parts)
-        proof = LayerProof(self._oracle, layer, index, parts)
+        proof = LayerProof(self._oracle, layer, index, parts, self._heard, self._inputs)
         proving = (
             None
             if self._computes_here
@@ -228,7 +203,9 @@ class Kernels:
             if hasattr(base, name):
                 setattr(base, name, NoAngles())
         widen_embeddings(model)
-        self.direct = self._nothing_else()
+        if self._inputs is not None:
+            self._inputs.finish()
+        self.direct = self._inputs is None and self._nothing_else()
         """True if logits are embedding, layers, norm and head, and nothing else."""
         if self._cache != torch.float32:
             self._prove_cache()
@@ -283,9 +260,18 @@ class Kernels:
 
     def _take(self, plan: LayerPlan) -> None:
         """Keep a layer; its index is that of its keys and values in a cache."""
-        before = sum(layer.plan.kv_heads * layer.plan.head_dim for layer in self._layers)
+        if plan.reads is not None:
+            before = self._layers[plan.reads].plan.before
+        else:
+            before = sum(plan.kv_heads * plan.head_dim for plan in self._caching)
         scan = None if plan.scan is None else placed(plan.scan, self._shapes)
         self._layers.append(DecoderLayer(replace(plan, cached_before=before, scan=scan)))
+
+    @property
+    def _caching(self) -> list[LayerPlan]:
+        """The layers that have keys and values of their own."""
+        plans = [layer.plan for layer in self._layers]
+        return [plan for plan in plans if plan.attends and plan.reads is None]
 
     @property
     def _shapes(self) -> list[StateShape]:
@@ -312,8 +298,7 @@ class Kernels:
 
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache with keys and values of a type."""
-        plans = [layer.plan for layer in self._layers if layer.plan.attends]
-        heads = [(plan.kv_heads, plan.head_dim) for plan in plans]
+        heads = [(plan.kv_heads, plan.head_dim) for plan in self._caching]
         return cache_of(heads, capacity, dtype, self._shapes)
 
     @property
@@ -337,6 +322,8 @@ class Kernels:
     ) -> Tensor:
         if self.direct:
             return self._compute_directly(tokens, seen, rows, kept)
+        if self._inputs is not None:
+            seen.use_inputs(self._inputs(tokens))
         with keeping(self._model, (), kept):
             return transformers_pass(self._model, tokens, positions, rows, seen=seen, kept=kept)
 

@@ -13,6 +13,7 @@ from dovetail.workers.kernels.layer_plan import (
     Activation,
     BesidePlan,
     HeadNorm,
+    InputPlan,
     LayerPlan,
     Norm,
 )
@@ -46,7 +47,7 @@ class LayerParts:
     """The parts of a decoder layer that a description names."""
 
     def __init__(self, layer: nn.Module, spec: LayerSpec) -> None:
-        self.spec = spec
+        self.layer, self.spec = layer, spec
         self.order: Tensor | None = None
         """int64 [head_dim]: where each number of a head of queries and keys stands in the
         checkpoint; None: in place."""
@@ -90,6 +91,9 @@ class LayerParts:
         self.norms = {
             part: part_of(layer, name) for part, name in named.items() if name is not None
         }
+        if (own := spec.own_input) is not None:
+            self.linears["input_gate"] = [_linear(layer, own.gate)]
+            self.linears["input_projection"] = [_linear(layer, own.projection)]
         if spec.scalar is not None:
             self.scalar = float(tensor_of(layer, spec.scalar))
 
@@ -231,6 +235,14 @@ def plan_of(
         norms["attention_norm"] = _times(
             norms["attention_norm"], spec.beside.attention_given_factor
         )
+    own_input = None
+    if spec.own_input is not None:
+        own_input = InputPlan(
+            matrices["input_gate"],
+            matrices["input_projection"],
+            described_norm(part_of(parts.layer, spec.own_input.norm), said),
+            spec.own_input.first,
+        )
     return LayerPlan(
         index=index,
         heads=noted.heads,
@@ -243,6 +255,8 @@ def plan_of(
         **norms,
         rotary=None if mixer is None else tables.of(mixer.rope, mixer.growth),
         head_norm=HeadNorm.HEAD_BEFORE_ROPE if mixer is None else mixer.norm_place,
+        reads=None if mixer is None else mixer.reads,
+        own_input=own_input,
         scan=parts.scan,
         beside=beside,
         key_factor=1.0 if mixer is None else mixer.key_factor,
@@ -300,6 +314,8 @@ def why_not_coded(spec: LayerSpec) -> str:
         "chunked attention": mixer.chunk > 0,
         "gates behind attention": mixer.gated,
         "queries and keys that are fused by heads": mixer.by_head,
+        "keys and values of another": mixer.reads is not None,
+        "inputs of their own": spec.own_input is not None,
         "neighbours that are rotated together": mixer.rope is not None and mixer.rope.interleaved,
     }
     return next((what for what, there in found.items() if there), "")
@@ -316,6 +332,8 @@ def why_not_apart(family: Family, config: Any) -> str:
         "of one half": any(spec.attention is None or spec.mlp is None for spec in specs),
         "of chunked attention": any(mixer.chunk for mixer in attentions),
         "with gates behind attention": any(mixer.gated for mixer in attentions),
+        "that read another's keys and values": any(m.reads is not None for m in attentions),
+        "with inputs of their own": any(spec.own_input is not None for spec in specs),
         "whose heads differ": len({(m.kv_heads, m.head_dim) for m in attentions}) > 1,
     }
     return next((what for what, there in found.items() if there), "")

@@ -194,7 +194,7 @@ def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
     own, states = stand_in(layer, {}), oracle.states(index)
     notes: list[Noted] = []
     try:
-        found = oracle.run_ours(own, index, states, lambda noted, _query, _key: notes.append(noted))
+        found = oracle.run_ours(own, index, states, lambda noted, *_: notes.append(noted))
         expected = oracle.run_eager(own, index, states)
     except UnprovableError:
         raise

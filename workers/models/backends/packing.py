@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import normalise
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
-from dovetail.workers.models.timing import timing
+from dovetail.workers.models.states import Kept
+from dovetail.workers.models.timing import asked, timing
+from dovetail.workers.progress import beat
 
 DTYPES = {
     Kind.FP32: torch.float32,
@@ -120,6 +122,33 @@ class KernelNorm(nn.Module):
         return normalise(
             self._kind, self._norm, x.reshape(-1, x.shape[-1]).contiguous(), self._epsilon
         ).view(x.shape)
+
+
+class FusedLayers(nn.Module):
+    """All decoder layers of a model as one: transformers' loop over layers runs once."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        super().__init__()
+        self._layers = layers
+
+    def forward(
+        self, hidden: Tensor, *unused: Any, seen: LayerPass, kept: Kept, **also_unused: Any
+    ) -> Tensor:
+        """hidden [1, T, hidden] through all layers."""
+        return self.run(hidden[0].contiguous(), seen, kept).unsqueeze(0)
+
+    def run(self, states: Tensor, rows: LayerPass, kept: Kept) -> Tensor:
+        """Run the layers on states [T, hidden], in place."""
+        if (parts := asked()) is not None:
+            rows.time_parts(parts.layers)
+        kept.keep(0, states)
+        self._layers[0].run(rows, states)
+        for index, layer in enumerate(self._layers[1:], start=1):
+            beat()
+            kept.keep(index, states)
+            layer.run_next(rows)
+        beat()
+        return states
 
 
 class Loop(nn.Module):

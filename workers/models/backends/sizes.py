@@ -179,8 +179,10 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         + 4 * hidden * NUMBER_BYTES,
         matrix=max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
-        embedding=vocabulary * hidden * stored,
-        row=mix.average(2 * kv_heads * head_dim * CACHE_BYTES[cache], mix.token_bytes),
+        embedding=(vocabulary * hidden + _own_inputs(config)) * stored,
+        row=mix.average(
+            2 * _cached(config, kv_heads, head_dim) * CACHE_BYTES[cache], mix.token_bytes
+        ),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
         inner=(3 * hidden + 2 * queries + heads * head_dim + (3 if gated else 2) * units)
@@ -190,6 +192,27 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         widened=0 if cache == "fp32" else 2 * kv_heads * head_dim * NUMBER_BYTES,
         states=mix.average(0, mix.session_bytes),
     )
+
+
+def _cached(config: Mapping[str, Any], kv_heads: int, head_dim: int) -> int:
+    """Return the numbers of a token's keys in the mean layer with attention: some layers may have
+    heads of other sizes than that, and the last ones read those of others."""
+    special, shared = config.get("per_layer_config"), config.get("num_kv_shared_layers") or 0
+    if not isinstance(special, Mapping) and not shared:
+        return kv_heads * head_dim
+    layers, total = int(config["num_hidden_layers"]), 0
+    others = {str(index): own for index, own in (special or {}).items()}
+    for index in range(layers - int(shared)):
+        own = others.get(str(index), {})
+        total += int(own.get("num_key_value_heads", kv_heads)) * int(own.get("head_dim", head_dim))
+    return -(-total // layers)
+
+
+def _own_inputs(config: Mapping[str, Any]) -> int:
+    """Return the numbers of the table of inputs that each layer has of its own."""
+    width = config.get("hidden_size_per_layer_input") or 0
+    rows = config.get("vocab_size_per_layer_input") or config["vocab_size"]
+    return int(rows) * int(config["num_hidden_layers"]) * int(width) if width else 0
 
 
 class _Mix:

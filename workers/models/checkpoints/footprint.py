@@ -262,7 +262,11 @@ def _tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the head that is made of the embedding where there is none of its own."""
     if any(HEAD.search(tensor.name) for tensor in tensors):
         return []
-    tables = [tensor for tensor in tensors if tensor.is_table and len(tensor.shape) == 2]
+    tables = [
+        tensor
+        for tensor in tensors
+        if tensor.is_table and len(tensor.shape) == 2 and "_per_layer." not in tensor.name
+    ]
     largest = max(tables, key=lambda tensor: tensor.shape[0], default=None)
     return [] if largest is None else [Tensor("lm_head.weight", largest.kind, largest.shape)]
 

@@ -73,7 +73,7 @@ class Attention:
     by_head: bool = False
     """True if of each head query, key and value stand together in one linear."""
     output: str = "self_attn.o_proj"
-    norms: tuple[str, str] | None = None
+    norms: tuple[str, str | None] | None = None
     """Names of the RMS norms of queries and of keys; None: there are none."""
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
     norms_heads: bool = False
@@ -82,6 +82,8 @@ class Attention:
     """True if each head's values have an RMS norm without weights."""
     sinks: str | None = None
     """The name of scores without a value, one for each head, that take their share of weights."""
+    reads: int | None = None
+    """The layer before this one whose keys and values it reads; None: it has its own."""
     key_factor: float = 1.0
     """The factor of keys."""
     gated: bool = False
@@ -243,6 +245,18 @@ class Norms:
 
 
 @dataclass(frozen=True)
+class OwnInput:
+    """The input that a layer has of its own, made of the token alone; parts by their names within
+    the layer."""
+
+    first: int
+    """The place in a row of the inputs of all layers where it begins."""
+    gate: str = "per_layer_input_gate"
+    projection: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """A decoder layer, of two halves or one."""
 
@@ -257,6 +271,7 @@ class LayerSpec:
     """True if the MLP reads what attention reads, or parallel to it has a norm of its own."""
     scalar: str | None = None
     """The name of the number by which the layer's result is multiplied."""
+    own_input: OwnInput | None = None
 
     @property
     def state(self) -> StateMixer | None:
@@ -264,6 +279,18 @@ class LayerSpec:
         if self.beside is not None:
             return self.beside.mixer
         return self.attention if isinstance(self.attention, StateMixer) else None
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """The inputs that each layer has of its own: (norm(projection(embedding) hidden^-0.5) + a row
+    of a table) 2^-0.5; parts by their names within the model."""
+
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    width: str = "hidden_size_per_layer_input"
+    """The name of their width in the configuration; 0 there: layers have none."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +306,7 @@ class Family:
     """The field of the factor of logits."""
     divides: bool = False
     """True if logits are divided by it."""
+    inputs: TokenInputs | None = None
 
 
 # what most families have in common

@@ -12,8 +12,10 @@ from dovetail.workers.models.families.description import (
     LayerSpec,
     Mlp,
     Norms,
+    OwnInput,
     Rope,
     Router,
+    TokenInputs,
     attention,
     gated,
     slides,
@@ -62,26 +64,24 @@ def _vaultgemma(config: Any, index: int) -> LayerSpec:
 
 def _gemma4(config: Any, index: int) -> LayerSpec:
     """Heads are of other sizes in layers that see all, where values may be the keys before their
-    norm; values are normed too, and what a layer gives is multiplied by a number of its own."""
-    if config.num_kv_shared_layers:
-        raise UnsupportedError(
-            "the kernels have no layers that read another's keys and values (num_kv_shared_layers)"
-        )
-    if getattr(config, "hidden_size_per_layer_input", 0):
-        raise UnsupportedError(
-            "the kernels have no inputs of each layer's own (hidden_size_per_layer_input)"
-        )
+    norm; values are normed too, and what a layer gives is multiplied by a number of its own. In the
+    small ones the last layers read keys and values of others, and layers have inputs of their
+    own."""
     own, slid = config.per_layer_config[index], slides(config, index)
+    reads, width = _read_by(config, index), getattr(config, "hidden_size_per_layer_input", 0)
     both = config.attention_k_eq_v and not slid
     mixed = attention(
         own,
         index,
         window=config.sliding_window if slid else 0,
         scale=1.0,
-        norms=HEAD_NORMS,
-        norms_values=True,
+        norms=HEAD_NORMS if reads is None else (HEAD_NORMS[0], None),
+        norms_values=reads is None,
         rope=Rope(config.layer_types[index]),
-        qkv=(*SEPARATE[:2], SEPARATE[1] if both else SEPARATE[2]),
+        qkv=(*SEPARATE[:2], SEPARATE[1] if both else SEPARATE[2])
+        if reads is None
+        else SEPARATE[:1],
+        reads=reads,
     )
     norms = Norms(
         config.rms_norm_eps,
@@ -91,7 +91,21 @@ def _gemma4(config: Any, index: int) -> LayerSpec:
     )
     dense = gated(config.hidden_activation)
     mlp = _beside(config, dense) if getattr(config, "enable_moe_block", False) else dense
-    return LayerSpec(mixed, mlp, norms, scalar="layer_scalar")
+    own_input = OwnInput(index * width) if width else None
+    return LayerSpec(mixed, mlp, norms, scalar="layer_scalar", own_input=own_input)
+
+
+def _read_by(config: Any, index: int) -> int | None:
+    """Return the layer whose keys and values one of the last layers reads: the last of its type
+    that has its own; None for all layers before these."""
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    if index < first:
+        return None
+    kinds = config.layer_types
+    found = max((i for i in range(first) if kinds[i] == kinds[index]), default=None)
+    if found is None:
+        raise UnsupportedError("no layer of this type has keys and values of its own")
+    return found
 
 
 def _beside(config: Any, dense: Mlp) -> Experts:
@@ -120,6 +134,6 @@ FAMILIES = {
     "gemma2": Family(_gemma2),
     "gemma3_text": Family(_gemma3),
     "vaultgemma": Family(_vaultgemma),
-    "gemma4_text": Family(_gemma4),
-    "gemma4_unified_text": Family(_gemma4),
+    "gemma4_text": Family(_gemma4, inputs=TokenInputs()),
+    "gemma4_unified_text": Family(_gemma4, inputs=TokenInputs()),
 }

@@ -201,7 +201,7 @@ def cache_name(model: nn.Module) -> str:
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
-class _Widened(nn.Module):
+class Widened(nn.Module):
     """A linear of 16-bit weights that computes in fp32, and holds its weights in fp32 no longer
     than that takes."""
 
@@ -228,10 +228,10 @@ def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Modu
     own = copy.deepcopy(layer, shared)
     for name, part in parts.items():
         if part in others or type(part) is nn.Linear:
-            own.set_submodule(name, others[part] if part in others else _Widened(part))
+            own.set_submodule(name, others[part] if part in others else Widened(part))
     for part in own.modules():
         for name, parameter in part.named_parameters(recurse=False):
-            if not isinstance(part, _Widened) and parameter.dtype in (
+            if not isinstance(part, Widened) and parameter.dtype in (
                 torch.float16,
                 torch.bfloat16,
             ):

@@ -329,9 +329,9 @@ class Oracle:
         its attention what it is given, and may number its rows as `run_eager` says."""
         masks = Masks(groups=1, device=torch.device("cpu"), dtype=torch.float32)
 
-        def note(noted: Noted, query: Tensor, key: Tensor) -> None:
+        def note(noted: Noted, *given: Tensor) -> None:
             masks.groups = noted.heads // noted.kv_heads
-            notes(noted, query, key)
+            notes(noted, *given)
 
         blocks = attention.arrange(self.segments(index, ProofCache), masks)
         rows = torch.cat([states[: self.dense], states]).unsqueeze(0)

@@ -17,8 +17,9 @@ from torch.nn.functional import linear
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
-from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
+from dovetail.workers.models.lean import DynamicCache
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.following import (
@@ -26,6 +27,7 @@ from dovetail.workers.models.parity.following import (
     Call,
     Recorder,
     UnprovableError,
+    Widened,
     follow,
     implementation,
     stand_in,
@@ -42,10 +44,12 @@ Tell = Callable[[int, int], None]
 
 
 class _TextCache(ClaimedCache):
-    """The keys and values of one layer, for all parts of a text that have been read."""
+    """The keys and values of one layer, or its state, for all parts of a text that have been
+    read."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(0)
+        self.layers = DynamicCache(config=config).layers
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def update(
@@ -92,6 +96,7 @@ def reference_logits(
     name, found = decoder_layers(model)
     layers = list(found)
     skeleton.fill(model, "", types, but=found)
+    _widen_beside(model)
     oracle = Oracle(model, layers, context)
     if not oracle.isolated:
         raise UnprovableError(
@@ -106,7 +111,7 @@ def reference_logits(
         for index, layer in enumerate(layers):
             tell(index, len(layers))
             skeleton.fill(layer, f"{name}.{index}", types)
-            own, cache = stand_in(layer, {}), _TextCache()
+            own, cache = stand_in(layer, {}), _TextCache(model.config)
             with implementation(own, EAGER):
                 states = [
                     _run(own, of_part[index], rows, cache)
@@ -133,6 +138,14 @@ def reference_logits(
                     "transformers' own forward cannot be followed behind the last layer"
                 )
             yield recorder.final
+
+
+def _widen_beside(model: Any) -> None:
+    """Have the linears beside the layers and the head compute in fp32."""
+    base = base_model(model)
+    for name, part in list(base.named_children()):
+        if type(part) is nn.Linear:
+            setattr(base, name, Widened(part))
 
 
 def _calls(

@@ -1,0 +1,64 @@
+"""The checks of a layer's plan: matrices and heads that do not fit together are refused, since the
+kernels do not look."""
+
+from dovetail.workers.kernels import PackedMatrix
+from dovetail.workers.kernels.layer_plan import Activation, AttentionPlan, LayerPlan
+
+
+def check_shapes(plan: LayerPlan) -> None:
+    """ValueError for matrices that do not fit together."""
+    hidden = plan.hidden
+    if plan.qkv is not None and plan.output is not None:
+        _check_mixers(plan, plan.qkv, plan.output)
+    elif plan.qkv is not None or plan.scan is not None or plan.beside is not None:
+        raise ValueError("a mixer with a state, or attention, that lacks a matrix")
+    if plan.gate_up is not None and plan.down is not None:
+        check_mlp(plan.gate_up, plan.down, hidden, plan.activation)
+    if (own := plan.own_input) is not None:
+        check_matrix("gate of the input", own.gate, own.projection.k, hidden)
+        check_matrix("projection of the input", own.projection, hidden, own.projection.k)
+
+
+def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> None:
+    """ValueError for attention and a mixer with a state that do not fit their matrices."""
+    hidden, cached = plan.hidden, 2 * plan.kv_heads if plan.reads is None else 0
+    given, taken = (plan.heads + cached) * plan.head_dim, plan.heads * plan.head_dim
+    if plan.beside is not None:
+        if plan.scan is None or plan.parallel:
+            raise ValueError("parts of a mixer beside attention that is none, or beside an MLP too")
+        widths = plan.scan.widths
+        check_matrix("given", plan.beside.given, widths[0], hidden)
+        check_matrix("output beside attention", plan.beside.output, hidden, widths[1])
+    elif plan.scan is not None:
+        given, taken = plan.scan.widths
+    check_matrix("qkv", qkv, given, hidden)
+    check_matrix("output", output, hidden, taken)
+    if plan.mixer_gate is not None:
+        check_matrix("mixer_gate", plan.mixer_gate, taken, hidden)
+    if plan.attends:
+        check_heads(plan)
+
+
+def check_mlp(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, how: Activation) -> None:
+    """ValueError for the matrices of an MLP, or of an expert, that do not fit together."""
+    check_matrix("gate_up", gate_up, down.k * (2 if how.gated else 1), hidden)
+    check_matrix("down", down, hidden, down.k)
+
+
+def check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
+    """ValueError for a matrix that is not [n, k]."""
+    if (matrix.n, matrix.k) != (n, k):
+        raise ValueError(
+            f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {(n, k)}"
+        )
+
+
+def check_heads(plan: LayerPlan | AttentionPlan) -> None:
+    """ValueError for heads that do not share their keys evenly, or of which more is rotated than
+    there is: the kernels do not look."""
+    rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
+    if plan.kv_heads < 1 or plan.heads % plan.kv_heads or rotated > plan.head_dim:
+        raise ValueError(
+            f"{plan.heads} heads of {plan.head_dim} with {plan.kv_heads} key heads, of which "
+            f"{rotated} numbers are rotated"
+        )
