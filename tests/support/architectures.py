@@ -360,7 +360,7 @@ def randomise(model: nn.Module) -> None:
         if name.endswith("dt_bias"):
             parameter.uniform_(-2.0, 2.0, generator=generator)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7)
