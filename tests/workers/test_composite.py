@@ -188,7 +188,7 @@ HOSTILE = {
     "another model within": {"model_type": "t5"},
     "a recurrent model within": {"model_type": "mamba"},
     "itself": {"model_type": "gemma3", "text_config": {}},
-    "quantised": {"quantization_config": {"quant_method": "awq"}},
+    "quantised": {"quantization_config": {"quant_method": "spqr"}},
 }
 """Fields of the language model's configuration that make it none that can be decoded."""
 

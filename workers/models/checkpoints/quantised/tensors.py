@@ -93,12 +93,13 @@ class Coded(Stored):
 def decoded(content: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return the tensors of a checkpoint by the names of the matrices, where config.json says that
     they are quantised; `CheckpointError` names a part that is missing or has another shape."""
-    if (scheme := scheme_of(content)) is None:
+    if not tensors or (scheme := scheme_of(content)) is None:
         return dict(tensors)
     try:
         found, plain = matrices(scheme, tensors)
     except UnfitError as error:
-        where = f"{tensors[error.name].file}: " if error.name else ""
+        file = (tensors.get(error.name) or next(iter(tensors.values()))).file
+        where = f"{file}: " if error.name else f"{file.parent}: "
         raise CheckpointError(f"{where}{error}") from None
     return {**plain, **{name: _coded(scheme, matrix) for name, matrix in found.items()}}
 
