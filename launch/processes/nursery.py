@@ -65,8 +65,9 @@ def import_at_once(modules: Sequence[str]) -> None:
 
 
 def _grandchild() -> int:
-    """Fork a process that is not our child but, as soon as the one between us has ended, of whoever
-    takes its place; return its number here, and 0 there, once that has happened."""
+    """Fork a process with a session of its own that is not our child but, as soon as the one
+    between us has ended, of whoever takes its place; return its number here, and 0 there, once that
+    has happened."""
     read, write = os.pipe()
     between = os.fork()
     if between:
@@ -76,9 +77,10 @@ def _grandchild() -> int:
         os.close(read)
         return pid
     end = os.pidfd_open(os.getpid())
-    if pid := os.fork():
-        os.write(write, str(pid).encode())
+    if os.fork():
         os._exit(0)
+    os.setsid()  # before anybody knows its number, which may be used to end its whole group
+    os.write(write, str(os.getpid()).encode())
     os.close(read)
     os.close(write)
     select.select([end], [], [])
@@ -89,7 +91,6 @@ def _grandchild() -> int:
 def become(arguments: Sequence[str], stdin: int, stderr: int, *, anew: bool) -> None:
     """Run a command of ours in this process, which was forked for it, with these descriptors in
     place of those that it has inherited; `anew`: as a new program."""
-    os.setsid()
     for number, descriptor in ((0, stdin), (2, stderr)):
         os.dup2(descriptor, number)
         os.close(descriptor)
