@@ -65,7 +65,9 @@ WAKE_S = 0.5
 )
 @json_option("Without a terminal: the result of each reply as one JSON object on a line of stdout.")
 @template_option
-@settings_flags("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
+@settings_flags(
+    *("target", "draft", "tree", "sampling", "memory", "coordinator", "http"), named=True
+)
 def command(
     configuration: Configuration,
     template: Mapping[str, Any],
@@ -75,6 +77,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Talk with the models, turn by turn; /help tells the commands.
+
+    MODEL is the target, as `dovetail serve` takes it.
 
     What the draft proposed is in colour. Ctrl-C interrupts a reply, Ctrl-D ends. Standard input
     that is not a terminal is read line by line. A server over HTTP is sent the first API key of the

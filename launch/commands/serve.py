@@ -22,7 +22,7 @@ from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes.addresses import check_coordinator, check_port
-from dovetail.launch.processes.connection import models_of
+from dovetail.launch.processes.connection import models_of, with_choices
 from dovetail.launch.processes.service import Service
 from dovetail.launch.processes.stack import check_stack
 from dovetail.launch.processes.supervise import Supervisor
@@ -41,10 +41,16 @@ ANYWHERE = ("0.0.0.0", "[::]")
 @click.command(cls=HelpCommand)
 @json_option("When all is ready, one JSON object on stdout: url, address, pid, pids.")
 @settings_flags(
-    "target", "draft", "tree", "sampling", "memory", "coordinator", "http", shown=LISTENING
+    *("target", "draft", "tree", "sampling", "memory", "coordinator", "http"),
+    shown=LISTENING,
+    named=True,
 )
 def command(configuration: Configuration, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
+
+    MODEL is the target: a folder, a GGUF file or the id of a model on the hub; weights that fit and
+    the best draft that is there are chosen, if they are not named. Without it the embedded pair is
+    served.
 
     Starts a coordinator, its workers and the HTTP API, and restarts what fails. When all is
     ready, the URL goes to stdout as one line. Other commands of this user on this machine find the
@@ -56,6 +62,7 @@ def command(configuration: Configuration, as_json: bool) -> None:
     log.setLevel(logging.INFO)
     configuration, taken = with_generation_config(configuration)
     _check_addresses(configuration)
+    configuration = with_choices(configuration)
     check_stack(configuration)
     for said in (taken, blocks_in_words(configuration.settings.target)):
         if said:

@@ -11,10 +11,11 @@ from typing import Literal
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.directory import announcements, only_announcement
 from dovetail.launch.processes.child_output import Ear
+from dovetail.launch.processes.preflight import check_target
 from dovetail.launch.processes.stack import Stack, start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
-from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
 from dovetail.protocol.files import cache_folder
@@ -133,6 +134,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
             f"starting separate processes: {models_named} does not change workers that are "
             "already running"
         )
+    configuration = with_choices(configuration)
     if said := blocks_in_words(configuration.settings.target):
         note(said)
     with ExitStack() as owned:
@@ -146,6 +148,23 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         yield Connection(client, state, stack)
         if configuration.settings.coordinator.record:
             _tell_of_recordings(supervisor, stack.coordinator)
+
+
+def with_choices(configuration: Configuration) -> Configuration:
+    """Return settings in which weights and a draft are chosen where the user named none; what is
+    chosen is noted."""
+    weights = configuration.origins["target.model"] == POSITIONAL
+    draft = not (configuration.given("draft.kind") or configuration.given("draft.model"))
+    if not configuration.settings.target.model or not (weights or draft):
+        return configuration
+    check_target(configuration.settings)
+    from dovetail.launch.planning import choice  # what most commands do not need
+
+    with spinner() as say:
+        configuration, said = choice.with_choices(configuration, say)
+    for line in said:
+        note(line)
+    return configuration
 
 
 def _tell_of_recordings(supervisor: Supervisor, coordinator: Child) -> None:
@@ -260,7 +279,7 @@ def names_models(configuration: Configuration) -> str:
     flags = (
         n
         for n, origin in configuration.origins.items()
-        if n.split(".")[0] in ("target", "draft") and origin.startswith("--")
+        if n.split(".")[0] in ("target", "draft") and origin.startswith(("--", POSITIONAL))
     )
     wishes = {
         "draft.ahead",

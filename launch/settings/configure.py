@@ -27,6 +27,8 @@ from dovetail.protocol.settings import Settings, misfit
 from dovetail.workers.models.checkpoints.gguf.view import resolved
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
+POSITIONAL = "MODEL"
+"""The origin of a target that a command names without a flag."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,16 @@ def configure(
     flags: Mapping[str, str] | None = None,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    model: str | None = None,
     demo: bool = True,
     stratified: bool = True,
 ) -> Configuration:
     """Merge all sources; `flags` are dotted names and texts. `SettingsError` names the setting, the
     value, where it came from and the remedy.
 
-    `demo`: whether no named target means the embedded one; it does not where the workers are
-    somebody else's. `stratified`: whether the thresholds of `heterospec` are needed.
+    `model`: the target, where the command names it without a flag. `demo`: whether no named target
+    means the embedded one; it does not where the workers are somebody else's. `stratified`: whether
+    the thresholds of `heterospec` are needed.
     """
     environment = os.environ if environment is None else environment
     layers: list[tuple[str, dict[str, Any]]] = []
@@ -101,6 +105,10 @@ def configure(
         (f"--{name}", {name: parse_setting(name, text, f"--{name}")})
         for name, text in (flags or {}).items()
     ]
+    if model is not None:
+        if (named := (flags or {}).get("target.model", model)) != model:
+            raise SettingsError(f"{model} and --target {named} name two targets: leave one out")
+        layers.append((POSITIONAL, {"target.model": parse_setting("target.model", model, "MODEL")}))
     if demo and not any(values.get("target.model") for _, values in layers):
         layers.insert(0, ("demo", read_file(DEMO_SETTINGS)))
     values: dict[str, Any] = {}

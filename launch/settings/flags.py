@@ -85,29 +85,35 @@ def settings_flags(
     without: Sequence[str] = (),
     shown: Sequence[str] = (),
     stratified: bool = True,
+    named: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command the flags of these sections, or of single settings by their dotted names, and
     `--config`, and calls it with the settings in force as `configuration`.
 
     `without` are short forms that the command has another use for, `shown` the settings that its
     `--help` has beside those of `BASIC`. `stratified`: whether a command
-    that has flags for the tree needs the thresholds of `heterospec`.
+    that has flags for the tree needs the thresholds of `heterospec`. `named`: whether the target
+    may be named without a flag.
     """
     stratified = stratified and "tree" in sections
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def with_configuration(config: Path | None, **parameters: Any) -> Any:
+        def with_configuration(
+            config: Path | None, model: str | None = None, **parameters: Any
+        ) -> Any:
             given = take_settings(parameters)
             local = parameters.get("connect") is None
             return function(
                 configuration=configure(
-                    flags=given, file=config, demo=local, stratified=stratified
+                    flags=given, file=config, model=model, demo=local, stratified=stratified
                 ),
                 **parameters,
             )
 
         decorated: Callable[..., Any] = with_configuration
+        if named:
+            decorated = click.argument("model", required=False)(decorated)
         for option in reversed(_options(sections, without, shown)):
             decorated = option(decorated)
         return decorated

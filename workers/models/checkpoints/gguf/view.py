@@ -42,7 +42,10 @@ def local_folder(path: Path) -> Path | None:
 def resolved(source: str) -> str:
     """Return the name of a model with a GGUF file of this machine replaced by its view."""
     path = Path(source).expanduser()
-    if not source or not (is_gguf(source) or path.is_dir()):
+    try:
+        if not source or not (is_gguf(source) or path.is_dir()):
+            return source
+    except OSError:  # a name that can be none: whoever opens it says so
         return source
     folder = local_folder(path)
     return source if folder is None or folder == path else str(folder)

@@ -1,0 +1,180 @@
+"""What is chosen for a user who names a target and no more: weights that fit into memory, and the
+draft that is expected to help most of those that are there.
+
+Drafts are looked for beside the target and in the Hugging Face cache, by their config.json and
+tokenizer alone; of several the planner says which. Loads nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dovetail.launch.machine.fit import check_memory, only_node
+from dovetail.launch.planning.candidates import Candidate, Reader
+from dovetail.launch.planning.designs import design_of, read_config
+from dovetail.launch.planning.subject import folder_of, subject_here
+from dovetail.launch.processes.stack import layout_of, processes_of
+from dovetail.launch.settings.configure import POSITIONAL, Configuration
+from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
+from dovetail.protocol.settings import MODELLESS_KINDS, TreeSettings
+from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
+from dovetail.workers.models.checkpoints.gguf import view
+from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
+from dovetail.workers.models.checkpoints.hub import local_folder
+
+SMALLER = 2
+"""A model drafts for another one that has at least so many times as many parameters."""
+MOST_LOOKED_AT = 200
+"""Folders and files that are looked at."""
+LOOKUP = "ngram"
+WIDTH = TreeSettings.model_fields["width"].default
+Say = Callable[[str], None]
+
+
+def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration, list[str]]:
+    """Return settings in which weights and draft are chosen where the user named none, and in words
+    what was chosen. Weights are chosen for a target that is named by itself (`dovetail serve
+    MODEL`); a draft for any target that is no embedded one."""
+    said = list[str]()
+    if not configuration.settings.target.model:
+        return configuration, said
+    try:
+        folder = local_folder(configuration.settings.target.model)
+    except CheckpointError:  # whoever loads it says what is wrong
+        return configuration, said
+    if folder is not None and not (folder / "config.json").is_file():
+        return configuration, said
+    for choose in (_with_weights, _with_draft):
+        configuration, words = choose(configuration, folder, say)
+        said += words
+    return configuration, said
+
+
+def _with_weights(
+    configuration: Configuration, folder: Path | None, _: Say
+) -> tuple[Configuration, list[str]]:
+    """The checkpoint's own numbers, if they fit: 16 bits where they are 16 bits, fp32 where they
+    are others; else int8."""
+    named_alone = configuration.origins["target.model"] == POSITIONAL
+    if not named_alone or configuration.given("target.weights"):
+        return configuration, []
+    if folder is None or not (tensors := read_tensors(folder)):
+        return configuration, []
+    own = "half" if half_of(tensors) else "fp32"
+    why = {"half": "the checkpoint's own 16 bits", "fp32": "the checkpoint's own numbers"}
+    for weights in (own, "int8"):
+        chosen = configuration.over("chosen", {"target.weights": weights})
+        if weights == "int8" or _fits(chosen):
+            reason = why.get(weights, f"{own} does not fit into memory")
+            return chosen, [f"weights {weights}: {reason}; --weights names others"]
+    raise AssertionError
+
+
+def _fits(configuration: Configuration) -> bool:
+    settings = configuration.settings
+    roles = [role for role in processes_of(settings) if role != "draft"]
+    try:
+        check_memory(settings, roles, node=only_node(layout_of(settings).target))
+    except SettingsError:
+        return False
+    return True
+
+
+def _with_draft(
+    configuration: Configuration, folder: Path | None, say: Say
+) -> tuple[Configuration, list[str]]:
+    """The draft that the planner expects most of, among those that are there; else a lookup, which
+    needs none."""
+    settings = configuration.settings
+    named = any(configuration.given(f"draft.{name}") for name in ("kind", "model"))
+    if named or settings.draft.kind in MODELLESS_KINDS:
+        return configuration, []
+    if folder is None:
+        return _lookup(configuration, "the target has not been downloaded yet")
+    say("looking for a draft")
+    found = [*_candidates(configuration, folder)]
+    if not found:
+        return _lookup(configuration, "no head of the target and no smaller model is there")
+    try:
+        return _best(configuration, found, say)
+    except UserError as error:  # what no plan can be made of
+        return _draft(configuration, found[0], f"the first that was found ({error})")
+
+
+def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list[str]]:
+    chosen = configuration.over("chosen", {"draft.kind": LOOKUP})
+    return chosen, [f"draft {LOOKUP} (a look-up in the text): {why}; --draft names another"]
+
+
+def _best(
+    configuration: Configuration, found: Sequence[Candidate], say: Say
+) -> tuple[Configuration, list[str]]:
+    every = subject_here(configuration, say).search(found, lambda _: None)
+    with_draft = [one for one in every if one.candidate is not None]
+    if not with_draft:
+        return _lookup(configuration, "there is no room for a draft of its own")
+    best = with_draft[0]
+    alone = next((one for one in every if one.candidate is None), None)
+    gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
+    assert best.candidate is not None
+    expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
+    return _draft(configuration, best.candidate, expected)
+
+
+def _draft(
+    configuration: Configuration, candidate: Candidate, why: str
+) -> tuple[Configuration, list[str]]:
+    model = candidate.settings.model
+    chosen = configuration.over("chosen", {"draft.model": model})
+    return chosen, [f"draft {model} ({candidate.name}): {why}; --draft names another"]
+
+
+def _candidates(configuration: Configuration, target: Path) -> Iterator[Candidate]:
+    """The drafts of a target that are there: heads of it, and smaller models of its vocabulary."""
+    config = read_config(target, "target model")
+    design = design_of(config, target)
+    reader = Reader(configuration, design, [], folder_of, embedded=False, width=WIDTH)
+    for folder in _nearby(target):
+        with suppress(UserError, CheckpointError):
+            own = read_config(folder, "draft")
+            alike = design.vocabulary, design.hidden
+            if own.get("vocab_size") != alike[0] and own.get("hidden_size") != alike[1]:
+                continue
+            for candidate in reader.read([str(folder)]):
+                if candidate.kind != "small" or (
+                    SMALLER * design_of(own, folder).parameters <= design.parameters
+                    and _vocabulary(folder) == _vocabulary(target)
+                ):
+                    yield candidate
+
+
+def _nearby(target: Path) -> Iterator[Path]:
+    """The folders of other models: beside the target, or in the Hugging Face cache."""
+    files = view.files_of(target)
+    place = (files[0] if files else target).resolve()
+    beside = sorted(place.parent.iterdir())
+    names = models_in(path.name for path in beside if is_gguf(path) and path not in files)
+    cached = sorted(_cache().glob("models--*/snapshots/*"))
+    for path in [*beside, *cached][:MOST_LOOKED_AT]:
+        if path.resolve() == place:
+            continue
+        with suppress(CheckpointError, OSError):
+            if path.is_dir() and (path / "config.json").is_file():
+                yield path
+            elif path.name in names and 2 * path.stat().st_size <= place.stat().st_size:
+                yield view.view_of(path)
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants  # takes long to import
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _vocabulary(folder: Path) -> str:
+    """The digest of a model's vocabulary; empty where none can be read."""
+    try:
+        return vocabulary_digest(read_vocabulary((folder / "tokenizer.json").read_bytes()))
+    except (OSError, ValueError):
+        return ""

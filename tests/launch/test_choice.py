@@ -1,0 +1,112 @@
+"""A target that is named and no more: the weights and the draft that are chosen for it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail.launch.planning.choice import with_choices
+from dovetail.launch.settings.configure import Configuration, configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.errors import SettingsError
+from support.models import tiny_phi3
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO_FOLDER / "target", tmp_path / "models" / "target"))
+
+
+def chosen(target: Path | str, **flags: Any) -> tuple[Configuration, list[str]]:
+    given = {name.replace("__", "."): str(value) for name, value in flags.items()}
+    return with_choices(configure(model=str(target), flags=given, environment={}), lambda _: None)
+
+
+def test_without_another_model_the_draft_is_a_lookup(target: Path) -> None:
+    found, said = chosen(target)
+    assert found.settings.draft.kind == "ngram"
+    assert said[1] == (
+        "draft ngram (a look-up in the text): no head of the target and no smaller model is there; "
+        "--draft names another"
+    )
+
+
+def test_a_smaller_model_of_its_vocabulary_beside_it_drafts(target: Path) -> None:
+    small = shutil.copytree(DEMO_FOLDER / "draft", target.parent / "small")
+    tiny_phi3(target.parent / "stranger")
+    shutil.copytree(target, target.parent / "as large")
+    found, said = chosen(target)
+    assert found.settings.draft.model == str(small)
+    assert said[1].startswith(f"draft {small} (small model small): about ")
+
+
+def test_a_model_of_as_many_other_tokens_does_not_draft(target: Path) -> None:
+    small = Path(shutil.copytree(DEMO_FOLDER / "draft", target.parent / "small"))
+    content = json.loads((small / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    one, other = list(words)[300:302]
+    words[one], words[other] = words[other], words[one]
+    (small / "tokenizer.json").write_text(json.dumps(content))
+    assert chosen(target)[0].settings.draft.kind == "ngram"
+
+
+def test_of_several_drafts_the_planner_chooses(target: Path) -> None:
+    shutil.copytree(DEMO_FOLDER / "draft", target.parent / "small")
+    for kind in ("dovetail", "eagle"):
+        shutil.copytree(DEMO_FOLDER / "heads" / kind, target.parent / f"{kind} head")
+    found, said = chosen(target)
+    assert Path(found.settings.draft.model).parent == target.parent
+    assert "tokens/s are expected" in said[1]
+
+
+def test_a_draft_in_the_cache_of_the_hub_is_found(target: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--some-one--small" / "snapshots" / "f00d"
+    shutil.copytree(DEMO_FOLDER / "draft", snapshot)
+    assert chosen(target)[0].settings.draft.model == str(snapshot)
+
+
+def test_what_is_named_is_not_chosen(target: Path) -> None:
+    found, said = chosen(target, draft__kind="none", target__weights="fp32")
+    assert (found.settings.draft.kind, found.settings.target.weights, said) == ("none", "fp32", [])
+
+
+def test_weights_are_the_checkpoints_own_if_they_fit(target: Path) -> None:
+    found, said = chosen(target)
+    assert (found.settings.target.weights, said[0]) == (
+        "half",
+        "weights half: the checkpoint's own 16 bits; --weights names others",
+    )
+    file = target / "model.safetensors"
+    save_file({name: one.to(torch.float32) for name, one in load_file(file).items()}, file)
+    assert chosen(target)[0].settings.target.weights == "fp32"
+    found, said = chosen(target, memory__ram="80MB")
+    assert (found.settings.target.weights, said[0]) == (
+        "int8",
+        "weights int8: fp32 does not fit into memory; --weights names others",
+    )
+
+
+def test_a_target_behind_a_flag_keeps_its_weights_and_gets_a_draft(target: Path) -> None:
+    configuration = configure(flags={"target.model": str(target)}, environment={})
+    found, said = with_choices(configuration, lambda _: None)
+    assert (found.settings.target.weights, found.settings.draft.kind) == ("fp32", "ngram")
+    assert len(said) == 1
+
+
+def test_two_targets_are_refused() -> None:
+    with pytest.raises(SettingsError, match="a and --target b name two targets"):
+        configure(model="a", flags={"target.model": "b"}, environment={})
+
+
+def test_the_embedded_pair_is_left_as_it_is() -> None:
+    configuration = configure(environment={})
+    assert with_choices(configuration, lambda _: None) == (configuration, [])
