@@ -28,6 +28,7 @@ from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.footprint import FILE, read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import (
     described_tensors,
     local_folder,
@@ -198,6 +199,8 @@ def estimated_bytes(target: TargetSettings) -> int:
     if folder is None or not folder.is_dir():
         return size
     bytes_each = WEIGHT_BYTES.get(target.weights, 4)
+    if target.weights == FILE:
+        return weights_bytes(read_tensors(folder), FILE)
     if found := described_tensors(folder):
         return size + bytes_each * sum(math.prod(shape) for _, shape in found.values())
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -10,7 +10,8 @@ from dovetail.protocol.settings.values import Frozen, one_of
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of one target and are trained for it."""
 DRAFT_KINDS = ("auto", "small", *HEAD_KINDS, "ngram", "substitute", "none")
-WEIGHTS = ("fp32", "half", "int8", "bf16", "int8-per-tensor")
+WEIGHTS = ("fp32", "half", "int8", "file", "bf16", "int8-per-tensor")
+ACTIVATIONS = ("int8", "fp32")
 BACKENDS = ("auto", "kernels", "library")
 CACHES = ("auto", "fp32", "half")
 Proving = Literal["auto", "anew", "off"]
@@ -19,7 +20,7 @@ PROVING = (
     "auto (a proof of the same files, code and libraries that is remembered is enough), anew (it "
     "is made again) or off (it is made again, and none is remembered)"
 )
-DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
+DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "file", "int4", "int3", "int2")
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 """Types of the weights of a target's substitute; auto is int4."""
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
@@ -35,7 +36,7 @@ def cache_of(cache: str, weights: str) -> str:
     """The type of keys and values, fp32 or half, that is asked for with weights of a type."""
     if cache != "auto":
         return cache
-    return "half" if weights in ("half", "int8") else "fp32"
+    return "half" if weights in ("half", "int8", "file") else "fp32"
 
 
 class SplitSettings(Frozen):
@@ -75,8 +76,14 @@ class TargetSettings(Frozen):
     )
     weights: str = Field(
         "fp32",
-        description="fp32, half (the checkpoint's 16 bits) or int8; bf16 and int8-per-tensor "
-        "change the function, the last one is not lossless",
+        description="fp32, half (the checkpoint's 16 bits), int8 or file (the blocks of a GGUF "
+        "file, whose default it is); bf16 and int8-per-tensor change the function, the last one "
+        "is not lossless",
+    )
+    activations: str = Field(
+        "int8",
+        description="what weights file are multiplied with: int8 (each 32 numbers of a row are "
+        "rounded to 8 bits) or fp32 (the file's exact function, slower)",
     )
     backend: str = Field(
         "auto",
@@ -86,7 +93,7 @@ class TargetSettings(Frozen):
     cache: str = Field(
         "auto",
         description="keys and values: fp32 or half (fp16, which takes half the memory and changes "
-        "logits by about a rounding); auto: half with half and int8 weights on the kernels",
+        "logits by about a rounding); auto: half with half, int8 and file weights on the kernels",
     )
     device: str = Field(
         "cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests"
@@ -147,6 +154,11 @@ class TargetSettings(Frozen):
     def _weights(cls, value: str) -> str:
         return one_of(value, WEIGHTS, "type of target weights")
 
+    @field_validator("activations")
+    @classmethod
+    def _activations(cls, value: str) -> str:
+        return one_of(value, ACTIVATIONS, "type of activations")
+
     @field_validator("cache")
     @classmethod
     def _cache(cls, value: str) -> str:
@@ -179,7 +191,8 @@ class DraftSettings(Frozen):
     )
     weights: str = Field(
         "auto",
-        description="fp32, fp16, bf16, int8 or, for a head, int4; of a substitute int8, int4, "
+        description="fp32, fp16, bf16, int8, file (the blocks of a GGUF file) or, for a head, "
+        "int4; of a substitute int8, int4, "
         "int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
         "a GPU; of a substitute int4",
     )

@@ -13,12 +13,36 @@ from dovetail.workers import kernels
 from support.gguf_files import tokens_of, write_gguf
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-pytestmark = [
-    pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
 
+def mix(name: str, shape: tuple[int, ...]) -> Type:
+    """The types of a file that llama.cpp calls Q4_K_M."""
+    better = any(part in name for part in ("attn_v", "ffn_down", "output.", "token_embd"))
+    if shape[-1] % 256:
+        return Type.Q8_0 if better else Type.Q5_0
+    return Type.Q6_K if better else Type.Q4_K
+
+
+@pytest.mark.slow
+def test_a_mix_of_blocks_says_the_same_with_speculation_and_without(
+    run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    write_gguf(DEMO_FOLDER / "target", file, mix, **tokens_of(DEMO_FOLDER / "target"))
+    said = []
+    for draft in (["--draft", str(file)], ["--draft.kind", "none"]):
+        arguments = ["--target", str(file), *draft, "--weights", "file", "--temperature", "1"]
+        result = run(
+            "generate", *arguments, "--seed", "7", "--max-tokens", "24", "--json", "A star"
+        )
+        assert result.returncode == 0, result.stderr
+        assert "Q4_K" in result.stderr
+        said.append(json.loads(result.stdout))
+    assert said[0]["text"] == said[1]["text"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_a_pair_in_gguf_says_what_it_says_in_safetensors(
     run: Run, tmp_path: Path, temperature: str

@@ -346,7 +346,7 @@ def test_a_wrong_description_of_experts_is_found(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", [Kind.FP32, Kind.FP16, Kind.BF16, Kind.INT8])
 def test_a_matrix_is_packed_by_one_thread_as_by_all(kind: Kind, dtype: torch.dtype) -> None:
     if kind in (Kind.FP16, Kind.BF16):
         dtype = DTYPES[kind]

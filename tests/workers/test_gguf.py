@@ -67,6 +67,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text")
 """Families that between them take every way of arranging rows, norms and experts."""
+IN_BLOCKS = [kind for kind in FIELDS if not {"num_local_experts", "num_experts"} & {*FIELDS[kind]}]
+"""Families without experts, which are not computed from blocks."""
+BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2")
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +102,8 @@ def read_all(file: Path) -> None:
         checkpoint.read(name)
 
 
-def load(path: Path, weights: str = "fp32") -> LanguageModel:
-    return load_language_model(str(path), weights=weights, device="cpu")
+def load(path: Path, weights: str = "fp32", **more: Any) -> LanguageModel:
+    return load_language_model(str(path), weights=weights, device="cpu", **more)
 
 
 @pytest.mark.parametrize("number", [n for n, kind in KINDS.items() if kind.numbers > 1])
@@ -123,6 +126,31 @@ def test_a_family_computes_what_its_twin_in_safetensors_computes(tmp_path: Path,
     file, twin = write(tmp_path, kind)
     assert torch.equal(logits(load(file)), logits(load(twin)))
     assert {t.shape for t in read_tensors(view_of(file))} == {t.shape for t in read_tensors(twin)}
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in BLOCKS_EVERYDAY else pytest.param(k, marks=pytest.mark.slow) for k in IN_BLOCKS],
+)
+def test_a_family_is_computed_from_blocks_as_from_their_numbers(tmp_path: Path, kind: str) -> None:
+    file, twin = write(tmp_path, kind)
+    exact = logits(load(twin))
+    assert torch.equal(logits(load(file, "file", activations="fp32")), exact)
+    rounded = logits(load(file, "file"))
+    assert 0 < float((rounded - exact).norm()) < 0.3 * float(exact.norm())
+
+
+@needs_kernels
+def test_weights_file_are_refused_where_there_are_no_blocks_and_where_they_are_not_computed(
+    tmp_path: Path,
+) -> None:
+    file, twin = write(tmp_path)
+    with pytest.raises(CheckpointError, match="this model has none: use weights fp32"):
+        load(twin, "file")
+    for more in ({"backend": "library"}, {"inflate_bytes": 1 << 24}):
+        with pytest.raises(CheckpointError, match="with weights file is not"):
+            load(file, "file", **more)
 
 
 @needs_kernels

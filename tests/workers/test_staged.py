@@ -152,7 +152,7 @@ def test_torch_computes_the_same_function_up_to_rounding(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(37, 48), (48, 17), (96, 30), (100, 33), (16, 3)])
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", [Kind.FP32, Kind.FP16, Kind.BF16, Kind.INT8])
 def test_a_packed_matrix_is_laid_out_as_it_was(
     kind: Kind, shape: tuple[int, int], bias: bool
 ) -> None:

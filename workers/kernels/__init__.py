@@ -50,6 +50,10 @@ class Kind(IntEnum):
     FP16 = 1
     BF16 = 2
     INT8 = 3
+    BLOCKS = 8
+    """Blocks of a GGUF file, and rows of x rounded to 8 bits; the numbers between are `Coded`'s."""
+    EXACT_BLOCKS = 9
+    """Blocks whose weights become fp32 as they are used, and x as it is."""
 
 
 class Isa(IntEnum):
@@ -107,6 +111,10 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
         None,
         (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     ),
+    "dt_part_bytes": (c_int64, (c_int, c_int64, c_int64)),
+    "dt_pack_blocks": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "dt_wrong_row": (c_int64, (c_int, c_void_p, c_int64, c_int64)),
+    "dt_unpack_blocks": (None, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
     "dt_linear": (None, (POINTER(MatrixStruct), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "dt_likeliest": (None, (c_void_p,)),
 }
@@ -185,11 +193,15 @@ def threads() -> int:
 class PackedMatrix:
     """A matrix [n out, k in] in the layout of the kernels, packed once by rows, with its bias."""
 
-    def __init__(self, kind: IntEnum, n: int, k: int, *, bias: Array | None = None) -> None:
-        """`kind`: a `Kind`, or a `Coded` of coded.py, whose matrices are packed otherwise."""
+    def __init__(
+        self, kind: IntEnum, n: int, k: int, *, bias: Array | None = None, size: int | None = None
+    ) -> None:
+        """`kind`: a `Kind`, or a `Coded` of coded.py, whose matrices are packed otherwise. `size`:
+        the bytes of the weights, where kind and shape do not tell."""
         self.kind, self.n, self.k = kind, n, k
         self._linear = library().dt_linear
-        packed_bytes = -(-library().dt_packed_bytes(kind, n, k) // ALIGNMENT) * ALIGNMENT
+        size = library().dt_packed_bytes(kind, n, k) if size is None else size
+        packed_bytes = -(-size // ALIGNMENT) * ALIGNMENT
         scales_bytes = n * 4 if kind is Kind.INT8 else 0
         self.nbytes = packed_bytes + scales_bytes + (0 if bias is None else n * 4)
         self.memory, packed = fresh_memory(self.nbytes)

@@ -25,7 +25,7 @@ from dovetail.workers.models.language_model import (
 )
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.proving import provable
-from dovetail.workers.models.weight_types import LINEAR_TYPES
+from dovetail.workers.models.weight_types import FILE_KINDS, LINEAR_TYPES
 from dovetail.workers.progress import loading
 
 
@@ -45,9 +45,11 @@ def assemble(
     plan = plan_inflation(model, inflate_bytes) if inflate_bytes else None
     if plan is not None:
         grow_skeleton(model, plan)
-    types = Types(
-        None if plan is None else LINEAR_TYPES.get(weights, torch.float32), None
-    )  # dead units get numbers of the type that is wanted
+    types = Types(  # dead units get numbers of the type that is wanted
+        None if plan is None else LINEAR_TYPES.get(weights, torch.float32),
+        None,
+        blocks=weights in FILE_KINDS,
+    )
     name, layers = decoder_layers(model)
     prefixes = [
         f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))

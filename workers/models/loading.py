@@ -62,6 +62,7 @@ from dovetail.workers.models.remembered.proofs import Proofs
 from dovetail.workers.models.remembered.recall import Memory, recall
 from dovetail.workers.models.wanted import Stager, Wanted
 from dovetail.workers.models.weight_types import (
+    FILE_KINDS,
     GPU_TYPES,
     KINDS,
     LINEAR_TYPES,
@@ -84,6 +85,7 @@ def load_language_model(
     stage: Stager | None = None,
     cache: str | None = None,
     proof: str = "off",
+    activations: str = "int8",
 ) -> LanguageModel:
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
     inflated to a size in bytes if that is not 0.
@@ -92,7 +94,7 @@ def load_language_model(
     that remembers what was measured of the library. `stage`: how it is spread over devices, in
     place of `device`; only a model that the kernels can compute is. `cache`: the type of keys and
     values, one of `protocol.settings.CACHES`; None: fp32 on the CPU, that of the weights on a
-    device. `proof`: auto, a proof that is
+    device. `activations`: int8 or fp32, with weights `file`. `proof`: auto, a proof that is
     remembered is enough; anew, it is made anew and remembered; off, it is made and not remembered.
     """
     check_names(weights, backend)
@@ -102,9 +104,8 @@ def load_language_model(
     checkpoint = open_checkpoint(source)
     on_cpu = stage is not None or torch.device(device).type == "cpu"
     cache = cache or ("fp32" if on_cpu else "auto")
-    wanted = Wanted(
-        weights, type_of(weights, checkpoint), backend, inflate_bytes, profile, stage, cache, proof
-    )
+    own = type_of(weights, checkpoint, activations)
+    wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
     digest = (
         inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
     )
@@ -142,6 +143,7 @@ def _on_cpu(
     skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: Wanted
 ) -> LanguageModel:
     """Kernels where that is wanted and can be; else the library."""
+    _refuse_blocks(checkpoint, wanted)
     why_not = _against_kernels(wanted)
     if not why_not:
         memory = Memory(checkpoint, digest, wanted)
@@ -181,7 +183,9 @@ def _on_cpu(
             f"{checkpoint.source}: target.cache = 'half' needs the C++ kernels, and {why_not}: "
             "leave it out, or use fp32"
         )
-    rounded = wanted.weights == "int8" or (wanted.weights == "bf16" and wanted.asked == "half")
+    rounded = wanted.weights in ("int8", *FILE_KINDS) or (
+        wanted.weights == "bf16" and wanted.asked == "half"
+    )
     if (
         rounded or wanted.backend == "kernels"
     ):  # the remedies below are not to lead into another refusal
@@ -189,6 +193,11 @@ def _on_cpu(
     if wanted.backend == "kernels":
         other = "backend library and weights fp32" if rounded else "backend library"
         raise CheckpointError(f"{checkpoint.source}: {why_not}; or use {other}")
+    if wanted.weights in FILE_KINDS:
+        raise CheckpointError(
+            f"{checkpoint.source}: weights file need the C++ kernels, and {why_not}; or use "
+            "weights fp32"
+        )
     if wanted.backend == "library" and wanted.weights == "int8":
         raise CheckpointError(
             f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it "
@@ -208,6 +217,21 @@ def _on_cpu(
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, because %s", checkpoint.source, why_not)
     return model
+
+
+def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
+    """`CheckpointError` for what is not computed with the blocks of a file."""
+    found = {
+        "split or streamed": wanted.stage is not None,
+        "inflated": wanted.inflate_bytes > 0,
+        "computed by the library": wanted.backend == "library",
+    }
+    what = next((what for what, asked in found.items() if asked), None)
+    if what is not None and wanted.weights in FILE_KINDS:
+        raise CheckpointError(
+            f"{checkpoint.source}: a model with weights file is not {what}: use weights fp32 or "
+            "int8"
+        )
 
 
 def _model_type(checkpoint: Checkpoint) -> str:

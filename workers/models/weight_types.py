@@ -13,12 +13,20 @@ from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
-WEIGHTS = ("fp32", "half", "int8", "bf16", "fp16", "int8-per-tensor", "stored")
-"""`stored` is for a draft: the 16 bits of the checkpoint where it has them and the kernels compute
-with them, else fp32."""
+WEIGHTS = ("fp32", "half", "int8", "file", "bf16", "fp16", "int8-per-tensor", "stored")
+"""`stored` is for a draft: the blocks or the 16 bits of the checkpoint where it has them and the
+kernels compute with them, else fp32."""
 GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
-"""The kernels' kind of matrix for weights of a type; `half` is one of the two in the middle."""
+FILE_KINDS = {"file-int8": Kind.BLOCKS, "file-fp32": Kind.EXACT_BLOCKS}
+"""The kinds of matrices for weights `file`, by the activations that they are multiplied with."""
+KINDS = {
+    "fp32": Kind.FP32,
+    "fp16": Kind.FP16,
+    "bf16": Kind.BF16,
+    "int8": Kind.INT8,
+    **FILE_KINDS,
+}
+"""The kernels' kind of matrix for weights of a type; `half` is one of the two 16-bit types."""
 LINEAR_TYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -37,9 +45,20 @@ def check_names(weights: str, backend: str) -> None:
         raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
 
 
-def type_of(weights: str, checkpoint: Checkpoint) -> str:
-    """`weights` with `half` and `stored` put into the words of what the checkpoint's matrices are;
-    half weights of others would be another function."""
+def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> str:
+    """`weights` with `half`, `file` and `stored` put into the words of what the checkpoint's
+    matrices are; half weights of others would be another function."""
+    own = f"file-{activations}"
+    if weights == "file" and not checkpoint.has_blocks:
+        raise CheckpointError(
+            f"{checkpoint.source}: weights file are the blocks of a GGUF file, and this model has "
+            "none: use weights fp32, half or int8"
+        )
+    in_blocks = checkpoint.has_blocks and not checkpoint.has_experts
+    if weights == "file" or (
+        weights == "stored" and in_blocks and not fused.reason_against(KINDS[own])
+    ):
+        return own
     if weights not in ("half", "stored"):
         return weights
     kinds = {
@@ -63,6 +82,10 @@ def type_of(weights: str, checkpoint: Checkpoint) -> str:
 def _configured_type(weights: str, folder: Path) -> str:
     """Return the type for a config.json alone, by the type that it names for the checkpoint's
     matrices; 16 bits where it names none."""
+    if weights == "file":
+        raise CheckpointError(
+            f"{folder}: weights file are read from their file, and there is none; use weights int8"
+        )
     if weights not in ("half", "stored"):
         return weights
     file = folder if folder.is_file() else folder / "config.json"

@@ -63,6 +63,7 @@ def open_target_worker(
         stage=None if spread is None else spread.stage,
         cache=settings.cache,
         proof=settings.proof,
+        activations=settings.activations,
     )
     tell_proof(model.proved, name)
     placed = ""
@@ -115,7 +116,7 @@ def _fingerprint(
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
     return Fingerprint(
         checkpoint=model.checkpoint_digest,
-        weights=settings.weights,
+        weights=model.weights if settings.weights == "file" else settings.weights,
         kernels=family,
         cache=model.cache,
         **others,

@@ -1,4 +1,5 @@
 // The C face of the linears and of the ranking, and what all kernels share: the instruction set in use, the threads, scratch memory, and one caller at a time.
+#include "blocks.h"
 #include "kernels.h"
 #include "packing.h"
 #include "pool.h"
@@ -108,6 +109,14 @@ void dt_pack_alone(int kind, int stored, const void* source, int64_t first_row, 
     pack_alone(kind, stored, source, first_row, count, n, k, packed, scales);
 }
 void dt_unpack_row(const Matrix* matrix, int64_t row, float* out) { unpack_row(*matrix, row, out); }
+
+// Of a part of a matrix of blocks: ggml's type, or of plain numbers -1 - Kind. 0: there are no kernels for the type.
+int64_t dt_part_bytes(int type, int64_t n, int64_t k) { return part_bytes(type, n, k); }
+
+// None of these shares anything with another caller.
+void dt_pack_blocks(int type, const uint8_t* source, int64_t first, int64_t count, int64_t k, char* part) { pack_blocks(type, source, first, count, k, part); }
+int64_t dt_wrong_row(int type, const uint8_t* source, int64_t count, int64_t k) { return wrong_row(type, source, count, k); }
+void dt_unpack_blocks(int type, const uint8_t* source, int64_t count, int64_t k, float* out) { unpack_blocks(type, source, count, k, out); }
 
 void dt_pack_codes(
     int kind, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int64_t first_row, int64_t count, int64_t k, void* packed) {

@@ -6,7 +6,7 @@
 namespace dovetail {
 
 enum Isa : int { PLAIN = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, NEON = 4 };
-enum Kind : int { FP32 = 0, FP16 = 1, BF16 = 2, INT8 = 3, CODES8 = 4, CODES4 = 5, CODES3 = 6, CODES2 = 7 };
+enum Kind : int { FP32 = 0, FP16 = 1, BF16 = 2, INT8 = 3, CODES8 = 4, CODES4 = 5, CODES3 = 6, CODES2 = 7, BLOCKS = 8, EXACT_BLOCKS = 9 };
 
 // A packed matrix [n out, k in]. The layout is the same for every instruction set.
 struct Matrix {

@@ -391,6 +391,8 @@ static void chunks(const Matrix& m, const float* x, int64_t x_stride, float* y, 
 
 #include "grouped.inl"
 
+#include "blocks.inl"
+
 namespace DT_NS {
 
 static void linear(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
@@ -402,7 +404,8 @@ static void linear(const Matrix& m, const float* x, int64_t x_stride, float* y, 
         case dovetail::CODES8: return group_chunks<8>(m, x, x_stride, y, y_stride, rows);
         case dovetail::CODES4: return group_chunks<4>(m, x, x_stride, y, y_stride, rows);
         case dovetail::CODES3: return group_chunks<3>(m, x, x_stride, y, y_stride, rows);
-        default: return group_chunks<2>(m, x, x_stride, y, y_stride, rows);
+        case dovetail::CODES2: return group_chunks<2>(m, x, x_stride, y, y_stride, rows);
+        default: return block_chunks(m, x, x_stride, y, y_stride, rows);
     }
 }
 

@@ -1,4 +1,5 @@
 // Rows of a matrix as a checkpoint has them [count, k] -> the layout of packing.h.
+#include "blocks.h"
 #include "packing.h"
 #include "pool.h"
 
@@ -41,19 +42,6 @@ Quantised quantise(const float* w, int64_t k, int8_t* q) {
         sum += q[i];
     }
     return {most < 1e-30f ? 0.0f : most / 127.0f, -128 * sum};
-}
-
-inline float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-// A finite number of 16 bits as fp32, exactly: the exponent of fp16 is moved by a multiplication, which has subnormal numbers right too.
-inline float widened(int stored, uint16_t bits) {
-    if (stored == BF16) return from_bits(static_cast<uint32_t>(bits) << 16);
-    const float size = from_bits(static_cast<uint32_t>(bits & 0x7fff) << 13) * from_bits(0x77800000u);
-    return bits & 0x8000 ? -size : size;
 }
 
 // What pack() packs, vector by vector.
@@ -159,6 +147,7 @@ void pack_alone(int kind, int stored, const void* source, int64_t first, int64_t
 }
 
 void unpack_row(const Matrix& m, int64_t row, float* out) {
+    if (m.kind == BLOCKS || m.kind == EXACT_BLOCKS) return unpack_part_row(m, row, out);
     const int64_t panel = row / PANEL, lane = row % PANEL, width = panel_width(m.n, panel);
     const char* const weights = weights_at(m, panel, 0);
     for (int64_t i = 0; i < m.k; i++) {

@@ -10,6 +10,8 @@
 
 #include "kernels.h"
 
+#include <cstring>
+
 namespace dovetail {
 
 constexpr int64_t PANEL = 48, VECTOR = 16;
@@ -41,6 +43,19 @@ inline const int32_t* column_starts(const Matrix& m) { return (const int32_t*)((
 // Adding and subtracting 1.5 * 2^23 rounds a float below 2^22 to the nearest integer, ties to even, with no library and the same on every machine.
 constexpr float ROUNDER = 12582912.0f;
 
+static inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// A finite number of 16 bits as fp32, exactly: the exponent of fp16 is moved by a multiplication, which has subnormal numbers right too.
+static inline float widened(int stored, uint16_t bits) {
+    if (stored == BF16) return from_bits(static_cast<uint32_t>(bits) << 16);
+    const float size = from_bits(static_cast<uint32_t>(bits & 0x7fff) << 13) * from_bits(0x77800000u);
+    return bits & 0x8000 ? -size : size;
+}
+
 // Rows first .. first + count of a matrix [n, k]: source [count, k], float for FP32 and INT8, raw 16 bits for FP16 and BF16. INT8 also sets scales[first ...].
 void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
 
@@ -48,7 +63,7 @@ void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n,
 // packs parts of a matrix that share no column of 16 on several threads.
 void pack_alone(int kind, int stored, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
 
-// out [k] is row `row` of a matrix of FP32, FP16, BF16 or INT8, as it is multiplied with.
+// out [k] is row `row` of a matrix of FP32, FP16, BF16, INT8 or blocks, as it is multiplied with.
 void unpack_row(const Matrix& matrix, int64_t row, float* out);
 
 // The same of codes [count, k up to a whole group], one a byte, with scales and offsets [count, groups] as raw fp16: weight = (code - 2^(bits - 1)) scale +

@@ -13,7 +13,9 @@ struct Product {
 };
 
 // Bytes of a row of x that is packed for a matrix.
-static inline int64_t row_bytes(const Matrix& m) { return 4 * (dovetail::steps_of(m.kind, m.k) + 1); }
+static inline int64_t row_bytes(const Matrix& m) {
+    return m.kind == dovetail::BLOCKS || m.kind == dovetail::EXACT_BLOCKS ? part_x_bytes(m, 1) : 4 * (dovetail::steps_of(m.kind, m.k) + 1);
+}
 
 // So many units of columns for each thread: whoever is held up leaves the rest to the others.
 constexpr int64_t UNITS = 16;
@@ -49,12 +51,28 @@ static void run_products(const Product* products, int64_t count) {
     });
 }
 
+// All parts of the matrices are of blocks.
+static void run_block_products(const Product* products, int64_t count) {
+    take_turns(count, [&](int64_t i) {
+        const Product& p = products[i];
+        prepare_blocks(*p.matrix, p.x, p.matrix->k, p.rows, p.packed, 0, 1);
+    });
+    const int64_t vectors = dovetail::parts_of(*products[0].matrix).vectors;  // all are of one shape
+    const int64_t pieces = smaller(vectors, (UNITS * dovetail::threads() + count - 1) / count);
+    take_turns(count * pieces, [&](int64_t unit) {
+        const Product& p = products[unit / pieces];
+        const int64_t piece = unit % pieces;
+        block_columns({*p.matrix, p.rows, p.packed, p.y, p.matrix->n}, vectors * piece / pieces, vectors * (piece + 1) / pieces);
+    });
+}
+
 static void run_products(const Product* products, int64_t count) {
     switch (products[0].matrix->kind) {
         case dovetail::FP32: return run_products<dovetail::FP32>(products, count);
         case dovetail::FP16: return run_products<dovetail::FP16>(products, count);
         case dovetail::BF16: return run_products<dovetail::BF16>(products, count);
-        default: return run_products<dovetail::INT8>(products, count);
+        case dovetail::INT8: return run_products<dovetail::INT8>(products, count);
+        default: return run_block_products(products, count);
     }
 }
 

@@ -6,31 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import NormKind
 from dovetail.workers.models.backends.layer_parts import described_norm
 from dovetail.workers.models.backends.packing import KernelNorm, compare_product, pack
 from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.checkpoints.tables import WidenedEmbedding, is_table, scale_of
 from dovetail.workers.models.families.description import Family, Norms, TokenInputs
 
 PROVED_ROWS = 8
 """Rows by which the packed projection is compared with the checkpoint's."""
-
-
-class WidenedEmbedding(nn.Module):
-    """ids [...] -> float32 [..., hidden], times `scale` if there is one (Gemma's, which multiplies
-    the widened rows)."""
-
-    def __init__(self, weight: Tensor, scale: float | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self._scale = scale
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = embedding(ids, self.weight).float()
-        return rows if self._scale is None else rows * self._scale
 
 
 def widen_embeddings(model: Any) -> None:
@@ -39,11 +25,8 @@ def widen_embeddings(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Embedding) or module.weight.dtype == torch.float32:
             continue
-        scale = getattr(module, "embed_scale", None)
-        if type(module) is nn.Embedding or scale is not None:
-            model.set_submodule(
-                name, WidenedEmbedding(module.weight, None if scale is None else float(scale))
-            )
+        if is_table(module):
+            model.set_submodule(name, WidenedEmbedding(module.weight, scale_of(module)))
         else:
             module.float()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dovetail.workers.kernels import Kind, PackedMatrix, threads
 from dovetail.workers.kernels.experts import route, stacked_matrices
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, Norm, RouterPlan
-from dovetail.workers.models.backends.packing import DTYPES, check_rows, pack
+from dovetail.workers.models.backends.packing import BLOCK_KINDS, DTYPES, check_rows, pack
 from dovetail.workers.models.checkpoints.pieces import UNREAD
 from dovetail.workers.models.families.description import Experts, Router
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
@@ -87,6 +87,8 @@ class ExpertParts:
 
     def pack(self, kind: Kind) -> ExpertsPlan:
         """Return the experts with matrices of a kind; `module` loses its weights."""
+        if kind in BLOCK_KINDS:
+            raise UnsupportedError("experts are not computed from blocks")
         gate_up, down = (self._pack_stack(kind, name) for name in self.said.stacks)
         gate = self.said.shared_gate
         inner, outer, dense = self.norms
@@ -155,6 +157,8 @@ def tensor_of(layer: nn.Module, name: str) -> Tensor:
     found: Any = getattr(part_of(layer, part), own, None)
     if not isinstance(found, Tensor):
         raise UnsupportedError(f"{type(layer).__name__} has no {name}")
+    if found.is_meta:
+        raise UnsupportedError(f"{name} of {type(layer).__name__} is stored in blocks")
     return found.detach()
 
 

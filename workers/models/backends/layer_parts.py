@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels import PackedMatrix
 from dovetail.workers.kernels.layer_plan import (
     Activation,
     BesidePlan,
@@ -21,6 +21,7 @@ from dovetail.workers.kernels.states import ScanPlan
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
 from dovetail.workers.models.backends.rotary_tables import RotaryTables
+from dovetail.workers.models.checkpoints.gguf.rows import take_places
 from dovetail.workers.models.families.description import (
     Attention,
     Beside,
@@ -34,8 +35,6 @@ from dovetail.workers.models.families.description import (
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.recurrent.parts import Gates, orders_of, scan_of, split_gates
 
-EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
-"""The kind that holds weights of a type as they are."""
 BESIDE = "beside_"
 """The beginning of the names of the matrices of a mixer with a state that stands beside
 attention."""
@@ -171,9 +170,7 @@ class LayerParts:
                 raise UnsupportedError(
                     f"a linear of {part.out_features} outputs, where {len(order)} are due"
                 )
-            part.weight = nn.Parameter(part.weight.detach()[order], requires_grad=False)
-            if part.bias is not None:
-                part.bias = nn.Parameter(part.bias.detach()[order], requires_grad=False)
+            take_places(part, order, part)
 
 
 def _xielu_numbers(function: Any) -> tuple[float, float]:
@@ -337,12 +334,6 @@ def why_not_apart(family: Family, config: Any) -> str:
         "whose heads differ": len({(m.kv_heads, m.head_dim) for m in attentions}) > 1,
     }
     return next((what for what, there in found.items() if there), "")
-
-
-def exact_kind(parts: "LayerParts") -> Kind:
-    """The kind that holds all weights of a layer as they are."""
-    types = {part.weight.dtype for linears in parts.linears.values() for part in linears}
-    return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
 
 
 def final_norm(base: Any) -> tuple[str, nn.Module]:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.blocks import PLAIN, WIDTH, BlockMatrix, Part
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
+from dovetail.workers.models.checkpoints.gguf.rows import Rows, drop_weight, rows_of
 from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
 from dovetail.workers.models.states import Kept
 from dovetail.workers.models.timing import asked, timing
@@ -23,18 +25,25 @@ DTYPES = {
     Kind.INT8: torch.float32,
 }
 """The types that a matrix of each kind is packed from."""
+EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
+"""The kind that holds weights of a type as they are."""
+BLOCK_KINDS = (Kind.BLOCKS, Kind.EXACT_BLOCKS)
+ROUNDING = (Kind.INT8, Kind.BLOCKS)
+"""Kinds that round the rows that they are multiplied with."""
+Q8_0 = 8
 PIECE_WEIGHTS = 1 << 19
 """So many weights are converted at a time: 2 MiB of fp32, which a cache holds until they are
 packed."""
 SAMPLED = 4
 """Rows of a matrix that are compared with the checkpoint's."""
-PRODUCT_TOLERANCE = {Kind.FP32: 1e-4, Kind.FP16: 1e-4, Kind.BF16: 1e-4, Kind.INT8: 0.1}
+PRODUCT_TOLERANCE = {**dict.fromkeys(Kind, 1e-4), Kind.INT8: 0.1}
 """The tolerance of a product by packed weights to one by the checkpoint's; codes of fewer bits are
-the quantiser's business."""
+the quantiser's business. Rows that blocks are multiplied with are rounded for both (`given_to`)."""
 
 
 def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """One matrix of the kernels from linears with the same inputs, below each other."""
+    """One matrix of the kernels from linears with the same inputs, below each other; of kinds of
+    blocks, linears without any are packed as they are."""
     biases = [linear.bias for linear in linears]
     bias = None
     if any(b is not None for b in biases):
@@ -44,6 +53,10 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
                 for part, b in zip(linears, biases, strict=True)
             ]
         )
+    if kind in BLOCK_KINDS:
+        if any(rows_of(part) is not None for part in linears):
+            return _pack_parts(kind, linears, bias)
+        kind = exact_kind(linears)
     matrix = PackedMatrix(
         kind, sum(part.out_features for part in linears), linears[0].in_features, bias=bias
     )
@@ -51,6 +64,58 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
     for part, first in zip(linears, starts, strict=False):
         pack_rows(kind, matrix, part.weight.detach(), first)
     return matrix
+
+
+def _pack_parts(kind: Kind, linears: Sequence[nn.Linear], bias: Tensor | None) -> PackedMatrix:
+    """One matrix of linears some of which have blocks."""
+    types = {own: number for number, own in PLAIN.items()}
+    contents, parts = [], []
+    for part in linears:
+        rows = rows_of(part)
+        content = part.weight.detach() if rows is None else rows.content
+        own = types[EXACT_KINDS[content.dtype]] if rows is None else rows.kind
+        contents.append(content.contiguous())
+        parts.append(Part(own, part.out_features))
+    matrix = BlockMatrix(kind, parts, linears[0].in_features, bias=bias)
+    for index, content in enumerate(contents):
+        matrix.pack_part(index, content)
+    return matrix
+
+
+def sample_of(kind: Kind) -> tuple[PackedMatrix, Tensor]:
+    """Return a small random matrix [37, 64] of a kind, and its weights."""
+    generator = torch.Generator().manual_seed(1)
+    if kind not in BLOCK_KINDS:
+        weight = torch.randn(37, 64, generator=generator).to(DTYPES[kind])
+        matrix = PackedMatrix(kind, 37, 64)
+        matrix.pack(weight)
+        return matrix, weight
+    content = torch.randint(256, (37, 2, 34), dtype=torch.uint8, generator=generator)
+    content[:, :, :2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    rows = Rows(Q8_0, content.view(37, -1))
+    own = BlockMatrix(kind, [Part(Q8_0, 37)], 64)
+    own.pack_part(0, rows.content)
+    return own, rows.numbers()
+
+
+def exact_kind(linears: Sequence[nn.Linear]) -> Kind:
+    """The kind that holds all weights of some linears as they are."""
+    types = {part.weight.dtype for part in linears}
+    return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
+
+
+def given_to(matrix: PackedMatrix, index: int, x: Tensor) -> Tensor:
+    """Rows x [m, in] as the linear of an index in a matrix multiplies with them: those of blocks
+    rounded to 8 bits, each 32 inputs by themselves."""
+    if (
+        not isinstance(matrix, BlockMatrix)
+        or matrix.kind is not Kind.BLOCKS
+        or matrix.parts[index].type in PLAIN
+    ):
+        return x
+    blocks = x.view(len(x), -1, WIDTH)
+    most = blocks.abs().amax(dim=2, keepdim=True).clamp(min=1e-30)
+    return ((blocks * (127.0 / most)).round() * (most / 127.0)).view(x.shape)
 
 
 def pack_rows(kind: Kind, matrix: PackedMatrix, weight: Tensor, first: int) -> None:
@@ -66,7 +131,7 @@ def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
     twice."""
     matrix = pack(kind, linears)
     for part in linears:
-        part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        drop_weight(part)
     return matrix
 
 

@@ -26,7 +26,8 @@ from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.embedding import OwnInputs
 from dovetail.workers.models.backends.experts import ExpertProof, ScaledExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts
-from dovetail.workers.models.backends.packing import compare_product, sampled_rows
+from dovetail.workers.models.backends.packing import compare_product, given_to, sampled_rows
+from dovetail.workers.models.checkpoints.gguf.rows import weight_of
 from dovetail.workers.models.families.description import Attention
 from dovetail.workers.models.parity.following import (
     UnprovableError,
@@ -48,7 +49,7 @@ LAYER_TOLERANCE = 2e-4
 ROUNDED_TOLERANCE = 2e-2
 """The tolerance where a matrix rounds its inputs to integers, so that a rounding of 1e-7 before it
 may become one of 1e-3."""
-EXACT = (Kind.FP32, Kind.FP16, Kind.BF16)
+EXACT = (Kind.FP32, Kind.FP16, Kind.BF16, Kind.EXACT_BLOCKS)
 CACHE_TOLERANCE, ROUNDED_CACHE_TOLERANCE = 0.1, 0.5
 """The distance by which keys and values in 16 bits may move the logits of the middle row, relative
 to their norm. 1e-3 is usual, and keys that are too large move them by as much as they are. Where a
@@ -79,7 +80,7 @@ class Product:
             picked = sampled_rows(part.out_features)
             bias = 0.0 if part.bias is None else part.bias.detach()[picked].float()
             self._first.append(first)
-            self._samples.append((picked, part.weight.detach()[picked].float(), bias))
+            self._samples.append((picked, weight_of(part, picked), bias))
             first += part.out_features
         self.stand_ins = [
             _Rows(self, start, part.out_features, None if order is None else order.argsort())
@@ -107,10 +108,10 @@ class Product:
         assert self._matrix is not None
         if self._matrix.kind not in list(Kind) or len(x) == 1:
             return
-        for first, (picked, weight, bias) in zip(self._first, self._samples, strict=True):
-            compare_product(
-                self.name, self._matrix, self.result[:, first + picked], x @ weight.t() + bias
-            )
+        parts = zip(self._first, self._samples, strict=True)
+        for index, (first, (picked, weight, bias)) in enumerate(parts):
+            expected = given_to(self._matrix, index, x) @ weight.t() + bias
+            compare_product(self.name, self._matrix, self.result[:, first + picked], expected)
 
 
 class _Rows(nn.Module):

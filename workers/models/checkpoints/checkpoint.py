@@ -33,7 +33,10 @@ from dovetail.workers.models.checkpoints.digests import (
     refuse_changed,
 )
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
-from dovetail.workers.models.checkpoints.gguf.tensors import source_of, stored_in
+from dovetail.workers.models.checkpoints.gguf.formats import UNPACK
+from dovetail.workers.models.checkpoints.gguf.placing import TRANSPOSE
+from dovetail.workers.models.checkpoints.gguf.rows import Rows
+from dovetail.workers.models.checkpoints.gguf.tensors import Blocks, source_of, stored_in
 from dovetail.workers.models.checkpoints.gguf.view import model_of
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.quantised.tensors import decoded
@@ -75,6 +78,27 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """The tensor of that name in the type it is stored in."""
         return self.tensors[name].read(name)
+
+    def rows(self, name: str, *, transposed: bool) -> Rows | None:
+        """The rows [out] of a matrix whose numbers are blocks as its file has them; None for any
+        other tensor. `transposed`: the tensor of that name is [in, out]."""
+        stored = self.tensors[name]
+        if not isinstance(stored, Blocks) or (stored.placed.change == TRANSPOSE) != transposed:
+            return None
+        return stored.rows(name)
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether any tensor is of experts."""
+        return any(".experts." in name for name in self.tensors)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Return whether any matrix is stored in blocks."""
+        return any(
+            isinstance(stored, Blocks) and stored.placed.place.kind in UNPACK
+            for stored in self.tensors.values()
+        )
 
     def refuse_changed(self) -> None:
         """`CheckpointError` if a weight file is no longer the one that was read and found whole;

@@ -9,13 +9,13 @@ Functions of shapes; reads headers alone, needs no torch.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.gguf.view import described_tensors
+from dovetail.workers.models.checkpoints.gguf.view import described_tensors, packed_bytes
 from dovetail.workers.models.checkpoints.namings import NAMINGS
 from dovetail.workers.models.checkpoints.quantised.layout import matrices
 from dovetail.workers.models.checkpoints.quantised.schemes import Scheme, scheme_of
@@ -33,6 +33,8 @@ PROOF_BYTES = 48 << 20
 (`backends/fused.py`)."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
+FILE = "file"
+"""Weights that stay the blocks of a GGUF file."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
@@ -51,6 +53,8 @@ class Tensor:
     shape: tuple[int, ...]
     blocks: bool = False
     """True if it is read from blocks of GGUF, all experts of a layer together."""
+    packed_bytes: int = 0
+    """Bytes of its blocks as the kernels have them; 0: it has none."""
 
     @property
     def numbers(self) -> int:
@@ -89,7 +93,11 @@ def read_tensors(folder: Path) -> list[Tensor]:
     """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
     loads them says what is wrong."""
     if blocks := described_tensors(folder):
-        return [Tensor(name, kind, shape, blocks=True) for name, (kind, shape) in blocks.items()]
+        sizes = packed_bytes(folder)
+        return [
+            Tensor(name, kind, shape, blocks=True, packed_bytes=sizes.get(name, 0))
+            for name, (kind, shape) in blocks.items()
+        ]
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         names = (
@@ -160,6 +168,8 @@ def loading_bytes(
     `library`: torch computes it, and each matrix is there as stored and in the type that is
     computed with.
     """
+    if weights == FILE:
+        return _file_loading_bytes(tensors)
     if library and rearranged(tensors):
         largest = max((tensor.numbers for tensor in tensors if tensor.is_matrix), default=0)
         return PROCESS_BYTES + 4 * (sum(tensor.numbers for tensor in tensors) + largest)
@@ -209,6 +219,15 @@ def loading_bytes(
     return PROCESS_BYTES + PROOF_BYTES + max(whole, at_layers, at_head)
 
 
+def _file_loading_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the most that a process holds while it loads a model as the blocks of its file: beside
+    what is packed a layer as it is read, and the head."""
+    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or _tied_head(tensors)
+    layers = (sum(_kept_bytes(tensor, FILE) for tensor in layer) for layer in _layers(tensors))
+    read = max(layers, default=0) + sum(_kept_bytes(tensor, FILE) for tensor in heads)
+    return PROCESS_BYTES + PROOF_BYTES + weights_bytes(tensors, FILE) + read
+
+
 def substitute_loading_bytes(tensors: Sequence[Tensor], bits: int) -> int:
     """Return the most that a process holds while it loads a substitute in codes of so many bits,
     once they have been made."""
@@ -243,6 +262,8 @@ def head_loading_bytes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> i
 
 
 def _kept_bytes(tensor: Tensor, weights: str) -> int:
+    if weights == FILE:
+        return tensor.packed_bytes or tensor.stored_bytes
     if tensor.is_table:
         return tensor.numbers * min(4, STORED_BYTES.get(tensor.kind, 4))
     kind = weights if weights in WEIGHT_BYTES else "int8" if weights.startswith("int8") else "fp32"
@@ -268,7 +289,7 @@ def _tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.is_table and len(tensor.shape) == 2 and "_per_layer." not in tensor.name
     ]
     largest = max(tables, key=lambda tensor: tensor.shape[0], default=None)
-    return [] if largest is None else [Tensor("lm_head.weight", largest.kind, largest.shape)]
+    return [] if largest is None else [replace(largest, name="lm_head.weight")]
 
 
 def _layers(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -283,10 +304,11 @@ def types_below(weights: str, tensors: Sequence[Tensor], *, library: bool) -> li
     """Return the types of weights of a target that take less than these and can be computed, the
     most exact first."""
     smaller: Mapping[str, tuple[str, ...]] = {
-        "fp32": ("half", "int8"),
+        "fp32": ("half", FILE, "int8"),
         "half": ("int8",),
         "bf16": ("int8",),
     }
     if library:
         return [] if rearranged(tensors) else ["bf16"] if weights == "fp32" else []
-    return [name for name in smaller.get(weights, ()) if name != "half" or half_of(tensors)]
+    able = {"half": half_of(tensors), FILE: any(tensor.packed_bytes for tensor in tensors)}
+    return [name for name in smaller.get(weights, ()) if able.get(name, True)]

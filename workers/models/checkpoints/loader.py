@@ -33,8 +33,10 @@ from dovetail.workers.models.checkpoints.configured import (
     with_buffers,
 )
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.gguf.rows import Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
-from dovetail.workers.models.checkpoints.pieces import STACK, UNREAD, Pieces
+from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, leave_unread
+from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
 from dovetail.workers.progress import count_bytes, loading
 
@@ -55,6 +57,8 @@ class Types:
     table: torch.dtype | None
     """The type of embeddings."""
     rest: torch.dtype | None = torch.float32
+    blocks: bool = False
+    """True if matrices and tables of blocks stay as a GGUF file has them (`gguf/rows.py`)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Skeleton:
     read_one: Callable[[str, int], Tensor] | None = None
     """The tensor of one expert, by the name of the parameter that holds those of a layer; None:
     experts are read together."""
+    rows: Callable[[str], Rows | None] | None = None
+    """The blocks of a parameter, None where it is none of blocks; None: there are no blocks."""
     size_bytes: int = 0
     """The bytes of all of it where there is no checkpoint."""
 
@@ -89,11 +95,11 @@ class Skeleton:
         begin with `prefix`; those of `but` are left for later. `one_by_one`: where that can be,
         experts get none, and whoever packs them reads each by itself (`leave_unread`)."""
         later = set() if but is None else set(but.modules())
-        for path, part in module.named_modules():
-            if part in later:
+        for path, part in list(module.named_modules()):
+            if part in later or (types.blocks and self._fill_blocks(module, prefix, path)):
                 continue
             for name, parameter in part.named_parameters(recurse=False):
-                if parameter.is_meta:
+                if parameter.is_meta and not (name == "weight" and rows_of(part) is not None):
                     full = ".".join(filter(None, (prefix, path, name)))
                     if one_by_one and STACK.match(full) and self.read_one is not None:
                         leave_unread(part, name, full, self.read_one)
@@ -106,6 +112,19 @@ class Skeleton:
                 if full in self.buffers:
                     part.register_buffer(name, self.read(full).float())
 
+    def _fill_blocks(self, module: nn.Module, prefix: str, path: str) -> bool:
+        """Give a part of a module its weight as blocks, if it has one of these; a table becomes
+        another part. True if nothing else of it is left to be filled."""
+        part, full = module.get_submodule(path), ".".join(filter(None, (prefix, path, "weight")))
+        able = ((table := is_table(part)) or type(part) is nn.Linear) and part.weight.is_meta
+        if self.rows is None or not able or (rows := self.rows(full)) is None:
+            return False
+        if table:
+            module.set_submodule(path, BlockEmbedding(rows, scale_of(part)))
+            return True
+        keep_rows(part, rows)
+        return part.bias is None
+
     def _tensor(self, name: str, part: nn.Module, types: Types) -> Tensor:
         tensor = self.read(name)
         if name in self.transposed:
@@ -115,13 +134,6 @@ class Skeleton:
             wanted = types.linear if isinstance(part, nn.Linear) else types.table
         as_stored = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
         return tensor.to(as_stored if wanted is None else wanted).contiguous()
-
-
-def leave_unread(
-    part: nn.Module, name: str, full: str, read_one: Callable[[str, int], Tensor]
-) -> None:
-    """Have a stack of experts' matrices read one by one, each when it is asked for."""
-    part.__dict__.setdefault(UNREAD, {})[name] = lambda index: read_one(full, index)
 
 
 def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
@@ -146,7 +158,20 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
         for name, _ in model.named_parameters(remove_duplicate=False)
     }
     transposed = _linearise(model)
-    return Skeleton(model, lambda name: checkpoint.read(stored[name]), transposed, stored=stored)
+    return stored_skeleton(model, checkpoint, stored, transposed)
+
+
+def stored_skeleton(
+    model: Any, checkpoint: Checkpoint, stored: Mapping[str, str], transposed: frozenset[str]
+) -> Skeleton:
+    """Return the skeleton of a model whose parameters are tensors of a checkpoint one by one."""
+    return Skeleton(
+        model,
+        lambda name: checkpoint.read(stored[name]),
+        transposed,
+        stored=stored,
+        rows=lambda name: checkpoint.rows(stored[name], transposed=name in transposed),
+    )
 
 
 def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:

@@ -6,12 +6,12 @@ stored. Knows names and shapes; not what is computed with them.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.mxfp4 import packed_shapes, unpack
@@ -145,3 +145,10 @@ class Pieces:
                 f"{stored.file}: tensor {piece} has numbers of type {stored.kind}; take weights "
                 f"of type {', '.join(CODE_TYPES if coded else FLOAT_TYPES)}"
             )
+
+
+def leave_unread(
+    part: nn.Module, name: str, full: str, read_one: Callable[[str, int], Tensor]
+) -> None:
+    """Have a stack of experts' matrices read one by one, each when it is asked for."""
+    part.__dict__.setdefault(UNREAD, {})[name] = lambda index: read_one(full, index)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.kernels.states import ScanPlan
 from dovetail.workers.models.backends.experts import part_of, tensor_of
+from dovetail.workers.models.checkpoints.gguf.rows import drop_weight, take_places
 from dovetail.workers.models.families.description import Given, StateMixer
 from dovetail.workers.models.parity.following import UnsupportedError
 
@@ -30,15 +31,13 @@ def split_gates(module: nn.Linear, heads: int, head_dim: int) -> Gates:
             f"queries and gates of {module.out_features} outputs, where {len(order)} are due"
         )
     queries, gates = (_rows(module, part) for part in order.chunk(2))
-    module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    drop_weight(module)
     return Gates(module, queries, gates, order)
 
 
 def _rows(module: nn.Linear, rows: Tensor) -> nn.Linear:
     part = nn.Linear(module.in_features, len(rows), bias=module.bias is not None, device="meta")
-    part.weight = nn.Parameter(module.weight.detach()[rows], requires_grad=False)
-    if module.bias is not None:
-        part.bias = nn.Parameter(module.bias.detach()[rows], requires_grad=False)
+    take_places(module, rows, part)
     return part
 
 

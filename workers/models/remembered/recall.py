@@ -18,13 +18,13 @@ from torch import nn
 
 from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.attention import Noted
-from dovetail.workers.models.backends.embedding import WidenedEmbedding
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.inflate import Plan
-from dovetail.workers.models.checkpoints.loader import Skeleton
+from dovetail.workers.models.checkpoints.loader import Skeleton, stored_skeleton
+from dovetail.workers.models.checkpoints.tables import WidenedEmbedding
 from dovetail.workers.models.families.description import Experts
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
@@ -202,12 +202,7 @@ def completed(outline: Proof, model: LanguageModel) -> Proof | None:
 
 def skeleton_by(proof: Proof, checkpoint: Checkpoint) -> Skeleton:
     """Return the skeleton of a checkpoint by its proof."""
-    return Skeleton(
-        Outline(proof),
-        lambda name: checkpoint.read(proof.stored[name]),
-        frozenset(proof.transposed),
-        stored=proof.stored,
-    )
+    return stored_skeleton(Outline(proof), checkpoint, proof.stored, frozenset(proof.transposed))
 
 
 def sample(model: LanguageModel) -> str:

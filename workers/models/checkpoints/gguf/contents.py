@@ -48,7 +48,7 @@ def contents_of(model: Model) -> dict[str, str]:
     mark = {
         "files": files,
         "mix": _mix(model),
-        "tensors": {n: (p.kind, p.shape) for n, p in tensors.items()},
+        "tensors": {n: (p.kind, p.shape, p.packed_bytes) for n, p in tensors.items()},
     }
     contents = {
         "config.json": config,

@@ -14,6 +14,8 @@ class Kind:
     numbers: int
     """Numbers of a block, neighbours in a row."""
     size_bytes: int
+    packed: int = 0
+    """Bytes of a block as the kernels have it, where these are others."""
 
     def size_of(self, shape: Sequence[int]) -> int:
         """Return the bytes of a tensor [..., row]; ValueError if its rows are not whole blocks."""
@@ -23,6 +25,11 @@ class Kind:
                 f"{self.name} do not divide"
             )
         return prod(shape) // self.numbers * self.size_bytes
+
+    def packed_size_of(self, shape: Sequence[int]) -> int:
+        """Return the bytes of the packed matrices of a tensor; 0 for plain numbers."""
+        own = self.packed or self.size_bytes
+        return 0 if self.numbers == 1 else prod(shape) // self.numbers * own
 
 
 F32, F16, BF16, MXFP4 = 0, 1, 30, 39
@@ -34,13 +41,13 @@ KINDS = {
     6: Kind("Q5_0", 32, 22),
     7: Kind("Q5_1", 32, 24),
     8: Kind("Q8_0", 32, 34),
-    10: Kind("Q2_K", 256, 84),
-    11: Kind("Q3_K", 256, 110),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
+    10: Kind("Q2_K", 256, 84, 100),
+    11: Kind("Q3_K", 256, 110, 114),
+    12: Kind("Q4_K", 256, 144, 148),
+    13: Kind("Q5_K", 256, 176, 180),
     14: Kind("Q6_K", 256, 210),
     20: Kind("IQ4_NL", 32, 18),
-    23: Kind("IQ4_XS", 256, 136),
+    23: Kind("IQ4_XS", 256, 136, 138),
     BF16: Kind("BF16", 1, 2),
     MXFP4: Kind("MXFP4", 32, 17),
 }

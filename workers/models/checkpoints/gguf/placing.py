@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
-from dovetail.workers.models.checkpoints.gguf.kinds import STORED
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
 from dovetail.workers.models.checkpoints.gguf.naming import NAMINGS, NOT_READ, Naming
 from dovetail.workers.models.checkpoints.gguf.reader import Head, Place
 
@@ -31,6 +31,12 @@ class Placed:
     def kind(self) -> str:
         """Return safetensors' name of the type of its numbers."""
         return STORED.get(self.place.kind, "F32")
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of what the kernels make of its blocks; 0 for plain numbers."""
+        own = KINDS[self.place.kind].packed_size_of(self.place.shape)
+        return own if self.up is None else own + self.up.packed_bytes
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.kernels.blocks import wrong_row
 from dovetail.workers.models.checkpoints.digests import Part, Source
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.files import Model
@@ -15,12 +16,14 @@ from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.placing import (
     HALVES,
     LESS_ONE,
+    NOTHING,
     TRANSPOSE,
     TURN,
     Placed,
     placed_in,
 )
 from dovetail.workers.models.checkpoints.gguf.reader import Head
+from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20
@@ -47,10 +50,29 @@ class Blocks(Stored):
         """Read a tensor of a file that has not been read as a whole."""
         return self._read(name, checked=True)
 
+    def rows(self, name: str) -> Rows | None:
+        """Return a matrix [out, in] whose numbers are blocks as the file has it, its rows in their
+        places; None where it is none, or what is to be done to it is more than that.
+        `CheckpointError` as of `read`."""
+        place, change = self.placed.place, self.placed.change
+        if place.kind not in UNPACK or len(place.shape) != 2:
+            return None
+        if change not in (NOTHING, HALVES, TRANSPOSE):
+            return None
+        content = torch.frombuffer(self.content(name), dtype=torch.uint8).view(place.shape[0], -1)
+        if wrong_row(place.kind, content, place.shape[1]) is not None:
+            raise self._not_finite(name)
+        if change == HALVES:
+            content = _halves(content, self.placed.heads)
+        return Rows(place.kind, content)
+
+    def _not_finite(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+
     def _read(self, name: str, *, checked: bool) -> Tensor:
         found = unpacked(self.content(name), self.placed.place.kind, self.placed.place.shape)
         if checked and not _finite(found):
-            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+            raise self._not_finite(name)
         return _changed(found, self.placed)
 
 
@@ -122,9 +144,13 @@ def _changed(found: Tensor, placed: Placed) -> Tensor:
     if placed.change == TURN:
         return found.transpose(1, 2)
     if placed.change == HALVES:
-        halves = found.view(placed.heads, -1, 2, *found.shape[1:]).transpose(1, 2)
-        return halves.reshape(found.shape)
+        return _halves(found, placed.heads)
     return found
+
+
+def _halves(found: Tensor, heads: int) -> Tensor:
+    halves = found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2)
+    return halves.reshape(found.shape)
 
 
 def _weave(gate: Tensor, up: Tensor) -> Tensor:

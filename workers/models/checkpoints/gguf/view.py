@@ -97,7 +97,14 @@ def described_tensors(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]
     """Return type and shape of the tensors of the model that a folder is the view of, by
     transformers' names; the type is that in which they are read."""
     found = _mark(folder).get("tensors", {})
-    return {name: (kind, tuple(shape)) for name, (kind, shape) in found.items()}
+    return {name: (kind, tuple(shape)) for name, (kind, shape, _) in found.items()}
+
+
+def packed_bytes(folder: Path) -> Mapping[str, int]:
+    """Return the bytes that the kernels take for the tensors of blocks of the model that a folder
+    is the view of, by transformers' names."""
+    found = _mark(folder).get("tensors", {})
+    return {name: size for name, (_, _, size) in found.items() if size}
 
 
 def mix_of(folder: Path) -> str:

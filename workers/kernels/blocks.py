@@ -1,0 +1,145 @@
+"""Matrices whose weights are the blocks of a GGUF file, in the layout of the C++ kernels: nothing
+is rounded once more, and a weight takes next to what it takes in the file.
+
+A matrix is a list of parts, ranges of outputs of one type of numbers each, all of which read the
+same rows of x. Rows are rounded to 8 bits, each 32 inputs with a scale of their own, or multiplied
+as they are; either way a row gives the same bytes of y whatever its neighbours are. Types have
+ggml's numbers. Knows shapes and addresses, not files.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import Structure, c_int32, c_int64, memmove, sizeof
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.workers.kernels import (
+    ALIGNMENT,
+    ELEMENTS,
+    Array,
+    Kind,
+    PackedMatrix,
+    address_of,
+    library,
+    threads,
+)
+
+WIDTH = 32
+"""Inputs that share a scale when a row of x is rounded."""
+VECTOR = 16
+"""Outputs that stand side by side."""
+TURN = 64 * VECTOR
+"""Rows that a thread packs at a time."""
+PLAIN = {0: Kind.FP32, 1: Kind.FP16, 30: Kind.BF16}
+"""ggml's types of plain numbers."""
+
+
+class PartStruct(Structure):
+    """`Part` of native/blocks.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("type", "first", "count", "vectors")),
+        ("offset", c_int64),
+    )
+
+
+class PartsStruct(Structure):
+    """The beginning of `Parts` of native/blocks.h."""
+
+    _fields_ = (("count", c_int64), ("vectors", c_int64))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Outputs of one type of numbers."""
+
+    type: int
+    """ggml's number of it."""
+    count: int
+
+
+def part_bytes(part: Part, inputs: int) -> int:
+    """Return the bytes of a packed part."""
+    size: int = library().dt_part_bytes(_own(part.type), part.count, inputs)
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _own(type: int) -> int:
+    """Return a type as native/blocks.h has it."""
+    return -1 - PLAIN[type] if type in PLAIN else type
+
+
+class BlockMatrix(PackedMatrix):
+    """A matrix [n out, k in] of parts."""
+
+    def __init__(
+        self, kind: Kind, parts: Sequence[Part], k: int, *, bias: Array | None = None
+    ) -> None:
+        """`kind`: BLOCKS or EXACT_BLOCKS; k: whole blocks of every part."""
+        self.parts = parts
+        structs = (PartStruct * len(parts))()
+        offset = -(-(sizeof(PartsStruct) + sizeof(structs)) // ALIGNMENT) * ALIGNMENT
+        first = vectors = 0
+        for struct, part in zip(structs, parts, strict=True):
+            struct.type, struct.first, struct.count = _own(part.type), first, part.count
+            struct.vectors, struct.offset = vectors, offset
+            offset += part_bytes(part, k)
+            first += part.count
+            vectors += 0 if part.type in PLAIN else -(-part.count // VECTOR)
+        super().__init__(kind, first, k, bias=bias, size=offset)
+        self._structs = structs
+        whole = PartsStruct(len(parts), vectors)
+        memmove(self.struct.packed, bytes(whole) + bytes(structs), sizeof(whole) + sizeof(structs))
+
+    def pack_part(self, index: int, rows: Array) -> None:
+        """Pack all rows of a part, by as many threads as share a call: uint8 [count, bytes] as a
+        file has them, or [count, k] of a plain type."""
+        struct, part = self._structs[index], self.parts[index]
+        packed = self.struct.packed + struct.offset
+        if part.type in PLAIN:
+            kind = PLAIN[part.type]
+            start = address_of(rows, (part.count, self.k), ELEMENTS[kind])
+            library().dt_pack(kind, start, 0, part.count, part.count, self.k, packed, None)
+            return
+        start, width = address_of(rows, (part.count, rows.shape[1]), ("uint8",)), rows.shape[1]
+
+        def pack(first: int) -> None:
+            library().dt_pack_blocks(
+                part.type,
+                start + first * width,
+                *(first, min(TURN, part.count - first), self.k, packed),
+            )
+
+        _in_turns(pack, part.count)
+
+
+def _in_turns(work: Callable[[int], Any], count: int) -> list[Any]:
+    """Return what is found of TURN rows from each first one on, by as many threads as share a
+    call."""
+    if count <= TURN:
+        return [work(0)]
+    with ThreadPoolExecutor(threads()) as pool:
+        return list(pool.map(work, range(0, count, TURN)))
+
+
+def wrong_row(type: int, rows: Array, inputs: int) -> int | None:
+    """Return a row of uint8 [count, bytes] of a type of blocks that stands for numbers that are not
+    finite, or nearly so; None: there is none."""
+    count, width = rows.shape
+    start = address_of(rows, (count, width), ("uint8",))
+
+    def look(first: int) -> int:
+        size = min(TURN, count - first)
+        found: int = library().dt_wrong_row(type, start + first * width, size, inputs)
+        return found if found < 0 else first + found
+
+    return next((row for row in _in_turns(look, count) if row >= 0), None)
+
+
+def unpack(type: int, rows: Array, out: Array) -> None:
+    """Unpack rows uint8 [count, bytes] of a type of blocks, as a file has them, as float32 out
+    [count, k]."""
+    count, inputs = out.shape
+    source = address_of(rows, (count, rows.shape[1]), ("uint8",))
+    to = address_of(out, (count, inputs), ("float32",))
+    library().dt_unpack_blocks(type, source, count, inputs, to)

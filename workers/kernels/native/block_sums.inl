@@ -1,0 +1,211 @@
+// The exact sums of the products of codes with rows of x in int8 (blocks.h), on every instruction set but the plain one, and the numbers of sixteen outputs.
+//
+// AVX2 and AVX-512 without VNNI add pairs of products up in 16 bits, as many steps as the largest code of a format leaves room for.
+#include "blocks.h"
+
+#define DT_INLINE inline __attribute__((always_inline))
+
+namespace DT_NS {
+
+using dovetail::STEPS;
+using dovetail::WIDTH;
+
+// ---- numbers of sixteen outputs
+
+#if defined(DT_AVX512)
+static inline I16 bytes_of(const char* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+static inline I16 signed_bytes_of(const char* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+static inline I16 times_power(I16 a, int by) { return {_mm512_slli_epi32(a.v, by)}; }
+static inline Codes look_up(Codes w, const int8_t* numbers) { return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)numbers)), w.v)}; }
+template <int J>
+static inline I16 input_of(Codes w) { return {_mm512_and_si512(_mm512_srli_epi32(w.v, 8 * J), _mm512_set1_epi32(255))}; }
+template <int J>
+static inline I16 signed_input_of(Codes w) { return {_mm512_srai_epi32(_mm512_slli_epi32(w.v, 24 - 8 * J), 24)}; }
+#elif defined(DT_AVX2)
+static inline I16 bytes_of(const char* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+static inline I16 signed_bytes_of(const char* p) {
+    return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+static inline I16 times_power(I16 a, int by) { return {_mm256_slli_epi32(a.a, by), _mm256_slli_epi32(a.b, by)}; }
+static inline Codes look_up(Codes w, const int8_t* numbers) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)numbers));
+    return {_mm256_shuffle_epi8(table, w.a), _mm256_shuffle_epi8(table, w.b)};
+}
+template <int J>
+static inline I16 input_of(Codes w) {
+    const __m256i byte = _mm256_set1_epi32(255);
+    return {_mm256_and_si256(_mm256_srli_epi32(w.a, 8 * J), byte), _mm256_and_si256(_mm256_srli_epi32(w.b, 8 * J), byte)};
+}
+template <int J>
+static inline I16 signed_input_of(Codes w) {
+    return {_mm256_srai_epi32(_mm256_slli_epi32(w.a, 24 - 8 * J), 24), _mm256_srai_epi32(_mm256_slli_epi32(w.b, 24 - 8 * J), 24)};
+}
+#elif defined(DT_NEON)
+static inline I16 bytes_of(const char* p) {
+    const uint8x16_t bytes = vld1q_u8((const uint8_t*)p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+    return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
+             vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+static inline I16 signed_bytes_of(const char* p) {
+    const int8x16_t bytes = vld1q_s8((const int8_t*)p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)), vmovl_s16(vget_high_s16(high))}};
+}
+static inline I16 times_power(I16 a, int by) {
+    for (int i = 0; i < 4; i++) a.v[i] = vshlq_s32(a.v[i], vdupq_n_s32(by));
+    return a;
+}
+static inline Codes look_up(Codes w, const int8_t* numbers) {
+    const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(numbers));
+    for (int i = 0; i < 4; i++) w.v[i] = vqtbl1q_u8(table, w.v[i]);
+    return w;
+}
+template <int J>
+static inline I16 input_of(Codes w) {
+    I16 r;
+    for (int i = 0; i < 4; i++) r.v[i] = vreinterpretq_s32_u32(vandq_u32(vshlq_u32(vreinterpretq_u32_u8(w.v[i]), vdupq_n_s32(-8 * J)), vdupq_n_u32(255)));
+    return r;
+}
+template <int J>
+static inline I16 signed_input_of(Codes w) {
+    I16 r;
+    for (int i = 0; i < 4; i++) r.v[i] = vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u8(w.v[i]), vdupq_n_s32(24 - 8 * J)), 24);
+    return r;
+}
+#endif
+
+// ---- the codes of a step
+
+// A plane of one bit or two of each code, moved to the bits from FROM on.
+template <int BITS, int FROM, int STEP>
+static inline Codes plane_at(const char* plane) {
+    constexpr int LOADS = BITS, SHIFT = FROM - STEP / LOADS * BITS;
+    const Codes line = load_codes(plane + 64 * (STEP % LOADS));
+    if constexpr (SHIFT > 0) return only(up<SHIFT>(line), ((1 << BITS) - 1) << FROM);
+    else if constexpr (SHIFT < 0) return only(down<-SHIFT>(line), ((1 << BITS) - 1) << FROM);
+    else return only(line, ((1 << BITS) - 1) << FROM);
+}
+
+template <class F, int STEP>
+static inline Codes codes_of(const char* codes) {
+    if constexpr (F::BITS == 8) return load_codes(codes + 64 * STEP);
+    else if constexpr (F::BITS == 2) return plane_at<2, 0, STEP>(codes);
+    else if constexpr (F::BITS == 3) return either(plane_at<2, 0, STEP>(codes), plane_at<1, 2, STEP>(codes + 128));
+    else {
+        const Codes line = load_codes(codes + 64 * (STEP % 4));
+        Codes low;
+        if constexpr (STEP < 4) low = only(line, 15);
+        else low = only(down<4>(line), 15);
+        if constexpr (dovetail::numbers_of<F>() != nullptr) return look_up(low, dovetail::numbers_of<F>());
+        else if constexpr (F::BITS == 4) return low;
+        else return either(low, plane_at<F::BITS - 4, 4, STEP>(codes + 256));
+    }
+}
+
+// ---- exact sums
+
+#if defined(DT_AVX512) && !defined(DT_VNNI)
+struct Pairs { __m512i v; };
+struct Signed { __m512i size; __mmask64 negative; };
+struct Four { __m512i v; };
+static inline Four four(const char* x) { return {_mm512_set1_epi32(*(const int32_t*)x)}; }
+static inline Signed as_signed(Codes w) { return {_mm512_abs_epi8(w.v), _mm512_movepi8_mask(w.v)}; }
+static inline Pairs products(Codes w, Four x) { return {_mm512_maddubs_epi16(w.v, x.v)}; }
+static inline Pairs products(Signed w, Four x) { return {_mm512_maddubs_epi16(w.size, _mm512_mask_sub_epi8(x.v, w.negative, _mm512_setzero_si512(), x.v))}; }
+static inline Pairs add(Pairs a, Pairs b) { return {_mm512_add_epi16(a.v, b.v)}; }
+static inline I16 added(Pairs a) { return {_mm512_madd_epi16(a.v, _mm512_set1_epi16(1))}; }
+#define DT_PAIRS 1
+#elif defined(DT_AVX2)
+struct Pairs { __m256i a, b; };
+struct Signed { Codes size, w; };
+struct Four { __m256i v; };
+static inline Four four(const char* x) { return {_mm256_set1_epi32(*(const int32_t*)x)}; }
+static inline Signed as_signed(Codes w) { return {{_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, w}; }
+static inline Pairs products(Codes w, Four x) { return {_mm256_maddubs_epi16(w.a, x.v), _mm256_maddubs_epi16(w.b, x.v)}; }
+static inline Pairs products(Signed w, Four x) {
+    return {_mm256_maddubs_epi16(w.size.a, _mm256_sign_epi8(x.v, w.w.a)), _mm256_maddubs_epi16(w.size.b, _mm256_sign_epi8(x.v, w.w.b))};
+}
+static inline Pairs add(Pairs p, Pairs q) { return {_mm256_add_epi16(p.a, q.a), _mm256_add_epi16(p.b, q.b)}; }
+static inline I16 added(Pairs p) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(p.a, ones), _mm256_madd_epi16(p.b, ones)};
+}
+#define DT_PAIRS 1
+#else
+#define DT_PAIRS 0
+#endif
+
+#if defined(DT_VNNI)
+constexpr int SIGNED_MIDDLE = 128;  // one side of a product is unsigned
+#else
+constexpr int SIGNED_MIDDLE = 0;
+#endif
+template <class F>
+constexpr int middle_of() { return dovetail::signed_codes<F>() ? SIGNED_MIDDLE : F::MIDDLE; }
+constexpr int power_of(int middle) { return middle <= 1 ? 0 : 1 + power_of(middle / 2); }
+
+#if DT_PAIRS
+// So many steps fit into sums of pairs in 16 bits.
+template <class F>
+constexpr int together() { return dovetail::signed_codes<F>() ? 1 : F::MOST <= 15 ? 8 : F::MOST <= 31 ? 4 : 2; }
+
+// Steps from FIRST on; those before it that are still in 16 bits are in `pairs`.
+template <class F, int FIRST, int STEP, int END, int R>
+static DT_INLINE void add_steps_of(const char* codes, const char* x, Pairs (&pairs)[R], I16 (&sums)[R]) {
+    if constexpr (STEP < END) {
+        constexpr int TURN = (STEP - FIRST) % together<F>();
+        const Codes w = codes_of<F, STEP>(codes);
+        const auto factors = [&] {
+            if constexpr (dovetail::signed_codes<F>()) return as_signed(w);
+            else return w;
+        }();
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const Pairs found = products(factors, four(x + 4 * (STEP * R + r)));
+            pairs[r] = TURN == 0 ? found : add(pairs[r], found);
+            if constexpr (TURN == together<F>() - 1 || STEP == END - 1) sums[r] = STEP - TURN == FIRST ? added(pairs[r]) : iadd(sums[r], added(pairs[r]));
+        }
+        add_steps_of<F, FIRST, STEP + 1, END, R>(codes, x, pairs, sums);
+    }
+}
+#else
+#if defined(DT_VNNI)
+static inline I16 add_signed(I16 sum, Codes w, const char* x) { return add_codes(sum, {_mm512_xor_si512(w.v, _mm512_set1_epi8((char)128))}, x); }
+#elif defined(DT_NEON)
+static inline I16 add_signed(I16 sum, Codes w, const char* x) { return add_codes(sum, w, x); }
+#endif
+
+template <class F, int STEP, int END, int R>
+static DT_INLINE void add_steps_of(const char* codes, const char* x, I16 (&sums)[R]) {
+    if constexpr (STEP < END) {
+        const Codes w = codes_of<F, STEP>(codes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            if constexpr (dovetail::signed_codes<F>()) sums[r] = add_signed(sums[r], w, x + 4 * (STEP * R + r));
+            else sums[r] = add_codes(sums[r], w, x + 4 * (STEP * R + r));
+        }
+        add_steps_of<F, STEP + 1, END, R>(codes, x, sums);
+    }
+}
+#endif
+
+// The sums s of the steps FIRST .. END - 1 for R rows; less[r] is minus the sum of their inputs of a row.
+template <class F, int FIRST, int END, int R>
+static DT_INLINE void sums_of(const char* codes, const char* x, const I16 (&less)[R], I16 (&sums)[R]) {
+    constexpr int MIDDLE = middle_of<F>();
+#if DT_PAIRS
+    Pairs pairs[R];
+    add_steps_of<F, FIRST, FIRST, END, R>(codes, x, pairs, sums);
+#pragma GCC unroll 8
+    for (int r = 0; MIDDLE > 0 && r < R; r++) sums[r] = iadd(sums[r], times_power(less[r], power_of(MIDDLE)));
+#else
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[r] = MIDDLE > 0 ? times_power(less[r], power_of(MIDDLE)) : iset1(0);
+    add_steps_of<F, FIRST, END, R>(codes, x, sums);
+#endif
+}
+
+}  // namespace DT_NS

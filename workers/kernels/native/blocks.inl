@@ -1,0 +1,406 @@
+// y = x W^T + bias over a W whose weights are the blocks of a GGUF file (blocks.h), in one function for all formats.
+//
+// BLOCKS: a row of x is rounded to int8, each 32 of its inputs with a scale D of their own; X is the sum of 32 of these integers, and E = D X. The sum s of their
+// products with codes less the middle is an exact integer, whatever adds it up. Then, blocks in ascending order from y = 0, w being a scale and m what is added:
+//   one scale for 32 inputs:  y = fma(s w, D, y), and with minima  y = fma(m, E, y)
+//   one for each 16:          y = fma(fma(s1, w1, s0 w0), D, y), and with minima  y = fma(m0, E0, y), y = fma(m1, E1, y)
+// EXACT_BLOCKS: weights are computed in fp32, (code - middle) w, plus m, a few at a time, and multiplied as a matrix of FP32 is, with the same bytes.
+//
+// So a row has the same bytes whatever its neighbours, the threads and the instruction set are.
+#include "blocks.h"
+
+#if defined(DT_AVX512) || defined(DT_AVX2) || defined(DT_NEON)
+#define DT_LANES 1
+#include "block_sums.inl"
+#else
+#define DT_LANES 0
+#endif
+
+namespace DT_NS {
+
+using dovetail::STEPS;
+using dovetail::WIDTH;
+
+#if DT_LANES
+
+// ---- the scales of a block, once for 32 inputs or for each 16 of them
+
+struct Scale {
+    F16 w[2], m[2];
+};
+
+template <class F>
+static DT_INLINE Scale scale_of(const char* p, F16 d, F16 dmin) {
+    using namespace dovetail;
+    Scale s;
+    if constexpr (F::SCALES == HALF) s.w[0] = load_half((const uint16_t*)p);
+    else if constexpr (F::SCALES == HALF_AND_MORE) s.w[0] = load_half((const uint16_t*)p), s.m[0] = load_half((const uint16_t*)(p + 32));
+    else if constexpr (F::SCALES == POWER) s.w[0] = mul(as_float(shift_left_23(iadd(bytes_of(p), iset1(1)))), set1(0.25f));
+    else if constexpr (F::SCALES == BYTE) s.w[0] = mul(d, to_float(signed_bytes_of(p)));
+    else if constexpr (F::SCALES == BYTE_AND_LESS) {
+        s.w[0] = mul(d, to_float(bytes_of(p)));
+        s.m[0] = sub(zero(), mul(dmin, to_float(bytes_of(p + 16))));
+    } else if constexpr (F::SCALES == BYTES) {
+        s.w[0] = mul(d, to_float(signed_bytes_of(p)));
+        s.w[1] = mul(d, to_float(signed_bytes_of(p + 16)));
+    } else
+        for (int i = 0; i < 2; i++) {
+            s.w[i] = mul(d, to_float(bytes_of(p + 16 * i)));
+            s.m[i] = sub(zero(), mul(dmin, to_float(bytes_of(p + 32 + 16 * i))));
+        }
+    return s;
+}
+template <class F>
+constexpr bool adds() { return dovetail::with_minima(F::SCALES) || F::SCALES == dovetail::HALF_AND_MORE; }
+
+// Goes from block to block of a vector of outputs.
+template <class F>
+struct Walker {
+    const char* at;
+    F16 d, dmin;
+
+    explicit Walker(const char* first) : at(first), d(zero()), dmin(zero()) {}
+    // The block `b` is begun: its scales stand at `at`.
+    inline void begin(int64_t b) {
+        if constexpr (dovetail::scaled_twice(F::SCALES)) {
+            if (b % dovetail::SUPER != 0) return;
+            d = load_half((const uint16_t*)at);
+            if constexpr (dovetail::with_minima(F::SCALES)) dmin = load_half((const uint16_t*)(at + 32));
+            at += dovetail::super_bytes<F>();
+        }
+    }
+    const char* codes() const { return at + dovetail::scales_bytes(F::SCALES); }
+    void end() { at += dovetail::part_block_bytes<F>(); }
+};
+
+#endif
+
+// ---- packed x: for each tile and block the int8 values [step][row of the tile], then of each row D, E, -X, and -X of the first 16
+
+constexpr int64_t BLOCK_VALUES = STEPS + 4;  // of four bytes, for each row
+constexpr int64_t BLOCKS_AHEAD = 6144;       // bytes from a block to its prefetch
+
+#if defined(DT_AVX512)
+constexpr int BLOCK_ROWS = 8;
+#else
+constexpr int BLOCK_ROWS = DT_LANES ? 4 : 1;
+#endif
+
+struct BlockCut {
+    int64_t rows, tiles, blocks;
+    int64_t row(int64_t tile) const { return tile * rows / tiles; }
+    int64_t height(int64_t tile) const { return row(tile + 1) - row(tile); }
+    int64_t at(int64_t tile, int64_t block) const { return 4 * BLOCK_VALUES * (blocks * row(tile) + block * height(tile)); }
+};
+
+static inline BlockCut block_cut(const Matrix& m, int64_t rows) { return {rows, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, m.k / WIDTH}; }
+static inline int64_t block_x_bytes(const Matrix& m, int64_t rows) { return 4 * BLOCK_VALUES * (m.k / WIDTH) * rows; }
+
+static void pack_block(const float* x, char* packed, int64_t height, int64_t row) {
+    const RowScale scale = row_scale(x, WIDTH);
+    int32_t values[WIDTH], half = 0, whole = 0;
+    int8_t bytes[WIDTH];
+    for (int i = 0; i < WIDTH; i++) values[i] = (int32_t)(x[i] * scale.to + dovetail::ROUNDER - dovetail::ROUNDER);
+    for (int i = 0; i < WIDTH; i++) bytes[i] = (int8_t)values[i];
+    for (int i = 0; i < WIDTH / 2; i++) half -= values[i];
+    for (int i = 0; i < WIDTH; i++) whole -= values[i];
+    for (int s = 0; s < STEPS; s++) memcpy(packed + 4 * (s * height + row), bytes + 4 * s, 4);
+    const float about[2] = {scale.from, scale.from * (float)-whole};
+    memcpy(packed + 4 * (STEPS * height + row), about, 4);
+    memcpy(packed + 4 * ((STEPS + 1) * height + row), about + 1, 4);
+    memcpy(packed + 4 * ((STEPS + 2) * height + row), &whole, 4);
+    memcpy(packed + 4 * ((STEPS + 3) * height + row), &half, 4);
+}
+
+// The blocks first .. end of all rows.
+static void pack_blocks_of(const BlockCut& cut, const float* x, int64_t x_stride, int64_t first, int64_t end, char* packed) {
+    for (int64_t t = 0; t < cut.tiles; t++)
+        for (int64_t r = 0; r < cut.height(t); r++)
+            for (int64_t b = first; b < end; b++) pack_block(x + (cut.row(t) + r) * x_stride + b * WIDTH, packed + cut.at(t, b), cut.height(t), r);
+}
+
+#if DT_LANES
+
+// ---- one tile: R rows, sixteen outputs, all blocks
+
+struct BlockRun {
+    const char* x;        // packed, of the tile
+    const char* packed;   // of the sixteen outputs
+    int64_t blocks;
+    float* y;             // of the tile's first row and the first output
+    int64_t y_stride;
+    int count;            // outputs
+    const float* bias;    // of them, or null
+    bool ahead;           // the memory fetches what comes next
+};
+
+template <class F, int R>
+static DT_INLINE void add_block(const char* codes, const Scale& scale, const char* x, F16 (&y)[R]) {
+    const char* const about = x + 4 * STEPS * R;
+    const float* const factors = (const float*)about;
+    const int32_t* const less = (const int32_t*)(about + 8 * R);
+    I16 whole[R], sums[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) whole[r] = iset1(less[r]);
+    if constexpr (!dovetail::by_sixteens(F::SCALES)) {
+        sums_of<F, 0, STEPS, R>(codes, x, whole, sums);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            y[r] = fma(mul(to_float(sums[r]), scale.w[0]), set1(factors[r]), y[r]);
+            if constexpr (adds<F>()) y[r] = fma(scale.m[0], set1(factors[R + r]), y[r]);
+        }
+    } else {
+        I16 first[R], second[R];
+        F16 t[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) first[r] = iset1(less[R + r]), second[r] = iset1(less[r] - less[R + r]);
+        sums_of<F, 0, STEPS / 2, R>(codes, x, first, sums);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) t[r] = mul(to_float(sums[r]), scale.w[0]);
+        sums_of<F, STEPS / 2, STEPS, R>(codes, x, second, sums);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            y[r] = fma(fma(to_float(sums[r]), scale.w[1], t[r]), set1(factors[r]), y[r]);
+            if constexpr (adds<F>()) {
+                y[r] = fma(scale.m[0], set1(factors[r] * (float)-less[R + r]), y[r]);
+                y[r] = fma(scale.m[1], set1(factors[r] * (float)(less[R + r] - less[r])), y[r]);
+            }
+        }
+    }
+}
+
+template <class F, int R>
+static void block_tile(const BlockRun& run) {
+    constexpr int64_t BYTES = dovetail::part_block_bytes<F>();
+    Walker<F> walker(run.packed);
+    const char* x = run.x;
+    F16 y[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) y[r] = zero();
+    for (int64_t b = 0; b < run.blocks; b++, x += 4 * BLOCK_VALUES * R) {
+        walker.begin(b);
+        if (run.ahead)
+            for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(walker.at + BLOCKS_AHEAD + line, 0, 3);
+        add_block<F, R>(walker.codes(), scale_of<F>(walker.at, walker.d, walker.dmin), x, y);
+        walker.end();
+    }
+    const bool whole = run.count == LANES;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        if (run.bias != nullptr) y[r] = add(y[r], whole ? load(run.bias) : load_first(run.bias, run.count));
+        if (whole) store(run.y + r * run.y_stride, y[r]);
+        else store_first(run.y + r * run.y_stride, y[r], run.count);
+    }
+}
+
+template <class F, int R = BLOCK_ROWS>
+static void run_block_tile(int64_t rows, const BlockRun& run) {
+    if constexpr (R > 0) {
+        if (rows == R) block_tile<F, R>(run);
+        else run_block_tile<F, R - 1>(rows, run);
+    }
+}
+
+// ---- weights in fp32
+
+template <class F, int STEP, int J>
+static DT_INLINE void widen_input(Codes w, const Scale& scale, float* out, int64_t stride) {
+    constexpr int HALF = dovetail::by_sixteens(F::SCALES) ? STEP / (STEPS / 2) : 0;
+    const I16 code = dovetail::signed_codes<F>() ? signed_input_of<J>(w) : iadd(input_of<J>(w), iset1(-F::MIDDLE));
+    F16 weight = mul(to_float(code), scale.w[HALF]);
+    if constexpr (adds<F>()) weight = add(weight, scale.m[HALF]);
+    store(out + (4 * STEP + J) * stride, weight);
+}
+
+template <class F, int STEP = 0>
+static DT_INLINE void widen_steps(const char* codes, const Scale& scale, float* out, int64_t stride) {
+    if constexpr (STEP < STEPS) {
+        const Codes w = codes_of<F, STEP>(codes);
+        widen_input<F, STEP, 0>(w, scale, out, stride);
+        widen_input<F, STEP, 1>(w, scale, out, stride);
+        widen_input<F, STEP, 2>(w, scale, out, stride);
+        widen_input<F, STEP, 3>(w, scale, out, stride);
+        widen_steps<F, STEP + 1>(codes, scale, out, stride);
+    }
+}
+
+// The weights of `count` blocks from `first` on, out [32 count] of sixteen outputs, `stride` floats apart.
+template <class F>
+static void widen_blocks(Walker<F>& walker, int64_t first, int64_t count, float* out, int64_t stride) {
+    for (int64_t b = first; b < first + count; b++, out += WIDTH * stride) {
+        walker.begin(b);
+        for (int64_t line = 0; line < dovetail::part_block_bytes<F>(); line += 64) __builtin_prefetch(walker.at + BLOCKS_AHEAD + line, 0, 3);
+        widen_steps<F>(walker.codes(), scale_of<F>(walker.at, walker.d, walker.dmin), out, stride);
+        walker.end();
+    }
+}
+
+#endif
+
+// ---- the columns of one thread
+
+struct BlockPass {
+    const Matrix& matrix;
+    int64_t rows;
+    const char* x;  // packed: as `BlockCut` says, or of EXACT_BLOCKS as `Cut` does, and as it is where there are no lanes
+    float* y;
+    int64_t y_stride;
+};
+
+#if DT_LANES
+
+// The vectors first .. end of a part.
+template <class F>
+static void int8_columns(const BlockPass& pass, const dovetail::Part& part, int64_t first, int64_t end) {
+    const BlockCut cut = block_cut(pass.matrix, pass.rows);
+    const char* packed = (const char*)pass.matrix.packed + part.offset + first * dovetail::vector_bytes_of<F>(cut.blocks);
+    for (int64_t v = first; v < end; v++, packed += dovetail::vector_bytes_of<F>(cut.blocks)) {
+        const int64_t column = part.first + v * LANES, left = part.count - v * LANES;
+        const float* const bias = pass.matrix.bias == nullptr ? nullptr : pass.matrix.bias + column;
+        for (int64_t t = 0; t < cut.tiles; t++)
+            run_block_tile<F>(cut.height(t), {pass.x + cut.at(t, 0), packed, cut.blocks, pass.y + cut.row(t) * pass.y_stride + column, pass.y_stride,
+                                              (int)(left < LANES ? left : LANES), bias, t == 0});
+    }
+}
+
+// Up to three of them at a time, in pieces that stay in the L1 cache while every tile goes over them.
+template <class F>
+static void exact_columns(const BlockPass& pass, const dovetail::Part& part, int64_t first, int64_t end) {
+    alignas(64) float sums[CHUNK * PANEL], widened[BLOCK * PANEL];
+    const Cut cut = cut_of<dovetail::FP32>(pass.matrix, pass.rows);
+    const int64_t bytes = dovetail::vector_bytes_of<F>(pass.matrix.k / WIDTH);
+    const char* const packed = (const char*)pass.matrix.packed + part.offset;
+    const bool wide = cut.height(cut.tiles - 1) <= Step<dovetail::FP32>::WIDE_ROWS;
+    for (int64_t v = first; v < end;) {
+        const int64_t vectors = wide && end - v >= 3 ? 3 : 1;
+        Walker<F> walkers[3] = {Walker<F>(packed + v * bytes), Walker<F>(packed + (v + 1) * bytes), Walker<F>(packed + (v + 2) * bytes)};
+        for (int64_t block = 0; block < cut.steps; block += BLOCK) {
+            for (int64_t c = 0; c < vectors; c++) widen_blocks<F>(walkers[c], block / WIDTH, cut.length(block) / WIDTH, widened + c * LANES, vectors * LANES);
+            for (int64_t t = 0; t < cut.tiles; t++)
+                tile_of<dovetail::FP32>(cut.height(t), vectors == 3)({pass.x + 4 * cut.at(block, t), (const char*)widened, vectors * 4 * LANES, cut.length(block),
+                                                                      sums + cut.row(t) * PANEL, block == 0, (const char*)widened, 0});
+        }
+        const Matrix own{dovetail::FP32, part.count, pass.matrix.k, 0, nullptr, nullptr, pass.matrix.bias == nullptr ? nullptr : pass.matrix.bias + part.first};
+        finish<dovetail::FP32>({own, cut, nullptr, nullptr, pass.y + part.first, pass.y_stride}, v * LANES, vectors * LANES, sums);
+        v += vectors;
+    }
+}
+
+static void part_columns(const BlockPass& pass, const dovetail::Part& part, int64_t first, int64_t end) {
+    dovetail::with_format(part.type, [&](auto format) {
+        if (pass.matrix.kind == dovetail::BLOCKS) int8_columns<decltype(format)>(pass, part, first, end);
+        else exact_columns<decltype(format)>(pass, part, first, end);
+    });
+}
+
+#else  // a block after the other as it is written above
+
+static float add_rounded(const dovetail::Block& w, const char* x, float y) {
+    float factors[2];  // D and E
+    int32_t sums[2] = {0, 0}, inputs[2] = {0, 0};
+    memcpy(factors, x + WIDTH, sizeof factors);
+    for (int i = 0; i < WIDTH; i++) {
+        const int half = w.halves ? i / 16 : 0;
+        sums[half] += w.codes[i] * (int8_t)x[i];
+        inputs[half] += (int8_t)x[i];
+    }
+    const float whole = (float)sums[0] * w.scale[0];
+    y = __builtin_fmaf(w.halves ? __builtin_fmaf((float)sums[1], w.scale[1], whole) : whole, factors[0], y);
+    for (int half = 0; w.adds && half <= w.halves; half++) y = __builtin_fmaf(w.more[half], factors[0] * (float)inputs[half], y);
+    return y;
+}
+
+static float add_exactly(const dovetail::Block& w, const char* x, float y) {
+    for (int i = 0; i < WIDTH; i++) {
+        float input, weight = (float)w.codes[i] * w.scale[i / 16];
+        memcpy(&input, x + 4 * i, 4);
+        if (w.adds) weight += w.more[i / 16];
+        y = __builtin_fmaf(input, weight, y);
+    }
+    return y;
+}
+
+static void part_columns(const BlockPass& pass, const dovetail::Part& part, int64_t first, int64_t end) {
+    const Matrix& m = pass.matrix;
+    const int64_t blocks = m.k / WIDTH, last = end * LANES < part.count ? end * LANES : part.count;
+    float y[CHUNK];
+    for (int64_t column = first * LANES; column < last; column++) {
+        for (int64_t r = 0; r < pass.rows; r++) y[r] = 0;
+        for (int64_t b = 0; b < blocks; b++) {
+            const dovetail::Block w = dovetail::block_of(m, part, column, b);
+            for (int64_t r = 0; r < pass.rows; r++) {
+                if (m.kind == dovetail::BLOCKS) y[r] = add_rounded(w, pass.x + 4 * BLOCK_VALUES * (blocks * r + b), y[r]);
+                else y[r] = add_exactly(w, pass.x + 4 * (m.k * r + b * WIDTH), y[r]);
+            }
+        }
+        for (int64_t r = 0; r < pass.rows; r++) {
+            if (m.bias != nullptr) y[r] += m.bias[part.first + column];
+            pass.y[r * pass.y_stride + part.first + column] = y[r];
+        }
+    }
+}
+
+#endif
+
+// The vectors first .. end of all parts of blocks.
+static void block_columns(const BlockPass& pass, int64_t first, int64_t end) {
+    const dovetail::Parts& parts = dovetail::parts_of(pass.matrix);
+    for (int64_t i = 0; i < parts.count; i++) {
+        const dovetail::Part& part = parts.part[i];
+        if (part.type < 0) continue;
+        const int64_t from = first - part.vectors, until = end - part.vectors, most = dovetail::padded(part.count) / LANES;
+        const int64_t low = from < 0 ? 0 : from, high = until < most ? until : most;
+        if (low < high) part_columns(pass, part, low, high);
+    }
+}
+
+// ---- the whole
+
+static void prepare_blocks(const Matrix& m, const float* x, int64_t x_stride, int64_t rows, char* packed, int part, int parts) {
+    const int64_t blocks = m.k / WIDTH;
+    if (m.kind == dovetail::BLOCKS) return pack_blocks_of(block_cut(m, rows), x, x_stride, blocks * part / parts, blocks * (part + 1) / parts, packed);
+#if DT_LANES
+    const Cut cut = cut_of<dovetail::FP32>(m, rows);
+    const int64_t pieces = (cut.steps + BLOCK - 1) / BLOCK;
+    for (int64_t b = pieces * part / parts; b < pieces * (part + 1) / parts; b++) pack_floats(cut, x, x_stride, b * BLOCK, (float*)packed);
+#else
+    for (int64_t r = rows * part / parts; r < rows * (part + 1) / parts; r++) memcpy(packed + 4 * m.k * r, x + r * x_stride, 4 * m.k);
+#endif
+}
+
+static inline int64_t part_x_bytes(const Matrix& m, int64_t rows) { return m.kind == dovetail::BLOCKS ? block_x_bytes(m, rows) : 4 * rows * m.k; }
+
+static void block_chunk(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    const dovetail::Parts& parts = dovetail::parts_of(m);
+    if (parts.vectors == 0) return;
+    char* const packed = (char*)dovetail::scratch(0, part_x_bytes(m, rows));
+    auto pack = [&](int part, int count) { prepare_blocks(m, x, x_stride, rows, packed, part, count); };
+    if (rows * m.k < SERIAL_VALUES) pack(0, 1);
+    else dovetail::parallel(pack);
+    auto compute = [&](int part, int count) { block_columns({m, rows, packed, y, y_stride}, parts.vectors * part / count, parts.vectors * (part + 1) / count); };
+    dovetail::parallel(compute);
+}
+
+// Parts of plain numbers are multiplied as matrices of their own.
+static void plain_parts(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    const dovetail::Parts& parts = dovetail::parts_of(m);
+    for (int64_t i = 0; i < parts.count; i++) {
+        const dovetail::Part& part = parts.part[i];
+        if (part.type >= 0) continue;
+        const Matrix own{-1 - part.type, part.count, m.k, 0, (const char*)m.packed + part.offset, nullptr, m.bias == nullptr ? nullptr : m.bias + part.first};
+        if (own.kind == dovetail::FP32) chunks<dovetail::FP32>(own, x, x_stride, y + part.first, y_stride, rows);
+        else if (own.kind == dovetail::FP16) chunks<dovetail::FP16>(own, x, x_stride, y + part.first, y_stride, rows);
+        else chunks<dovetail::BF16>(own, x, x_stride, y + part.first, y_stride, rows);
+    }
+}
+
+static void block_chunks(const Matrix& m, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t rows) {
+    for (int64_t from = 0; from < rows; from += CHUNK)
+        block_chunk(m, x + from * x_stride, x_stride, y + from * y_stride, y_stride, rows - from < CHUNK ? rows - from : CHUNK);
+    plain_parts(m, x, x_stride, y, y_stride, rows);
+}
+
+}  // namespace DT_NS
+
+#undef DT_INLINE
+#undef DT_LANES
