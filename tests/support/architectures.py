@@ -82,6 +82,11 @@ _INDEXER = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
+LATENT = (
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("minicpm3", "sarvam_mla", "youtu"),
+)
+"""Model types of attention over latents on the kernels."""
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "dbrx": {
@@ -120,6 +125,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 32},
     "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **_INDEXER}},
     "qwen4_exp_text": _INDEXER,
+    **{
+        kind: {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2} for kind in LATENT
+    },
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 12], "axial_pos_embds_dim": [32, 32]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
@@ -139,6 +147,16 @@ DELTA = {
     "linear_value_head_dim": 20,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
+LATENT_SIZES = {"q_lora_rank": 20, "kv_lora_rank": 28, "v_head_dim": 12, "qk_nope_head_dim": 10}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 6.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "original_max_position_embeddings": 16,
+}
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
 VARIED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2], "norm_topk_prob": True},
     "glm4_moe": {
@@ -148,6 +166,15 @@ VARIED: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
     },
+    "deepseek_v3": LATENT_SIZES | GROUPS | {"first_k_dense_replace": 1, "rope_parameters": YARN},
+    "deepseek_v2": LATENT_SIZES
+    | GROUPS
+    | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT_SIZES | GROUPS | {"rope_interleave": False},
+    "sarvam_mla": LATENT_SIZES | GROUPS | {"q_lora_rank": None, "first_k_dense_replace": 1},
+    "axk1": LATENT_SIZES | GROUPS,
+    "minicpm3": LATENT_SIZES | {"scale_depth": 0.9, "dim_model_base": 32},
+    "youtu": LATENT_SIZES,
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_layer_start_index": 1, "moe_layer_interval": 2},
     "gemma3_text": {"num_hidden_layers": 6},
     "gemma4_unified_text": {

@@ -36,9 +36,13 @@ NEW = (
     *("ministral3", "gpt_neox", "nemotron", "olmo", "gpt2"),
     *("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"),
     *("lfm2_moe", "bamba", "falcon_h1", "nemotron_h"),
+    *("deepseek_v2", "deepseek_v3"),
 )
 """Families that between them take every branch of a description."""
-ALIKE = ("internlm3", "iquestcoder", "phi4_multimodal", "gemma4_unified_text")
+ALIKE = (
+    *("internlm3", "iquestcoder", "phi4_multimodal", "gemma4_unified_text"),
+    *("sarvam_mla", "glm4_moe_lite", "youtu"),
+)
 """Families that are another one by another name, or less than it."""
 FOUND = r"layer \d+ .*(differ|described|sees others|reads other)"
 WAYS = [
@@ -143,7 +147,7 @@ def test_a_row_has_the_same_bytes_in_any_chunk(kind: str, weights: str, tmp_path
     "kind",
     [
         *("gpt_oss", "apertus", "gpt_neox", "gemma4_text", "gemma4_text small"),
-        *("bamba", "falcon_h1"),
+        *("bamba", "falcon_h1", "youtu"),
     ],
 )
 def test_every_tensor_of_a_checkpoint_counts(kind: str, tmp_path: Path) -> None:

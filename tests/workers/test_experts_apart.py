@@ -164,6 +164,7 @@ def test_the_settings_leave_experts_to_the_cpu(tmp_path: Path) -> None:
         ("qwen3_5_text", {"layer_types": ["full_attention"] * 4}, "with gates behind attention"),
         ("llama4_text", {}, "of chunked attention"),
         ("gemma4_text", {"hidden_size_per_layer_input": 0}, "whose heads differ"),
+        ("youtu", {}, "of attention over latents"),
     ],
 )
 def test_what_one_cpu_computes_alone_is_neither_split_nor_streamed(

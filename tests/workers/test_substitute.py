@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers import kernels
-from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
 from dovetail.workers.models.language_model import LanguageModel
@@ -85,7 +85,7 @@ def test_its_cache_is_one_that_the_target_could_use(folder: Path, tmp_path: Path
 def test_on_torchs_products_it_computes_the_same_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, bits: int
 ) -> None:
-    monkeypatch.setattr(fused, "reason_against", lambda kind: "they are not built")
+    monkeypatch.setattr(packing, "reason_against", lambda kind: "they are not built")
     folder = tiny_llama(
         tmp_path, intermediate_size=104
     )  # neither whole groups of inputs, nor as many outputs as torch's layout wants

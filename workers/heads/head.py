@@ -25,7 +25,7 @@ from dovetail.workers.heads.registry import kind_of_head
 from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.heads.torch_arithmetic import TorchArithmetic
 from dovetail.workers.kernels import Kind
-from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends import packing
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.substitutes.quantised import against_int4
@@ -251,7 +251,7 @@ def _arithmetic(
         if backend == "library"
         else ""
     )
-    why_not = why_not or fused.reason_against(KINDS.get(weights, Kind.FP32))
+    why_not = why_not or packing.reason_against(KINDS.get(weights, Kind.FP32))
     if not why_not:
         return KernelArithmetic(geometry, weights=weights)
     if backend == "kernels":

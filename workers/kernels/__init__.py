@@ -303,3 +303,11 @@ def fresh_memory(count: int) -> tuple[Any, int]:
         memory.madvise(mmap.MADV_HUGEPAGE)
     held = (c_char * count).from_buffer(memory)
     return held, addressof(held)
+
+
+def check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
+    """ValueError for a matrix that is not [n, k]."""
+    if (matrix.n, matrix.k) != (n, k):
+        raise ValueError(
+            f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {(n, k)}"
+        )

@@ -27,11 +27,12 @@ from dovetail.workers.kernels import (
     MatrixStruct,
     PackedMatrix,
     address_of,
+    check_matrix,
     declare,
     fresh_memory,
     library,
 )
-from dovetail.workers.kernels.fitting import check_matrix, check_mlp
+from dovetail.workers.kernels.fitting import check_mlp
 from dovetail.workers.kernels.layer_plan import (
     ExpertsPlan,
     LayerPlan,
@@ -65,7 +66,7 @@ class RouterStruct(Structure):
         ("correction", c_void_p),
         *((name, c_int32) for name in ("score", "chosen", "groups", "chosen_groups", "normalised")),
         *((name, c_float) for name in ("least_sum", "scale", "epsilon")),
-        ("scales_input", c_int32),
+        *((name, c_int32) for name in ("scales_input", "best_alone")),
         ("added_sum", c_float),
         ("norm", NormStruct),
         ("scales", c_void_p),
@@ -143,7 +144,7 @@ def experts_struct(experts: ExpertsPlan, layer: LayerPlan) -> ExpertsStruct:
     struct = ExpertsStruct(router=_router_struct(experts.router))
     for name in ("input_norm", "output_norm", "shared_norm"):
         setattr(struct, name, norm_struct(getattr(experts, name), hidden))
-    struct.gate_up, struct.down = _array(experts.gate_up), _array(experts.down)
+    struct.gate_up, struct.down = matrix_array(experts.gate_up), matrix_array(experts.down)
     if experts.shared_gate is not None:
         struct.shared_gate = experts.shared_gate.struct
     for name in ("before", "behind"):
@@ -162,7 +163,8 @@ def _check_width(experts: ExpertsPlan, hidden: int, width: int) -> None:
     check_matrix("behind", experts.behind, hidden, width)
 
 
-def _array(matrices: Sequence[PackedMatrix]) -> Any:
+def matrix_array(matrices: Sequence[PackedMatrix]) -> Any:
+    """Return the structures of matrices side by side."""
     array: Array[MatrixStruct] = (MatrixStruct * len(matrices))(*(m.struct for m in matrices))
     return cast(array, POINTER(MatrixStruct))
 
@@ -178,8 +180,9 @@ def _router_struct(router: RouterPlan) -> RouterStruct:
             "groups cannot be chosen"
         )
     struct = RouterStruct(logits=router.logits.struct)
-    numbers = ("normalised", "least_sum", "added_sum", "scale", "epsilon", "scales_input")
-    for name in ("score", "chosen", "groups", "chosen_groups", *numbers):
+    numbers = ("normalised", "least_sum", "added_sum", "scale", "epsilon")
+    how = ("scales_input", "best_alone")
+    for name in ("score", "chosen", "groups", "chosen_groups", *numbers, *how):
         setattr(struct, name, getattr(router, name))
     struct.norm = norm_struct(router.norm, router.logits.k)
     for name in ("correction", "scales"):

@@ -1,7 +1,7 @@
 """The checks of a layer's plan: matrices and heads that do not fit together are refused, since the
 kernels do not look."""
 
-from dovetail.workers.kernels import PackedMatrix
+from dovetail.workers.kernels import PackedMatrix, check_matrix
 from dovetail.workers.kernels.layer_plan import Activation, AttentionPlan, LayerPlan
 
 
@@ -31,6 +31,11 @@ def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> N
         check_matrix("output beside attention", plan.beside.output, hidden, widths[1])
     elif plan.scan is not None:
         given, taken = plan.scan.widths
+    elif plan.latent is not None:
+        rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]
+        given, taken = plan.latent.widths(plan.heads, rotated)
+        if (plan.kv_heads, plan.head_dim) != (1, plan.latent.rank + rotated):
+            raise ValueError(f"latents in {plan.kv_heads} rows of {plan.head_dim}")
     check_matrix("qkv", qkv, given, hidden)
     check_matrix("output", output, hidden, taken)
     if plan.mixer_gate is not None:
@@ -43,14 +48,6 @@ def check_mlp(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, how: Activ
     """ValueError for the matrices of an MLP, or of an expert, that do not fit together."""
     check_matrix("gate_up", gate_up, down.k * (2 if how.gated else 1), hidden)
     check_matrix("down", down, hidden, down.k)
-
-
-def check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
-    """ValueError for a matrix that is not [n, k]."""
-    if (matrix.n, matrix.k) != (n, k):
-        raise ValueError(
-            f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {(n, k)}"
-        )
 
 
 def check_heads(plan: LayerPlan | AttentionPlan) -> None:

@@ -46,6 +46,7 @@ from dovetail.workers.kernels.structs import (
     LayerStruct,
     PassStruct,
     SegmentStruct,
+    latent_struct,
 )
 
 CACHE_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16}
@@ -68,6 +69,7 @@ def _functions() -> Any:
             "dt_layer": (None, (layer, rows)),
             "dt_place": (None, (layer, rows, c_void_p)),
             "dt_attention": (None, (layer, rows, c_void_p, c_void_p)),
+            "dt_latent": (None, (layer, rows, c_void_p, c_void_p, c_void_p)),
             "dt_norm": (
                 None,
                 (c_int32, POINTER(NormStruct), c_void_p, c_void_p, c_int64, c_int64, c_float),
@@ -130,7 +132,7 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
         raise ValueError(
             f"slots {segment.start}..{segment.start + segment.count - 1} in a cache of {capacity}"
         )
-    keys, values = _cache_shapes(segment.values)
+    keys, values = _cache_shapes(segment.keys, segment.values)
     dtype = segment.values.dtype
     struct.kind = CACHE_KINDS[dtype]
     struct.keys = _address(segment.keys, keys, dtype)
@@ -144,12 +146,14 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
         )
 
 
-def _cache_shapes(values: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of keys and values that belong together."""
+def _cache_shapes(keys: Tensor, values: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of keys and values that belong together; with latents there are no
+    keys."""
     if values.ndim == 2:
         return tuple(values.shape), tuple(values.shape)
     layers, kv_heads, capacity, head_dim = values.shape
-    return (layers, kv_heads, capacity // LANES, head_dim, LANES), tuple(values.shape)
+    key_dim = 0 if keys.ndim == 5 and keys.shape[3] == 0 else head_dim
+    return (layers, kv_heads, capacity // LANES, key_dim, LANES), tuple(values.shape)
 
 
 class DecoderLayer:
@@ -166,6 +170,9 @@ class DecoderLayer:
         self._beside = None if plan.beside is None else _beside_struct(plan.beside, plan.hidden)
         if self._beside is not None:
             self.struct.beside = addressof(self._beside)
+        self._latent = None if plan.latent is None else latent_struct(plan.latent)
+        if self._latent is not None:
+            self.struct.latent = addressof(self._latent)
         self._functions = _functions()
         self._reference = byref(self.struct)
 
@@ -201,6 +208,17 @@ class DecoderLayer:
         if self.plan.qkv is None:
             raise ValueError("a layer without attention")
         return _address(qkv, (rows.rows, self.plan.qkv.n))
+
+    def attend_latents(self, rows: LayerPass, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [rows, heads, head_dim] over latents, of what the first matrix gives, [rows,
+        qkv.n], and attention [rows, heads value_dim]; latents and keys go into the caches."""
+        queries = torch.empty(rows.rows, self.plan.heads, self.plan.head_dim)
+        if self.plan.latent is None:
+            raise ValueError("a layer without latents")
+        mixed = torch.empty(rows.rows, self.plan.heads * self.plan.latent.value_dim)
+        addresses = (self._queries(rows, given), queries.data_ptr(), mixed.data_ptr())
+        self._functions.dt_latent(self._reference, rows.reference, *addresses)
+        return queries, mixed
 
 
 class Attention:

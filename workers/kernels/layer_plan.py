@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import PackedMatrix, fresh_memory
+from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.states import ScanPlan, StateRows
 
 LANES = 16
@@ -112,6 +113,8 @@ class RouterPlan:
     """float32 [experts], by which the weights are multiplied."""
     scales_input: bool = False
     """True if what an expert reads is multiplied by its weight, and not what it gives."""
+    best_alone: bool = False
+    """True if a group is worth what its best expert is."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ class LayerPlan:
     head_dim: int
     qkv: PackedMatrix | None
     """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values; queries alone
-    where another layer's keys and values are read; or what a mixer with a state reads. None: there
+    where another layer's keys and values are read; what a mixer with a state reads; or with latents
+    queries, or what becomes them, a latent and a key. None: there
     is no first half."""
     output: PackedMatrix | None
     gate_up: PackedMatrix | None
@@ -236,6 +240,8 @@ class LayerPlan:
     """The other parts of a mixer with a state that stands beside attention."""
     key_factor: float = 1.0
     """The factor of keys, which are cached with it."""
+    latent: LatentPlan | None = None
+    """With it kv_heads is 1, and head_dim that of a row of the cache: a latent and a key."""
     mixer_gate: PackedMatrix | None = None
     """[heads head_dim, hidden]: what was attended to is multiplied by its sigmoid."""
     reads: int | None = None
@@ -261,6 +267,8 @@ class LayerPlan:
             parts += [self.beside.given, self.beside.output]
         if self.own_input is not None:
             parts += [self.own_input.gate, self.own_input.projection]
+        if self.latent is not None:
+            parts.append(self.latent.query_up)
         return [part for part in parts if part]
 
     @property
@@ -274,7 +282,7 @@ class LayerPlan:
 
     @property
     def attends(self) -> bool:
-        """True if the layer has keys and values."""
+        """True if the layer has keys and values, or latents."""
         return self.qkv is not None and (self.scan is None or self.beside is not None)
 
 
@@ -302,7 +310,8 @@ class CacheRows:
     """float32 or float16 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; of
     layers whose heads differ [numbers of a row, capacity], each as it would be alone."""
     values: Tensor
-    """Their type, [layers, kv_heads, capacity, head_dim], or as keys."""
+    """Their type, [layers, kv_heads, capacity, head_dim], or as keys; of latents the rows, and no
+    keys."""
     start: int
     count: int
     paths: "Paths | None" = None
@@ -330,18 +339,18 @@ def new_cache(
     head_dim: int,
     capacity: int,
     dtype: torch.dtype = torch.float32,
+    latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values for `capacity` slots and what is missing to a whole block, in huge pages
-    where the system gives them: a pass reads all of it."""
-    blocks = -(-capacity // LANES)
-    size = layers * kv_heads * blocks * LANES * head_dim
+    where the system gives them: a pass reads all of it. `latent`: keys have no numbers."""
+    blocks, key_dim = -(-capacity // LANES), 0 if latent else head_dim
     keys, values = (
         torch.frombuffer(fresh_memory(dtype.itemsize * size)[0], dtype=dtype)
-        if size
+        if (size := layers * kv_heads * blocks * LANES * width)
         else torch.empty(0, dtype=dtype)
-        for _ in range(2)
+        for width in (key_dim, head_dim)
     )
-    return keys.view(layers, kv_heads, blocks, head_dim, LANES), values.view(
+    return keys.view(layers, kv_heads, blocks, key_dim, LANES), values.view(
         layers, kv_heads, blocks * LANES, head_dim
     )
 

@@ -3,7 +3,9 @@
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
 from dovetail.workers.kernels import MatrixStruct
-from dovetail.workers.kernels.experts import NormStruct
+from dovetail.workers.kernels.experts import NormStruct, matrix_array, norm_struct
+from dovetail.workers.kernels.latent import LatentPlan
+from dovetail.workers.kernels.layer_plan import Norm
 
 
 class ActivatorStruct(Structure):
@@ -58,7 +60,7 @@ class LayerStruct(Structure):
         ("query_factors", c_void_p),
         ("sinks", c_void_p),
         ("value_norm", NormStruct),
-        *((name, c_void_p) for name in ("scan", "beside")),
+        *((name, c_void_p) for name in ("scan", "beside", "latent")),
         ("mixer_gate", MatrixStruct),
         *((name, c_float) for name in ("key_factor", "mlp_residual")),
         *((name, MatrixStruct) for name in ("input_gate", "input_projection")),
@@ -102,3 +104,33 @@ class PassStruct(Structure):
         ("input_stride", c_int64),
         ("parts", c_void_p),
     )
+
+
+class LatentStruct(Structure):
+    """`Latent` of native/layer.h; the arrays that it points to are kept beside it."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("rank", "plain", "value_dim")),
+        ("epsilon", c_float),
+        *((name, NormStruct) for name in ("query_norm", "latent_norm")),
+        ("query_up", MatrixStruct),
+        *((name, POINTER(MatrixStruct)) for name in ("key_up", "value_up")),
+    )
+
+
+def latent_struct(plan: LatentPlan) -> LatentStruct:
+    """Return a plan of attention over latents as the kernels read it."""
+    struct = LatentStruct(
+        rank=plan.rank,
+        plain=plan.plain,
+        value_dim=plan.value_dim,
+        epsilon=plan.epsilon,
+        latent_norm=norm_struct(Norm(plan.latent_norm), plan.rank),
+        key_up=matrix_array(plan.key_up),
+        value_up=matrix_array(plan.value_up),
+    )
+    if (up := plan.query_up) is not None:
+        struct.query_up = up.struct
+        norm = None if plan.query_norm is None else Norm(plan.query_norm)
+        struct.query_norm = norm_struct(norm, up.k)
+    return struct

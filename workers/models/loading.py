@@ -13,7 +13,7 @@ import torch
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.workers.models.assembly import assemble
-from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library, prove_whole
 from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
@@ -21,7 +21,7 @@ from dovetail.workers.models.backends.selection import select
 from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import CACHE_NAMES
-from dovetail.workers.models.checkpoints.architecture import refuse_states
+from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
@@ -171,7 +171,7 @@ def _on_cpu(
                 "way that they do not know"
             )
     if wanted.stage is None:
-        refuse_states(_model_type(checkpoint), checkpoint.source, why_not)
+        refuse_without_kernels(_model_type(checkpoint), checkpoint.source, why_not)
     if wanted.stage is not None:
         raise CheckpointError(
             f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, "
@@ -251,7 +251,7 @@ def _against_kernels(wanted: Wanted) -> str:
         and not reason_against(CANDIDATES["bf16"][0])
     ):
         return "oneDNN multiplies bf16 with instructions that the kernels do not use"
-    return fused.reason_against(KINDS[wanted.weights])
+    return packing.reason_against(KINDS[wanted.weights])
 
 
 def _assemble(
@@ -310,7 +310,7 @@ def _on_gpu(
 ) -> LanguageModel:
     """Load a model as transformers computes it, in one type."""
     where = f"the settings say device {device}; leave that out"
-    refuse_states(_model_type(checkpoint), checkpoint.source, where)
+    refuse_without_kernels(_model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
         raise CheckpointError(
             f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "

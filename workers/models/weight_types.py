@@ -7,7 +7,7 @@ import torch
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.kernels import Kind
-from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends import packing
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
@@ -56,7 +56,7 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
         )
     in_blocks = checkpoint.has_blocks and not checkpoint.has_experts
     if weights == "file" or (
-        weights == "stored" and in_blocks and not fused.reason_against(KINDS[own])
+        weights == "stored" and in_blocks and not packing.reason_against(KINDS[own])
     ):
         return own
     if weights not in ("half", "stored"):
@@ -68,7 +68,7 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
     }
     name = {"F16": "fp16", "BF16": "bf16"}.get("".join(kinds))
     if weights == "stored":
-        return "fp32" if name is None or fused.reason_against(KINDS[name]) else name
+        return "fp32" if name is None or packing.reason_against(KINDS[name]) else name
     if name is not None:
         return name
     found = " and ".join(sorted(kinds)) or "none"

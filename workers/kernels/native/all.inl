@@ -15,12 +15,14 @@
 
 #include "scan.inl"
 
+#include "latent.inl"
+
 #include "layer.inl"
 
 #include "ranking.inl"
 
 namespace DT_NS {
 
-static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, route, experts, likeliest}; }
+static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, route, experts, latent, likeliest}; }
 
 }  // namespace DT_NS

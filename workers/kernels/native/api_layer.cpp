@@ -51,6 +51,12 @@ void dt_attention(const Layer* layer, const Pass* pass, const float* qkv, float*
     active().attention(*layer, *pass, qkv, out);
 }
 
+// Attention over latents: given [rows, qkv.n] becomes queries [rows, heads head_dim], in memory of the caller's, and out [rows, heads value_dim].
+void dt_latent(const Layer* layer, const Pass* pass, float* given, float* queries, float* out) {
+    const Turn mine;
+    active().latent(*layer, *pass, given, queries, out);
+}
+
 // y [rows, width]; x may be y.
 void dt_norm(int32_t kind, const Norm* norm, const float* x, float* y, int64_t rows, int64_t width, float epsilon) {
     const Turn mine;

@@ -1,6 +1,7 @@
 // Attention over the cache for the rows of several sessions.
 //
-// Keys and values lie in a cache as floats or as halves (K below), which are widened as they are loaded: everything is computed in floats.
+// Keys and values lie in a cache as floats or as halves (K below), which are widened as they are loaded: everything is computed in floats. Of latents a cache has
+// rows alone: all of a row is a key, and its beginning the value of it.
 // A row sees logical positions 0 .. n - 1: the slots of the prefix, then those of its path. Its bytes follow from these alone:
 //   score[p]  = one chain over d of fma(q[d], k[p][d]), times scale, soft-capped
 //   weight[p] = exp(score[p] - largest), summed with lane p mod 16, and then that of the head's sink, which has no value
@@ -42,20 +43,22 @@ struct Row {
 struct Desk {
     float* scores;  // [rows][stride] by slot, then by position
     float* queries;  // tiles of SCORE_ROWS rows, each [head_dim][rows of the tile]
-    float* sums;    // [rows][padded head_dim]
+    float* sums;    // [rows][padded value_dim]
     float* path;    // [stride]
-    float* panel;   // [VALUE_RUN][head_dim]: keys or values that several tiles read, widened once
+    float* panel;   // [VALUE_RUN][head_dim]: keys or values that several tiles read, widened once; latents as keys
     int64_t stride, padded;
 };
 
 template <class K>
 struct Unit {
-    const K* keys;    // of one layer and key head
-    const K* values;
+    const K* keys;    // of one layer and key head; null: they are the values, which are latents
+    const K* values;  // head_dim from row to row
     const K* next;  // what the next unit will probably read first
     const Row* rows;
-    int64_t count, head_dim;
+    int64_t count, head_dim, value_dim;
     Desk desk;
+
+    const K* slots() const { return keys ? keys : values; }  // LANES head_dim numbers for sixteen of them
 };
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -89,6 +92,9 @@ static inline F16 widen_first(const uint16_t* p, int n) {
     memcpy(t, p, (size_t)n * sizeof *p);
     return load_half(t);
 }
+
+static inline void put_number(float* to, float x) { *to = x; }
+static inline void put_number(uint16_t* to, float x) { *to = nearest_half(x); }
 
 // ---- scores ----
 
@@ -149,12 +155,27 @@ static inline const float* widened(const uint16_t* numbers, int64_t count, int64
     return panel;
 }
 
+// Blocks of sixteen latents [16][width] become blocks of keys [width][16].
+template <class K>
+static inline const float* turned(const K* rows, int64_t blocks, int64_t width, float* panel) {
+    for (int64_t b = 0; b < blocks; b++) {
+        const K* from = rows + b * LANES * width;
+        float* to = panel + b * LANES * width;
+        int64_t d = 0;
+        for (; d + TURNED <= width; d += TURNED) turn(from + d, width, to + d * LANES);
+        for (; d < width; d++)
+            for (int64_t i = 0; i < LANES; i++) to[d * LANES + i] = widen_one(from[i * width + d]);
+    }
+    return panel;
+}
+
 // All rows with the blocks from `block` on, as far as they see them.
 template <class K>
 static void score_blocks(const Unit<K>& u, int64_t block, int64_t last, const K* next) {
     const int64_t panel = u.head_dim * LANES, tiles = (u.count + SCORE_ROWS - 1) / SCORE_ROWS;
-    const K* keys = u.keys + block * panel;
-    const float* wide = widened(keys, smaller(SCORE_BLOCKS, last - block) * panel, tiles, u.desk.panel);
+    const K* keys = u.slots() + block * panel;
+    const int64_t all = smaller(SCORE_BLOCKS, last - block);
+    const float* wide = u.keys ? widened(keys, all * panel, tiles, u.desk.panel) : turned(keys, all, u.head_dim, u.desk.panel);
     for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
         const int64_t rows = smaller(SCORE_ROWS, u.count - first);
         int64_t seen = 0;
@@ -181,7 +202,7 @@ static void score_slots(const Unit<K>& u) {
     const int64_t last = (stop + LANES - 1) / LANES;
     for (int64_t block = from / LANES; block < last; block += SCORE_BLOCKS) {
         const int64_t next = block + SCORE_BLOCKS;
-        score_blocks(u, block, last, next < last ? u.keys + next * u.head_dim * LANES : u.values);
+        score_blocks(u, block, last, next < last ? u.slots() + next * u.head_dim * LANES : u.values);
     }
 }
 
@@ -228,17 +249,17 @@ static float weigh(const Row& row, float* scores, float scale, float softcap) {
 template <class K>
 struct InOrder {
     const K* values;
-    int64_t head_dim;
+    int64_t stride, width;
 
-    const K* at(int64_t p) const { return values + p * head_dim; }
+    const K* at(int64_t p) const { return values + p * stride; }
 };
 template <class K>
 struct OnPath {
     const K* values;
-    int64_t head_dim;
+    int64_t stride, width;
     const int32_t* slots;
 
-    const K* at(int64_t p) const { return values + slots[p] * head_dim; }
+    const K* at(int64_t p) const { return values + slots[p] * stride; }
 };
 
 // The weights of some rows, and the sums that they go into.
@@ -275,18 +296,18 @@ static inline void value_tile(const Mix& mix, const Source& source, int64_t n, i
         for (int b = 0; b < B; b++) store(mix.sums + r * mix.padded + d + b * LANES, s[r][b]);
 }
 
-// All of head_dim, by the widest tiles that fit.
+// All of a value, by the widest tiles that fit.
 template <int R, class Source>
 static void value_rows(const Mix& mix, const Source& source, int64_t n, const Ahead& ahead) {
-    const int64_t head_dim = source.head_dim;
+    const int64_t width = source.width;
     int64_t d = 0;
-    for (; d + VALUE_BLOCKS * LANES <= head_dim; d += VALUE_BLOCKS * LANES) value_tile<R, VALUE_BLOCKS, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
+    for (; d + VALUE_BLOCKS * LANES <= width; d += VALUE_BLOCKS * LANES) value_tile<R, VALUE_BLOCKS, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
     if constexpr (VALUE_BLOCKS > 4)
-        for (; d + 4 * LANES <= head_dim; d += 4 * LANES) value_tile<R, 4, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
+        for (; d + 4 * LANES <= width; d += 4 * LANES) value_tile<R, 4, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
     if constexpr (VALUE_BLOCKS > 2)
-        for (; d + 2 * LANES <= head_dim; d += 2 * LANES) value_tile<R, 2, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
-    for (; d + LANES <= head_dim; d += LANES) value_tile<R, 1, true>(mix, source, n, d, {}, 0);
-    if (d < head_dim) value_tile<R, 1, false>(mix, source, n, d, {}, (int)(head_dim - d));
+        for (; d + 2 * LANES <= width; d += 2 * LANES) value_tile<R, 2, true>(mix, source, n, d, d == 0 ? ahead : Ahead{}, 0);
+    for (; d + LANES <= width; d += LANES) value_tile<R, 1, true>(mix, source, n, d, {}, 0);
+    if (d < width) value_tile<R, 1, false>(mix, source, n, d, {}, (int)(width - d));
 }
 
 template <int R, class K>
@@ -304,7 +325,7 @@ static inline Mix mix_of(const Unit<K>& u, int64_t row, int64_t position) {
 template <class K>
 static void sum_values(const Unit<K>& u, int64_t first, int64_t rows, int64_t from, int64_t stop, const Ahead& ahead) {
     if (from >= stop) return;
-    value<VALUE_ROWS>(rows, mix_of(u, first, from), InOrder<K>{u.values + from * u.head_dim, u.head_dim}, stop - from, ahead);
+    value<VALUE_ROWS>(rows, mix_of(u, first, from), InOrder<K>{u.values + from * u.head_dim, u.head_dim, u.value_dim}, stop - from, ahead);
 }
 
 // The positions that all rows of a tile see as slots: from the last of their beginnings to the first of their paths.
@@ -326,7 +347,7 @@ static void follow_values(const Unit<K>& u, int64_t r, int64_t from) {
     const Row& row = u.rows[r];
     sum_values(u, r, 1, from, row.common, {});
     const int64_t p = larger(from, row.common);
-    if (p < row.n) value_rows<1>(mix_of(u, r, p), OnPath<K>{u.values, u.head_dim, row.path + (p - row.common)}, row.n - p, {});
+    if (p < row.n) value_rows<1>(mix_of(u, r, p), OnPath<K>{u.values, u.head_dim, u.value_dim, row.path + (p - row.common)}, row.n - p, {});
 }
 
 template <class K>
@@ -348,7 +369,7 @@ static void mix_values(const Unit<K>& u) {
         for (int64_t first = 0; first < u.count; first += VALUE_ROWS) {
             const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim, VALUE_RUN, first / VALUE_ROWS, count);
             const int64_t rows = smaller(VALUE_ROWS, u.count - first), begin = larger(p, tiles[first].from), end = smaller(p + VALUE_RUN, tiles[first].stop);
-            if (wide && begin < end) value<VALUE_ROWS>(rows, mix_of(u, first, begin), InOrder<float>{wide + (begin - p) * u.head_dim, u.head_dim}, end - begin, ahead);
+            if (wide && begin < end) value<VALUE_ROWS>(rows, mix_of(u, first, begin), InOrder<float>{wide + (begin - p) * u.head_dim, u.head_dim, u.value_dim}, end - begin, ahead);
             else sum_values(u, first, rows, begin, end, ahead);
         }
     }
@@ -368,8 +389,8 @@ static void attend_unit(const Unit<K>& u, float scale, float softcap) {
     }
     mix_values(u);
     for (int64_t r = 0; r < u.count; r++)
-        for (int64_t d = 0; d < u.head_dim; d += LANES)  // + 0 makes a zero positive: how many products underflowed before it is nobody's business
-            put(u.rows[r].out + d, add(mul(load(u.desk.sums + r * u.desk.padded + d), set1(inverse[r])), zero()), u.head_dim - d);
+        for (int64_t d = 0; d < u.value_dim; d += LANES)  // + 0 makes a zero positive: how many products underflowed before it is nobody's business
+            put(u.rows[r].out + d, add(mul(load(u.desk.sums + r * u.desk.padded + d), set1(inverse[r])), zero()), u.value_dim - d);
 }
 
 static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t i) {
@@ -389,7 +410,7 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
 }
 
 // Numbers of a row of queries and, where the layer has its own, keys and values.
-static inline int64_t row_width(const dovetail::Layer& l) { return (l.heads + (l.reads ? 0 : 2 * l.kv_heads)) * l.head_dim; }
+static inline int64_t row_width(const dovetail::Layer& l) { return (l.heads + (l.reads || l.latent ? 0 : 2 * l.kv_heads)) * l.head_dim; }
 
 // Where a key head of the layer begins in a cache.
 static inline int64_t head_offset(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head) {
@@ -412,6 +433,7 @@ struct Plan {
     int64_t threads;
 
     int64_t groups() const { return layer->heads / layer->kv_heads; }
+    int64_t value_dim() const { return layer->latent ? layer->latent->rank : layer->head_dim; }
     int64_t stride(const dovetail::Segment& s) const { return round_up(s.start + s.count, LANES) + LANES; }
     int64_t rows(const dovetail::Segment& s) const { return s.count * groups(); }
     // As many as use a tile well and leave every thread something to do; less than a tile only where there are not enough for all.
@@ -424,10 +446,10 @@ struct Plan {
     int64_t units(const dovetail::Segment& s) const { return ranges(s) * layer->kv_heads; }
 };
 
-static Desk desk_at(float* memory, int64_t rows, int64_t stride, int64_t head_dim) {
+static Desk desk_at(float* memory, int64_t rows, int64_t stride, int64_t head_dim, int64_t value_dim) {
     Desk desk;
     desk.stride = stride;
-    desk.padded = round_up(head_dim, LANES);
+    desk.padded = round_up(value_dim, LANES);
     desk.sums = memory;
     desk.scores = desk.sums + rows * desk.padded;
     desk.path = desk.scores + rows * stride;
@@ -442,19 +464,21 @@ static int64_t desk_floats(int64_t rows, int64_t stride, int64_t head_dim) {
 
 static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t kv_head, int64_t first, float* memory) {
     const dovetail::Layer& l = *plan.layer;
-    const int64_t head_dim = l.head_dim, groups = plan.groups(), count = smaller(plan.unit_rows(s), plan.rows(s) - first);
+    const int64_t head_dim = l.head_dim, value_dim = plan.value_dim(), groups = plan.groups(), count = smaller(plan.unit_rows(s), plan.rows(s) - first);
     Row rows[UNIT_ROWS];
     for (int64_t r = 0; r < count; r++) {
         const int64_t i = (first + r) / groups, head = kv_head * groups + (first + r) % groups, row = s.first_row + i;
         rows[r] = row_of(l, s, i);
         rows[r].sink = l.sinks ? l.sinks + head : nullptr;
         rows[r].query = plan.qkv + row * row_width(l) + head * head_dim;
-        rows[r].out = plan.out + (row * l.heads + head) * head_dim;
+        rows[r].out = plan.out + (row * l.heads + head) * value_dim;
     }
     const int64_t at = head_offset(l, s, kv_head), next = at + s.capacity * head_dim;
-    const Desk desk = desk_at(memory, count, plan.stride(s), head_dim);
+    const Desk desk = desk_at(memory, count, plan.stride(s), head_dim, value_dim);
     with_numbers(s, [&](auto* keys, auto* values) {
-        attend_unit(Unit<std::remove_pointer_t<decltype(keys)>>{keys + at, values + at, keys + next, rows, count, head_dim, desk}, l.scale, l.softcap);
+        auto* own = l.latent ? nullptr : keys + at;
+        auto* then = l.latent ? values + next : keys + next;
+        attend_unit(Unit<std::remove_pointer_t<decltype(keys)>>{own, values + at, then, rows, count, head_dim, value_dim, desk}, l.scale, l.softcap);
     });
 }
 
@@ -465,7 +489,8 @@ static void attend_numbered(const Plan& plan, int64_t number, float* memory) {
     attend_range(plan, *s, number / ranges, number % ranges * plan.unit_rows(*s), memory);
 }
 
-// out [rows, heads head_dim] from qkv [rows, (heads + 2 kv_heads) head_dim], whose keys and values are in the caches already.
+// out [rows, heads head_dim] from qkv [rows, (heads + 2 kv_heads) head_dim], whose keys and values are in the caches already; over latents
+// [rows, heads rank] from queries [rows, heads head_dim].
 static void attention(const dovetail::Layer& l, const dovetail::Pass& pass, const float* qkv, float* out) {
     const Plan plan = {&l, &pass, qkv, out, dovetail::threads()};
     int64_t units = 0, work = 0, floats = 0;

@@ -50,20 +50,20 @@ static float mark_best(const float* values, char* taken, int64_t n, int64_t coun
     return count < n ? last - values[best_of(values, taken, n)] : -NOTHING;
 }
 
-// The sum of the two best of a group.
-static inline float worth(const float* values, int64_t n) {
+// The sum of the two best of a group, or the best alone.
+static inline float worth(const float* values, int64_t n, bool best_alone) {
     float first = NOTHING, second = NOTHING;
     for (int64_t i = 0; i < n; i++) {
         if (values[i] > first) second = first, first = values[i];
         else if (values[i] > second) second = values[i];
     }
-    return n > 1 ? first + second : first;
+    return n > 1 && !best_alone ? first + second : first;
 }
 
 // Leaves nothing of the values of groups that are not among the best; the margin of that choice.
 static float close_groups(const dovetail::Router& r, float* values, float* worths, char* taken) {
     const int64_t size = r.logits.n / r.groups;
-    for (int64_t group = 0; group < r.groups; group++) worths[group] = worth(values + group * size, size);
+    for (int64_t group = 0; group < r.groups; group++) worths[group] = worth(values + group * size, size, r.best_alone);
     const float margin = mark_best(worths, taken, r.groups, r.chosen_groups);
     for (int64_t i = 0; i < r.logits.n; i++)
         if (!taken[i / size]) values[i] = NOTHING;
@@ -188,7 +188,7 @@ static void run_batch(const Batch& batch, const dovetail::Matrix* matrices, cons
     for (int64_t expert = batch.expert, rank = batch.first; rank < batch.end;) {
         const dovetail::Matrix& m = matrices[expert];
         const int64_t stop = smaller(batch.end, b.first[expert + 1]), rows = smaller(stop - rank, CHUNK), at = rank - batch.first;
-        if (rows > 0) b.products[count++] = {&m, x + at * m.k, y + at * m.n, rows, packed};
+        if (rows > 0) b.products[count++] = {&m, x + at * m.k, m.k, y + at * m.n, m.n, rows, packed};
         packed += rows * row_bytes(m), rank += rows;
         if (rank == b.first[expert + 1]) expert++;
     }

@@ -50,6 +50,7 @@ struct Kernels {
     void (*gate)(const Activator& activation, const float* x, float* y, int64_t rows, int64_t width);
     void (*route)(const Router& router, const float* x, int64_t rows, int32_t* ids, float* weights, float* margins);
     int64_t (*experts)(const Layer& layer, const float* x, float* y, int64_t rows);
+    void (*latent)(const Layer& layer, const Pass& pass, float* given, float* queries, float* out);
     void (*likeliest)(const Ranking& ranking);
 };
 

@@ -202,6 +202,58 @@ static inline bool any_less(F16 a, F16 b) {
 
 #endif
 
+// One number of a cache.
+static inline float widen_one(float x) { return x; }
+static inline float widen_one(uint16_t x) {
+    const uint16_t t[LANES] = {x};
+    alignas(64) float wide[LANES];
+    store(wide, load_half(t));
+    return wide[0];
+}
+
+// Sixteen rows of TURNED numbers, `stride` apart, become TURNED rows of sixteen.
+#if defined(DT_AVX512) || defined(DT_AVX2)
+constexpr int TURNED = 8;
+static inline __m256 eight(const float* p) { return _mm256_loadu_ps(p); }
+static inline __m256 eight(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+template <class K>
+static inline void turn_eight(const K* from, int64_t stride, float* to) {
+    __m256 a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) a[i] = eight(from + i * stride);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44), a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44), a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * LANES, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * LANES, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+template <class K>
+static inline void turn(const K* from, int64_t stride, float* to) {
+    turn_eight(from, stride, to);
+    turn_eight(from + 8 * stride, stride, to + 8);
+}
+#else
+constexpr int TURNED = LANES;
+static inline void turn(const float* from, int64_t stride, float* to) {
+    for (int i = 0; i < LANES; i++)
+        for (int d = 0; d < LANES; d++) to[d * LANES + i] = from[i * stride + d];
+}
+static inline void turn(const uint16_t* from, int64_t stride, float* to) {
+    alignas(64) float row[LANES];
+    for (int i = 0; i < LANES; i++) {
+        store(row, load_half(from + i * stride));
+        for (int d = 0; d < LANES; d++) to[d * LANES + i] = row[d];
+    }
+}
+#endif
+
 // The half nearest to x, the even one of two. Beyond the largest it is the largest, so that no number becomes infinite; what is not a number stays so.
 static inline uint16_t nearest_half(float x) {
     uint32_t bits;

@@ -4,6 +4,7 @@
 //   keys   [kv_heads][capacity / 16][head_dim][16]
 //   values [kv_heads][capacity][head_dim]
 // one layer behind the other, so that lanes run along positions where scores are computed and along head_dim where values are summed. Capacity is a multiple of 16.
+// Layers with latents have no keys there: a row's values are [capacity][head_dim], the latent and behind it the rotated key of all heads.
 // They are floats, or halves: what is computed of a row is then rounded to the nearest half, the even one of two, and held within the largest of them.
 #pragma once
 
@@ -36,7 +37,7 @@ struct Norm {
 enum Score : int { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3 };
 
 // By which experts a row is computed, and the weight of each. The `chosen` experts of the largest scores are, each with its correction, the lower index first
-// of equals; where there are groups, only those of the `chosen_groups` groups in which the two best add up to most.
+// of equals; where there are groups, only those of the `chosen_groups` groups in which the two best add up to most, or of which the best is best.
 struct Router {
     Matrix logits;            // [experts, hidden]
     const float* correction;  // [experts], of the choice alone; or null
@@ -45,6 +46,7 @@ struct Router {
     float least_sum, scale;
     float epsilon;           // of the norm
     int32_t scales_input;    // what an expert reads is multiplied by its weight, and not what it gives
+    int32_t best_alone;      // a group is worth what its best is
     float added_sum;
     Norm norm;            // RMS, of what the router reads; may be missing
     const float* scales;  // [experts], by which the weights are multiplied; or null
@@ -67,6 +69,20 @@ struct Beside {
     Matrix given;   // what the mixer reads
     Matrix output;  // [hidden, what it gives]
     float factor, attention_factor;  // of what the mixer and of what attention adds
+};
+
+// Attention over latents, from which the keys and values of all heads would follow by matrices: in the place of those matrices queries go through the first, and
+// what was attended to through the second.
+struct Latent {
+    int32_t rank;       // numbers of a latent
+    int32_t plain;      // numbers of a head's query that are not rotated; the layer's rotary_dim are, behind them
+    int32_t value_dim;  // numbers of a head's value
+    float epsilon;      // of the two norms
+    Norm query_norm;    // RMS, [query_up.k], of what `qkv` gives first; may be missing
+    Norm latent_norm;   // RMS, [rank]
+    Matrix query_up;    // [heads (plain + rotary_dim), ...], queries of that; packed null: it is the queries
+    const Matrix* key_up;    // [heads] of [rank, plain]
+    const Matrix* value_up;  // [heads] of [value_dim, rank]
 };
 
 struct Layer {
@@ -96,6 +112,7 @@ struct Layer {
     Norm value_norm;             // [head_dim] on each head; RMS; may be missing
     const Scan* scan;            // in the place of attention, behind `qkv`, or beside it; null: there is none
     const Beside* beside;        // null: the mixer with a state, if there is one, stands in the place of attention
+    const Latent* latent;        // `qkv` gives queries, or what becomes them, and then a latent and a key; kv_heads is 1, head_dim rank + rotary_dim; null: there is none
     Matrix mixer_gate;           // [heads head_dim, hidden], by whose sigmoid what was attended to is multiplied; packed null: there is none
     float key_factor;            // keys, behind norm and rotation, are multiplied by it; 0: they are not
     float mlp_residual;          // what the MLP adds is multiplied by it; 0: it is not

@@ -41,9 +41,6 @@ static inline void fetch_places(const Places<K>& to, int64_t head_dim, int64_t r
     for (int64_t i = 0; i < rows * head_dim; i += step) __builtin_prefetch(to.values + i, 1, 3);
 }
 
-static inline void put_number(float* to, float x) { *to = x; }
-static inline void put_number(uint16_t* to, float x) { *to = nearest_half(x); }
-
 template <class K>
 static inline void write(const Places<K>& to, const float* key, const float* value, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d++) put_number(to.keys + d * LANES, key[d]);
@@ -221,6 +218,8 @@ static void mix_rows(const dovetail::Layer& l, const dovetail::Pass& pass, const
     laps.matrix();
     if (l.scan && !l.beside) {
         scan(*l.scan, pass, b.wide, l.qkv.n, b.narrow);
+    } else if (l.latent) {
+        latent(l, pass, b.wide, nullptr, b.narrow);
     } else {
         place(l, pass, b.wide);
         attention(l, pass, b.wide, b.narrow);

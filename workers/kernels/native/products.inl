@@ -6,8 +6,10 @@ namespace DT_NS {
 
 struct Product {
     const Matrix* matrix;
-    const float* x;  // [rows, k]
+    const float* x;  // [rows, k], x_stride floats apart
+    int64_t x_stride;
     float* y;        // [rows, n]
+    int64_t y_stride;
     int64_t rows;    // at most CHUNK
     char* packed;    // of `row_bytes` for each row
 };
@@ -34,14 +36,14 @@ template <int KIND>
 static Pass pass_of(const Product& p) {
     const float* scales = (const float*)(p.packed + 4 * p.rows * dovetail::steps_of(KIND, p.matrix->k));
     const char* x = KIND == dovetail::INT8 || p.rows > 1 ? p.packed : (const char*)p.x;
-    return {*p.matrix, cut_of<KIND>(*p.matrix, p.rows), x, scales, p.y, p.matrix->n};
+    return {*p.matrix, cut_of<KIND>(*p.matrix, p.rows), x, scales, p.y, p.y_stride};
 }
 
 template <int KIND>
 static void run_products(const Product* products, int64_t count) {
     take_turns(count, [&](int64_t i) {
         Pass pass = pass_of<KIND>(products[i]);
-        prepare<KIND>(pass, products[i].x, pass.matrix.k, products[i].packed, [](auto& pack) { pack(0, 1); });
+        prepare<KIND>(pass, products[i].x, products[i].x_stride, products[i].packed, [](auto& pack) { pack(0, 1); });
     });
     const int64_t panels = dovetail::panels_of(products[0].matrix->n);  // all are of one shape
     const int64_t pieces = smaller(panels, (UNITS * dovetail::threads() + count - 1) / count);

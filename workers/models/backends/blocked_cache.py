@@ -46,8 +46,9 @@ class BlockedCache:
         head_dim: int,
         capacity: int,
         dtype: torch.dtype = torch.float32,
+        latent: bool = False,
     ) -> None:
-        """`dtype`: float32 or float16."""
+        """`dtype`: float32 or float16. `latent`: values are latents, and there are no keys."""
         self.capacity = capacity
         self.length = 0
         self.keys, self.values = new_cache(
@@ -56,6 +57,7 @@ class BlockedCache:
             head_dim=head_dim,
             capacity=with_room(capacity),
             dtype=dtype,
+            latent=latent,
         )
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
@@ -115,7 +117,7 @@ class BlockedCache:
     def row_bytes(self) -> int:
         """Memory of one row."""
         shapes = () if self.states is None else self.states.shapes
-        return 2 * self._numbers * self.values.element_size() + token_bytes(shapes)
+        return self._numbers * self.values.element_size() + token_bytes(shapes)
 
     @property
     def base_bytes(self) -> int:
@@ -124,9 +126,9 @@ class BlockedCache:
 
     @property
     def _numbers(self) -> int:
-        """Numbers of a row's keys in all layers."""
+        """Numbers of a row's keys and values in all layers."""
         layers, kv_heads, _, head_dim = self.values.shape
-        return layers * kv_heads * head_dim
+        return layers * kv_heads * (self.keys.shape[3] + head_dim)
 
     def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
         """Fresh keys and values for so many rows."""
@@ -137,6 +139,7 @@ class BlockedCache:
             head_dim=head_dim,
             capacity=capacity,
             dtype=self.values.dtype,
+            latent=self.keys.shape[3] == 0,
         )
 
     def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,10 +171,10 @@ class MixedCache(BlockedCache):
 
     @property
     def _numbers(self) -> int:
-        return sum(kv_heads * head_dim for kv_heads, head_dim in self._heads)
+        return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self._heads)
 
     def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
-        numbers = self._numbers
+        numbers = self._numbers // 2
         parts = new_cache(
             layers=1, kv_heads=1, head_dim=numbers, capacity=capacity, dtype=self._dtype
         )
@@ -194,13 +197,20 @@ def cache_of(
     capacity: int,
     dtype: torch.dtype,
     shapes: Sequence[StateShape] = (),
+    *,
+    latent: bool = False,
 ) -> BlockedCache:
     """An empty cache for layers with so many key heads of such a size each, and for others with a
-    state."""
+    state. `latent`: the heads are latents with a key, the same in all of those layers."""
     if len(set(heads)) == 1:
         kv_heads, head_dim = heads[0]
         cache = BlockedCache(
-            layers=len(heads), kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype
+            layers=len(heads),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=capacity,
+            dtype=dtype,
+            latent=latent,
         )
     else:
         cache = MixedCache(heads, capacity=capacity, dtype=dtype)

@@ -137,6 +137,7 @@ class ExpertParts:
             said.epsilon,
             None if said.scales is None else tensor_of(self.layer, said.scales).float(),
             said.scales_input,
+            said.best_alone,
         )
 
     def _router_norm(self, said: Router) -> Norm | None:

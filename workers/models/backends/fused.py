@@ -36,7 +36,6 @@ from dovetail.workers.models.backends.layer_parts import (
 )
 from dovetail.workers.models.backends.library import transformers_pass
 from dovetail.workers.models.backends.packing import (
-    ROUNDING,
     FusedLayers,
     KernelLinear,
     KernelNorm,
@@ -44,21 +43,20 @@ from dovetail.workers.models.backends.packing import (
     exact_kind,
     pack,
     pack_and_drop,
-    sample_of,
 )
 from dovetail.workers.models.backends.proof import (
     LAYER_TOLERANCE,
     LayerProof,
-    Product,
     check_attention,
     prove_cache,
 )
 from dovetail.workers.models.backends.rotary_tables import ROTARY_NAMES, NoAngles, RotaryTables
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
-from dovetail.workers.models.families.description import Attention
+from dovetail.workers.models.families.description import Attention, Latent
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.parity.products import Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
 
@@ -148,14 +146,18 @@ class Kernels:
         }
         experts = self._pack_experts(parts, matrices)
         noted = NOTHING
-        if isinstance(spec.attention, Attention):
+        if isinstance(spec.attention, Attention | Latent):
             noted = proof.note(proving or matrices)
             check_attention(spec.attention, noted, index)
         else:
             proof.use(proving or matrices)
-        plan = replace(plan_of(parts, index, noted, matrices, self._tables), experts=experts)
+        plan = replace(
+            plan_of(parts, index, noted, matrices, self._tables, self._kind), experts=experts
+        )
         proof.check(
-            plan if proving is None else plan_of(parts, index, noted, proving, self._tables)
+            plan
+            if proving is None
+            else plan_of(parts, index, noted, proving, self._tables, self._kind)
         )
         self._take(plan)
         self.noted.append(noted)
@@ -175,6 +177,8 @@ class Kernels:
         """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
         linears change in place."""
         attention = parts.spec.attention
+        if isinstance(attention, Latent) and attention.rope.interleaved:
+            parts.interleave_latent(attention)
         if not isinstance(attention, Attention):
             return
         turned = attention.rope is not None and attention.rope.interleaved
@@ -302,7 +306,8 @@ class Kernels:
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache with keys and values of a type."""
         heads = [(plan.kv_heads, plan.head_dim) for plan in self._caching]
-        return cache_of(heads, capacity, dtype, self._shapes)
+        latent = any(plan.latent is not None for plan in self._caching)
+        return cache_of(heads, capacity, dtype, self._shapes, latent=latent)
 
     @property
     def cache(self) -> str:
@@ -360,20 +365,3 @@ class Kernels:
         tokens, positions, seen = self._rows_over(self._cache)
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
         return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
-
-
-def reason_against(kind: Kind) -> str:
-    """Why the kernels may not be used here for weights of this kind; empty if they are there and
-    agree with torch's linear."""
-    if why := kernels.why_not():
-        return why
-    generator = torch.Generator().manual_seed(1)
-    x, (matrix, weight) = torch.randn(9, 64, generator=generator), sample_of(kind)
-    y, expected = matrix.linear(x), x @ weight.float().t()
-    difference = float((y - expected).abs().max() / expected.abs().max())
-    if not difference <= (3e-2 if kind in ROUNDING else 1e-5):
-        return (
-            f"the C++ kernels differ from torch's linear by {difference:.1e} for {kind.name} "
-            f"weights; rebuild them: {kernels.BUILD}"
-        )
-    return ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from dovetail.workers.kernels import PackedMatrix
+from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import (
     Activation,
     BesidePlan,
@@ -20,6 +20,7 @@ from dovetail.workers.kernels.layer_plan import (
 from dovetail.workers.kernels.states import ScanPlan
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.experts import ExpertParts, part_of, tensor_of
+from dovetail.workers.models.backends.packing import LatentParts
 from dovetail.workers.models.backends.rotary_tables import RotaryTables
 from dovetail.workers.models.checkpoints.gguf.rows import take_places
 from dovetail.workers.models.families.description import (
@@ -27,6 +28,7 @@ from dovetail.workers.models.families.description import (
     Beside,
     Experts,
     Family,
+    Latent,
     LayerSpec,
     Mlp,
     Norms,
@@ -52,7 +54,7 @@ class LayerParts:
         checkpoint; None: in place."""
         self.rows: dict[str, Sequence[Tensor | None]] = {}
         """For each linear of a matrix int64 [out]: where the outputs of the kernels stand in the
-        checkpoint; None: in place, as of all linears of matrices that are missing here."""
+        checkpoint; None, or not there: in place."""
         self.experts: ExpertParts | None = None
         self.sinks: Tensor | None = None
         """float32 [heads]: scores without a value."""
@@ -70,8 +72,12 @@ class LayerParts:
         """The linears of each matrix, below each other."""
         self.gates: Gates | None = None
         """Queries and the gates behind attention, taken apart."""
+        self.latent: LatentParts | None = None
+        """The matrices of heads and the norms of attention over latents."""
         mixer, norms = spec.attention, spec.norms
         query, key = None, None
+        if isinstance(mixer, Latent):
+            self._take_latent(layer, mixer)
         if isinstance(mixer, Attention):
             query, key = mixer.norms or (None, None)
             self._take_attention(layer, mixer)
@@ -115,6 +121,18 @@ class LayerParts:
         if said.norms_values:
             self.value_norm = Norm(torch.ones(said.head_dim))
 
+    def _take_latent(self, layer: nn.Module, said: Latent) -> None:
+        self.linears["qkv"] = [_linear(layer, name) for name in (said.query, said.latent)]
+        self.linears["output"] = [_linear(layer, said.output)]
+        if said.query_up is not None:
+            self.linears["query_up"] = [_linear(layer, said.query_up)]
+        latent_norm, query_norm = (
+            None if name is None else _weight_of(part_of(layer, name))
+            for name in (said.latent_norm, said.query_norm)
+        )
+        assert latent_norm is not None
+        self.latent = LatentParts(said, _linear(layer, said.latent_up), latent_norm, query_norm)
+
     def _take_state(self, layer: nn.Module, said: StateMixer, where: str) -> None:
         given = f"{where}qkv"
         self.linears[given] = [_linear(layer, name) for name in said.given]
@@ -150,15 +168,20 @@ class LayerParts:
             raise UnsupportedError(
                 "the kernels cannot rotate neighbours in queries and keys that are fused or normed"
             )
-        self.order = torch.cat(
-            [
-                torch.arange(0, rotated, 2),
-                torch.arange(1, rotated, 2),
-                torch.arange(rotated, head_dim),
-            ]
-        )
+        self.order = torch.cat([_pairs_apart(rotated), torch.arange(rotated, head_dim)])
         queries, keys, _ = (part.out_features for part in self.linears["qkv"])
         self._reorder("qkv", [by_heads(self.order, queries), by_heads(self.order, keys), None])
+
+    def interleave_latent(self, said: Latent) -> None:
+        """Reorder the rows of queries and of the key that are turned in pairs of neighbours."""
+        order = _pairs_apart(said.rotated)
+        queries = _rotary_rows(order, said.heads, said.plain)
+        key = _rotary_rows(order, 1, said.rank)
+        if said.query_up is None:
+            self._reorder("qkv", [queries, key])
+        else:
+            self._reorder("qkv", [None, key])
+            self._reorder("query_up", [queries])
 
     def _reorder(self, name: str, rows: Sequence[Tensor | None]) -> None:
         """Have the outputs of the linears of a matrix in other orders."""
@@ -192,6 +215,19 @@ def _linear(layer: nn.Module, name: str) -> nn.Linear:
     return found
 
 
+def _pairs_apart(count: int) -> Tensor:
+    """Return the order of so many numbers in which pairs of neighbours are halves."""
+    return torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
+
+
+def _rotary_rows(order: Tensor, heads: int, plain: int) -> Tensor:
+    """Return the order [heads (plain + rotated)] of the numbers of heads whose last ones, `rotated`
+    each, are brought into another order."""
+    size = plain + len(order)
+    own = torch.cat([torch.arange(plain), plain + order])
+    return (torch.arange(0, heads * size, size).unsqueeze(1) + own).flatten()
+
+
 def by_heads(order: Tensor, width: int) -> Tensor:
     """Return the order [width] of the numbers of all heads, by that of one."""
     return (torch.arange(0, width, len(order)).unsqueeze(1) + order).flatten()
@@ -220,10 +256,17 @@ def plan_of(
     noted: Noted,
     matrices: Mapping[str, PackedMatrix],
     tables: RotaryTables,
+    kind: Kind,
 ) -> LayerPlan:
-    """Return the plan of a layer without its experts; `noted`: what its attention is asked for."""
+    """Return the plan of a layer without its experts; `noted`: what its attention is asked for;
+    `kind`: of its weights."""
     spec, said = parts.spec, parts.spec.norms
     mixer = spec.attention if isinstance(spec.attention, Attention) else None
+    rotates = spec.attention if isinstance(spec.attention, Attention | Latent) else None
+    kv_heads, head_dim, latent = noted.kv_heads, noted.head_dim, None
+    if parts.latent is not None:
+        kv_heads, head_dim = 1, parts.latent.width
+        latent = parts.latent.pack(kind, matrices.get("query_up"))
     norms: dict[str, Any] = {"attention_norm": None, "mlp_norm": None}
     norms |= {name: described_norm(module, said) for name, module in parts.norms.items()}
     norms |= parts.unit_norms
@@ -243,18 +286,19 @@ def plan_of(
     return LayerPlan(
         index=index,
         heads=noted.heads,
-        kv_heads=noted.kv_heads,
-        head_dim=noted.head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         qkv=matrices.get("qkv"),
         output=matrices.get("output"),
         gate_up=matrices.get("gate_up"),
         down=matrices.get("down"),
         **norms,
-        rotary=None if mixer is None else tables.of(mixer.rope, mixer.growth),
+        rotary=None if rotates is None else tables.of(rotates.rope, rotates.growth),
         head_norm=HeadNorm.HEAD_BEFORE_ROPE if mixer is None else mixer.norm_place,
         reads=None if mixer is None else mixer.reads,
         own_input=own_input,
         scan=parts.scan,
+        latent=latent,
         beside=beside,
         key_factor=1.0 if mixer is None else mixer.key_factor,
         mixer_gate=matrices.get("mixer_gate"),
@@ -302,6 +346,8 @@ def why_not_coded(spec: LayerSpec) -> str:
     mixer = spec.attention
     if spec.state is not None:
         return "states"
+    if isinstance(mixer, Latent):
+        return "attention over latents"
     if not isinstance(mixer, Attention) or spec.mlp is None:
         return "one half"
     found = {
@@ -327,6 +373,7 @@ def why_not_apart(family: Family, config: Any) -> str:
     found = {
         "with a state": any(spec.state is not None for spec in specs),
         "of one half": any(spec.attention is None or spec.mlp is None for spec in specs),
+        "of attention over latents": any(isinstance(mixer, Latent) for mixer in mixers),
         "of chunked attention": any(mixer.chunk for mixer in attentions),
         "with gates behind attention": any(mixer.gated for mixer in attentions),
         "that read another's keys and values": any(m.reads is not None for m in attentions),

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import PLAIN, WIDTH, BlockMatrix, Part
+from dovetail.workers.kernels.experts import stacked_matrices
+from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.checkpoints.gguf.rows import Rows, drop_weight, rows_of
+from dovetail.workers.models.families.description import Latent
 from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
 from dovetail.workers.models.states import Kept
 from dovetail.workers.models.timing import asked, timing
@@ -230,3 +234,69 @@ class Loop(nn.Module):
     def forward(self, *given: Any, **also_given: Any) -> Any:
         """hidden [1, T, hidden] through all layers."""
         return in_tuple(self._layers(*given, **also_given), self._tuples)
+
+
+class LatentParts:
+    """The matrices that make keys and values of latents, [heads (plain + value_dim), rank] in one
+    linear, and the norms."""
+
+    def __init__(
+        self, said: Latent, up: nn.Linear, latent_norm: Tensor, query_norm: Tensor | None
+    ) -> None:
+        self.said = said
+        self._norms = latent_norm, query_norm
+        size = said.plain + said.value_dim
+        if up.bias is not None or tuple(up.weight.shape) != (said.heads * size, said.rank):
+            raise UnsupportedError(
+                f"{said.latent_up} makes {up.out_features} numbers of {up.in_features}, where "
+                f"{said.heads} heads of {size} are described without biases"
+            )
+        self._weights: Tensor = up.weight.detach().view(said.heads, size, said.rank)
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of a row in a cache."""
+        return self.said.rank + self.said.rotated
+
+    def pack(self, kind: Kind, query_up: PackedMatrix | None) -> LatentPlan:
+        """Return the plan with matrices of a kind; of int8 weights they are as they are stored:
+        they are few, and what they are multiplied with would be rounded once more."""
+        said, (latent_norm, query_norm) = self.said, self._norms
+        exact = EXACT_KINDS[self._weights.dtype] if kind is Kind.INT8 else kind
+        keys, values = self._weights[:, : said.plain], self._weights[:, said.plain :]
+        return LatentPlan(
+            rank=said.rank,
+            plain=said.plain,
+            latent_norm=latent_norm,
+            key_up=_pack_heads(exact, "key", keys.transpose(1, 2)),
+            value_up=_pack_heads(exact, "value", values),
+            query_up=query_up,
+            query_norm=query_norm,
+            epsilon=said.epsilon,
+        )
+
+
+def _pack_heads(kind: Kind, name: str, weights: Tensor) -> Sequence[PackedMatrix]:
+    """Matrices of weights [heads, out, in]."""
+    matrices = stacked_matrices(kind, *weights.shape)
+    for matrix, weight in zip(matrices, weights, strict=True):
+        matrix.pack_alone(weight.to(DTYPES[kind]).contiguous())
+        check_rows(f"heads' {name}", matrix, weight)
+    return matrices
+
+
+def reason_against(kind: Kind) -> str:
+    """Why the kernels may not be used here for weights of this kind; empty if they are there and
+    agree with torch's linear."""
+    if why := kernels.why_not():
+        return why
+    generator = torch.Generator().manual_seed(1)
+    x, (matrix, weight) = torch.randn(9, 64, generator=generator), sample_of(kind)
+    y, expected = matrix.linear(x), x @ weight.float().t()
+    difference = float((y - expected).abs().max() / expected.abs().max())
+    if not difference <= (3e-2 if kind in ROUNDING else 1e-5):
+        return (
+            f"the C++ kernels differ from torch's linear by {difference:.1e} for {kind.name} "
+            f"weights; rebuild them: {kernels.BUILD}"
+        )
+    return ""

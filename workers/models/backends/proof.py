@@ -10,7 +10,7 @@ packs nothing.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +26,14 @@ from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.embedding import OwnInputs
 from dovetail.workers.models.backends.experts import ExpertProof, ScaledExpertProof
 from dovetail.workers.models.backends.layer_parts import LayerParts
-from dovetail.workers.models.backends.packing import compare_product, given_to, sampled_rows
-from dovetail.workers.models.checkpoints.gguf.rows import weight_of
-from dovetail.workers.models.families.description import Attention
+from dovetail.workers.models.families.description import Attention, Latent
 from dovetail.workers.models.parity.following import (
     UnprovableError,
     UnsupportedError,
     line_of,
     stand_in,
 )
+from dovetail.workers.models.parity.products import Joined, Product
 from dovetail.workers.models.recurrent.proof import run_recurrently, run_together
 from dovetail.workers.models.recurrent.states import RecurrentStates
 
@@ -57,103 +56,23 @@ matrix rounds its inputs to 8 bits, other roundings follow from it, and the dist
 results of the same rounding: 4e-2 with the embedded target."""
 
 
-class Product:
-    """A matrix of a layer as its proof computes with it: remembers what it was given last, and
-    gave."""
-
-    def __init__(
-        self,
-        name: str,
-        linears: Sequence[nn.Linear],
-        orders: Sequence[Tensor | None] | None = None,
-    ) -> None:
-        """`linears`: those that the matrix is packed of, below each other; a few of their rows are
-        kept. `orders`: of each, int64 [out], the places in the checkpoint of its outputs, which
-        transformers' layer is given as they were; None: they are in place."""
-        self.name = name
-        self.given, self.result = torch.empty(0), torch.empty(0)
-        self._matrix: PackedMatrix | None = None
-        self._first: list[int] = []
-        self._samples: list[tuple[Tensor, Tensor, Tensor | float]] = []
-        first = 0
-        for part in linears:
-            picked = sampled_rows(part.out_features)
-            bias = 0.0 if part.bias is None else part.bias.detach()[picked].float()
-            self._first.append(first)
-            self._samples.append((picked, weight_of(part, picked), bias))
-            first += part.out_features
-        self.stand_ins = [
-            _Rows(self, start, part.out_features, None if order is None else order.argsort())
-            for start, part, order in zip(
-                self._first, linears, orders or [None] * len(linears), strict=True
-            )
-        ]
-
-    def use(self, matrix: PackedMatrix) -> None:
-        """Compute with this matrix from now on."""
-        self._matrix = matrix
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [m, in] -> [m, out]; several linears of one matrix that are given the same rows share
-        one product."""
-        assert self._matrix is not None
-        if self.given.shape != x.shape or not torch.equal(self.given, x):
-            self.given, self.result = x.clone(), self._matrix.linear(x.contiguous())
-            self._check(x)
-        return self.result
-
-    def _check(self, x: Tensor) -> None:
-        """`UnsupportedError` where the packed weights are not the checkpoint's; of one row alone
-        the numbers may nearly cancel out."""
-        assert self._matrix is not None
-        if self._matrix.kind not in list(Kind) or len(x) == 1:
-            return
-        parts = zip(self._first, self._samples, strict=True)
-        for index, (first, (picked, weight, bias)) in enumerate(parts):
-            expected = given_to(self._matrix, index, x) @ weight.t() + bias
-            compare_product(self.name, self._matrix, self.result[:, first + picked], expected)
-
-
-class _Rows(nn.Module):
-    """A linear that is some rows of a packed matrix."""
-
-    def __init__(
-        self, product: Product, first: int, count: int, order: Tensor | None = None
-    ) -> None:
-        super().__init__()
-        self._order = order
-        self._product, self._first, self._count = product, first, count
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        y = self._product(x.reshape(-1, x.shape[-1]))[:, self._first : self._first + self._count]
-        y = y.clone() if self._order is None else y[:, self._order]  # a layer may add to it
-        return y.reshape(*x.shape[:-1], self._count)
-
-
-class _Joined(nn.Module):
-    """Linears with the same inputs as the one that they were taken from; `order`, int64 [out]:
-    where the outputs of all, one behind the other, stand there."""
-
-    def __init__(self, parts: Sequence[nn.Module], order: Tensor) -> None:
-        super().__init__()
-        self._parts, self._back = parts, order.argsort()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return torch.cat([part(x) for part in self._parts], dim=-1)[..., self._back]
-
-
-def check_attention(said: Attention, noted: Noted, index: int) -> None:
+def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
     """`UnsupportedError` where a description says another attention than transformers computes."""
+    if isinstance(said, Latent):
+        size, value_dim, own = said.plain + said.rotated, said.value_dim, (0, 0.0, False)
+    else:
+        size = value_dim = said.head_dim
+        own = said.window, said.softcap, said.sinks is not None
+    kv_heads = said.heads if isinstance(said, Latent) else said.kv_heads
     pairs = {
         "heads": (said.heads, noted.heads),
-        "key heads": (said.kv_heads, noted.kv_heads),
-        "head size": (said.head_dim, noted.head_dim),
-        "window": (said.window, noted.window or 0),
+        "key heads": (kv_heads, noted.kv_heads),
+        "head size": (size, noted.head_dim),
+        "value size": (value_dim, noted.value_dim),
+        "window": (own[0], noted.window or 0),
         "scale": (said.scale, noted.scaling),
-        "softcap": (said.softcap, noted.softcap or 0.0),
-        "sinks": (said.sinks is not None, noted.sinks),
+        "softcap": (own[1], noted.softcap or 0.0),
+        "sinks": (own[2], noted.sinks),
     }
     for what, (ours, theirs) in pairs.items():
         if not math.isclose(ours, theirs, rel_tol=1e-6):
@@ -215,9 +134,7 @@ class LayerProof:
             for part, own in zip(linears[name], self._products[name].stand_ins, strict=True)
         }
         if (gates := parts.gates) is not None:
-            others[gates.module] = _Joined(
-                [others[gates.queries], others[gates.gates]], gates.order
-            )
+            others[gates.module] = Joined([others[gates.queries], others[gates.gates]], gates.order)
         self._experts = None
         if parts.experts is not None:
             proof = ScaledExpertProof if parts.experts.said.router.scales_input else ExpertProof
@@ -272,8 +189,6 @@ class LayerProof:
                 f"{self._what} reads other keys and values than those of layer {self._reads}"
             )
         self._oracle.check_window(self._index, notes[0].window, self._chunk)
-        if notes[0].value_dim != notes[0].head_dim:
-            raise UnsupportedError(f"{self._what} has values of another width than keys")
         return notes[0]
 
     def check(self, plan: LayerPlan) -> None:
@@ -301,10 +216,13 @@ class LayerProof:
         except ValueError as error:
             raise UnsupportedError(f"{self._what}: {error}") from error
         found = torch.cat([states[: oracle.dense], states])
-        rows = self._rows(layer.plan)
+        segments = self._rows(layer.plan)
+        rows = LayerPass(oracle.pass_positions, segments)
         if self._inputs is not None:
             rows.use_inputs(self._inputs(oracle.pass_tokens))
-        if plan.attends:
+        if plan.latent is not None:
+            self._compare_latents(layer, rows, segments[-1].values, exact=exact)
+        elif plan.attends:
             self._compare_attention(layer, rows)
         layer.run(rows, found)
         settled = None
@@ -324,9 +242,7 @@ class LayerProof:
     def _compare_attention(self, layer: DecoderLayer, rows: LayerPass) -> None:
         """Compare queries, keys and what is attended to in the rows of our own pass."""
         oracle, plan = self._oracle, layer.plan
-        qkv = torch.cat(
-            [self._products["qkv"].result[: oracle.dense], self._products["qkv"].result]
-        )
+        qkv = self._given()
         layer.place(rows, qkv)
         width, stop = plan.heads * plan.head_dim, (plan.heads + plan.kv_heads) * plan.head_dim
         for what, found, wanted in zip(
@@ -337,6 +253,25 @@ class LayerProof:
         if gates is not None:
             mixed *= torch.cat([gates.result[: oracle.dense], gates.result]).sigmoid()
         self._compare("attention of", self._products["output"].given, mixed, ATTENTION_TOLERANCE)
+
+    def _compare_latents(
+        self, layer: DecoderLayer, rows: LayerPass, cached: Tensor, *, exact: bool
+    ) -> None:
+        """Compare the scores of all rows with all rows, and what is attended to, in the rows of our
+        own pass; `cached`: the latents of its last session."""
+        oracle, heads = self._oracle, layer.plan.heads
+        queries, mixed = layer.attend_latents(rows, self._given())
+        query, key = (part[oracle.dense :].view(oracle.count, heads, -1) for part in self._rotated)
+        expected = torch.einsum("thd,shd->ths", query, key)
+        found = torch.einsum("thd,sd->ths", queries[oracle.dense :], cached[0, 0, : oracle.count])
+        tolerance = ATTENTION_TOLERANCE if exact else ROUNDED_TOLERANCE
+        self._compare("scores of", expected.flatten(1), found.flatten(1), tolerance)
+        self._compare("attention of", self._products["output"].given, mixed, tolerance)
+
+    def _given(self) -> Tensor:
+        """Return the results of the first matrix for the rows of our own pass."""
+        result = self._products["qkv"].result
+        return torch.cat([result[: self._oracle.dense], result])
 
     def _compare(self, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
         if expected.shape[-1] != found.shape[-1]:
@@ -350,13 +285,17 @@ class LayerProof:
                 f"{worst[1]:.1e} of them"
             )
 
-    def _rows(self, plan: LayerPlan) -> LayerPass:
+    def _rows(self, plan: LayerPlan) -> list[CacheRows]:
         """The rows of our own pass in the words of the kernels."""
         segments, first = [], 0
         heads, size = (plan.kv_heads, plan.head_dim) if plan.attends else (1, 1)
         for segment in self._oracle.segments(self._index, lambda _count: None):
             keys, values = new_cache(
-                layers=1, kv_heads=heads, head_dim=size, capacity=segment.count
+                layers=1,
+                kv_heads=heads,
+                head_dim=size,
+                capacity=segment.count,
+                latent=plan.latent is not None,
             )
             if self._cached is not None:
                 rows = slice(first, first + segment.count)
@@ -375,7 +314,7 @@ class LayerProof:
                 own = RecurrentStates([plan.scan.shape])
                 states = own.rows(0, segment.start, segment.count, chain=paths is None)
             segments.append(CacheRows(keys, values, segment.start, segment.count, seen, states))
-        return LayerPass(self._oracle.pass_positions, segments)
+        return segments
 
 
 def _fill(keys: Tensor, values: Tensor, of_keys: Tensor, of_values: Tensor) -> None:

@@ -53,6 +53,9 @@ class Sizes:
     """The bytes of a layer's routed experts and their router."""
     apart: int = 0
     """The bytes of a layer on a device that stay with the CPU, which computes that part."""
+    unrounded: int = 0
+    """Bytes that matrices of a layer take beyond those of their type, which are as they are stored
+    where others are int8."""
 
 
 Shapes = Sequence[tuple[int, int]]
@@ -89,9 +92,8 @@ def weighed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
     largest = max(matrix_bytes(weights, n, k) for n, k in (*+linears, *matrices.experts))
     norms = 4 * hidden * NUMBER_BYTES
     mean = -(-(experts + routers) // sizes.layers)
-    return replace(
-        sizes, layer=-(-plain // sizes.layers) + mean + norms, matrix=largest, experts=mean
-    )
+    layer = -(-plain // sizes.layers) + mean + norms + sizes.unrounded
+    return replace(sizes, layer=layer, matrix=largest, experts=mean)
 
 
 def with_host_experts(sizes: Sizes) -> Sizes:
@@ -111,6 +113,9 @@ def has_sizes(config: Mapping[str, Any]) -> bool:
     optional = [
         config.get(name) for name in (("n_inner",) if gpt2 else ("num_key_value_heads", "head_dim"))
     ]
+    if _has_latents(config):
+        needed += [config.get(name) for name in LATENT]
+        optional += [config.get(name) for name in ("q_lora_rank", "v_head_dim")]
     if not all(map(_is_size, needed)) or not all(
         value is None or _is_size(value) for value in optional
     ):
@@ -135,6 +140,11 @@ def _has_names_of_gpt2(config: Mapping[str, Any]) -> bool:
     return "n_embd" in config and "hidden_size" not in config
 
 
+def _has_latents(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a model whose attention is over latents."""
+    return config.get("kv_lora_rank") is not None
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
@@ -155,18 +165,19 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     gated = not gpt2 and config.get("model_type") not in UNGATED
     head_dim = int(config.get("head_dim") or hidden // heads)
     units = int((config.get("n_inner") or 4 * hidden) if gpt2 else _units(config))
-    shapes = (
-        ((heads + 2 * kv_heads) * head_dim, hidden),
-        (hidden, heads * head_dim),
-        ((2 if gated else 1) * units, hidden),
-        (hidden, units),
-    )
-    matrices = [matrix_bytes(weights, n, k) for n, k in shapes]
-    queries = (heads + 2 * kv_heads) * head_dim
     vocabulary, stored = (
         int(config["vocab_size"]),
         2 if str(config.get("dtype") or config.get("torch_dtype")).endswith("16") else 4,
     )
+    mixer = (
+        _latents(config, weights, stored)
+        if _has_latents(config)
+        else _heads(config, weights, heads, kv_heads, head_dim)
+    )
+    matrices = [*mixer.matrices]
+    matrices += [
+        matrix_bytes(weights, n, k) for n, k in (((1 + gated) * units, hidden), (hidden, units))
+    ]
     layers = number("num_hidden_layers") if gpt2 else int(count_layers(config))
     mix = _Mix(layers, None if gpt2 else state_sizes(config))
     mixers = [matrix_bytes(weights, n, k) for n, k in mix.shapes(hidden)]
@@ -174,23 +185,67 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     matrices[1] += gates
     return Sizes(
         layers=layers,
-        layer=mix.average(sum(matrices[:2]), sum(mixers))
-        + sum(matrices[2:])
+        layer=mix.average(sum(matrices[:-2]), sum(mixers))
+        + sum(matrices[-2:])
         + 4 * hidden * NUMBER_BYTES,
         matrix=max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
         embedding=(vocabulary * hidden + _own_inputs(config)) * stored,
-        row=mix.average(
-            2 * _cached(config, kv_heads, head_dim) * CACHE_BYTES[cache], mix.token_bytes
-        ),
+        row=mix.average(mixer.cached * CACHE_BYTES[cache], mix.token_bytes),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
-        inner=(3 * hidden + 2 * queries + heads * head_dim + (3 if gated else 2) * units)
-        * NUMBER_BYTES,
+        inner=(3 * hidden + mixer.inner + (3 if gated else 2) * units) * NUMBER_BYTES,
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,
-        widened=0 if cache == "fp32" else 2 * kv_heads * head_dim * NUMBER_BYTES,
+        widened=0 if cache == "fp32" else mixer.cached * NUMBER_BYTES,
         states=mix.average(0, mix.session_bytes),
+        unrounded=mixer.unrounded,
+    )
+
+
+@dataclass(frozen=True)
+class _Mixer:
+    """The attention of a layer."""
+
+    matrices: Sequence[int]
+    """Bytes of each."""
+    cached: int
+    """Numbers of a row in a cache."""
+    inner: int
+    """Numbers that a row takes within it."""
+    unrounded: int = 0
+
+
+def _heads(
+    config: Mapping[str, Any], weights: str, heads: int, kv_heads: int, head_dim: int
+) -> _Mixer:
+    """The attention of heads with keys and values of their own."""
+    hidden = int(config["n_embd" if _has_names_of_gpt2(config) else "hidden_size"])
+    rows = (heads + 2 * kv_heads) * head_dim
+    matrices = [
+        matrix_bytes(weights, n, k) for n, k in ((rows, hidden), (hidden, heads * head_dim))
+    ]
+    cached = 2 * _cached(config, kv_heads, head_dim)
+    return _Mixer(matrices, cached, 2 * rows + heads * head_dim)
+
+
+def _latents(config: Mapping[str, Any], weights: str, stored: int) -> _Mixer:
+    """Attention over latents; the matrices of keys and values are as they are stored, `stored`
+    bytes a number, where others are int8."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    rank, plain, rotated = (int(config[name]) for name in LATENT)
+    value_dim = int(config.get("v_head_dim") or hidden // heads)
+    queries, low, width = heads * (plain + rotated), config.get("q_lora_rank"), rank + rotated
+    first = queries if low is None else int(low)
+    shapes = [(first + width, hidden), (hidden, heads * value_dim)]
+    shapes += [] if low is None else [(queries, first)]
+    exact = weights if weights != "int8" else "half" if stored == 2 else "fp32"
+    up = matrix_bytes(exact, heads * (plain + value_dim), rank)
+    return _Mixer(
+        [*(matrix_bytes(weights, n, k) for n, k in shapes), up],
+        width,
+        first + width + 2 * queries + heads * (width + rank + value_dim),
+        up - matrix_bytes(weights, heads * (plain + value_dim), rank),
     )
 
 
@@ -267,6 +322,9 @@ GPT2 = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
+
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+"""The sizes of attention over latents, by their names in a config.json."""
 
 UNGATED = frozenset(
     {

@@ -48,7 +48,18 @@ RECURRENT_FAMILIES = frozenset(
 RECURRENT = (
     "mix tokens with a recurrent state, which is not yet followed through the branches of a tree"
 )
-KERNELS_ALONE = "its layers with a state are computed by the C++ kernels on one CPU alone"
+LATENT_FAMILIES = frozenset(
+    {
+        *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        *("minicpm3", "sarvam_mla", "youtu"),
+    }
+)
+"""Model types whose attention is over latents, by the kernels."""
+KERNELS_ALONE = {
+    **dict.fromkeys(RECURRENT_FAMILIES, "layers with a state are"),
+    **dict.fromkeys(LATENT_FAMILIES, "attention over latents is"),
+}
+"""Model types that the kernels alone compute, on one CPU, and what of them."""
 LAYER_TYPES = {
     "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
     "attention)",
@@ -229,11 +240,14 @@ def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
         )
 
 
-def refuse_states(model_type: str, source: str, why: str) -> None:
-    """`CheckpointError` for a model of a type whose layers have a state where the kernels do not
-    compute it, and why they do not."""
-    if model_type in RECURRENT_FAMILIES:
-        raise CheckpointError(f"{source}: model type {model_type}: {KERNELS_ALONE}, and {why}")
+def refuse_without_kernels(model_type: str, source: str, why: str) -> None:
+    """`CheckpointError` for a model of a type that the kernels alone compute where they do not, and
+    why they do not."""
+    if (what := KERNELS_ALONE.get(model_type)) is not None:
+        raise CheckpointError(
+            f"{source}: model type {model_type}: its {what} computed by the C++ kernels on one CPU "
+            f"alone, and {why}"
+        )
 
 
 def closed(model_class: Any) -> bool:
@@ -247,8 +261,8 @@ def why_not(config: Any, model_class: Any) -> str:
     tell."""
     if isinstance(getattr(config, "kv_lora_rank", None), int):
         return (
-            "it compresses keys and values (multi-head latent attention), and the caches "
-            "here hold them as they are, in heads of one size"
+            "it compresses keys and values (multi-head latent attention), which is computed for "
+            f"{', '.join(sorted(LATENT_FAMILIES))} and no other model type"
         )
     name = model_class.__name__
     if closed(model_class):

@@ -40,6 +40,8 @@ TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
 )
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
+UNROUNDED = re.compile(r"\.kv_b_proj\.weight$")
+"""Matrices of attention over latents, which are as they are stored where others are int8."""
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 EXPERTS = re.compile(r"\.experts?\.|\.block_sparse_moe\.|_experts\.")
 
@@ -267,6 +269,8 @@ def _kept_bytes(tensor: Tensor, weights: str) -> int:
     if tensor.is_table:
         return tensor.numbers * min(4, STORED_BYTES.get(tensor.kind, 4))
     kind = weights if weights in WEIGHT_BYTES else "int8" if weights.startswith("int8") else "fp32"
+    if kind == "int8" and UNROUNDED.search(tensor.name):
+        kind = "half" if STORED_BYTES.get(tensor.kind) == 2 else "fp32"
     if tensor.is_matrix:
         return matrix_bytes(kind, *tensor.shape)
     if len(tensor.shape) == 3:

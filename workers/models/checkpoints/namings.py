@@ -28,6 +28,8 @@ NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("apertus", "gemma4_text", "gemma4_unified_text", "llama4_text"), Naming()),
     **dict.fromkeys(("mixtral", "minimax_m2"), Naming(("w1", "w3"), ("w2",), _MIXTRAL)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Naming()),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sarvam_mla"), Naming()),
+    "axk1": Naming(renamed={".mlp.post_mlp_layernorm.": ".post_mlp_layernorm."}),
     "ernie4_5_moe": Naming(renamed=_STATICS),
     **dict.fromkeys(("granitemoe", "granitemoehybrid"), Naming(renamed=_GRANITE)),
     "lfm2_moe": Naming(("w1", "w3"), ("w2",)),

@@ -91,6 +91,35 @@ class Attention:
     head attends to is multiplied."""
 
 
+@dataclass(frozen=True)
+class Latent:
+    """The attention of a layer of which a cache holds a latent and a rotated key for all heads;
+    parts by their names within it."""
+
+    heads: int
+    rank: int
+    """Numbers of a latent."""
+    plain: int
+    """Numbers of a head's query and key that are not rotated, and stand first."""
+    rotated: int
+    value_dim: int
+    scale: float
+    rope: Rope
+    growth: Growth | None = None
+    query: str = "self_attn.q_proj"
+    """The linear of queries, or of what `query_up` makes queries of."""
+    query_norm: str | None = None
+    query_up: str | None = None
+    latent: str = "self_attn.kv_a_proj_with_mqa"
+    """The linear of latents, with the key behind them."""
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_up: str = "self_attn.kv_b_proj"
+    """The linear that makes keys and values of latents, those of each head together."""
+    output: str = "self_attn.o_proj"
+    epsilon: float = 1e-6
+    """The epsilon of the two norms."""
+
+
 class Given(Enum):
     """The order of what the linears before a mixer with a state give: as the kernels have it;
     query, key, value and gate of each key head together, and then b and a of each; or gate, value,
@@ -175,6 +204,8 @@ class Router:
     groups: int = 1
     chosen_groups: int = 1
     """Experts are chosen within so many groups: those whose two best experts are best."""
+    best_alone: bool = False
+    """True if a group is worth what its best expert is."""
     normalised: bool = True
     """True if the weights are divided by their sum, or by `least_sum` where that is more."""
     least_sum: float = 0.0
@@ -260,7 +291,7 @@ class OwnInput:
 class LayerSpec:
     """A decoder layer, of two halves or one."""
 
-    attention: Attention | StateMixer | None
+    attention: Attention | Latent | StateMixer | None
     mlp: Mlp | Experts | None
     norms: Norms
     beside: Beside | None = None

@@ -27,11 +27,14 @@ def _layer(config: Any, mixed: Attention, mlp: Mlp | Experts) -> LayerSpec:
     return LayerSpec(mixed, mlp, Norms(config.rms_norm_eps))
 
 
-def _experts(config: Any, chosen: int, router: Router, **fields: Any) -> Experts:
+def experts_of(config: Any, chosen: int, router: Router, **fields: Any) -> Experts:
+    """Experts of which a row goes through `chosen`; `UnsupportedError` where that is no number."""
+    if not isinstance(chosen, int):
+        raise UnsupportedError(f"a row goes through {chosen} experts by its config.json")
     return Experts(chosen, activation(GATED, config.hidden_act), router, **fields)
 
 
-def _shared(config: Any, part: str, within: str = "mlp") -> Mlp:
+def shared_mlp(config: Any, part: str, within: str = "mlp") -> Mlp:
     """The MLP of all rows, whose linears are parts of `part`."""
     return gated(
         config.hidden_act,
@@ -40,10 +43,23 @@ def _shared(config: Any, part: str, within: str = "mlp") -> Mlp:
     )
 
 
+def corrected_router(config: Any) -> Router:
+    """A router by sigmoids, whose choice is corrected and made among groups."""
+    return Router(
+        score=Score.SIGMOID,
+        correction="mlp.gate.e_score_correction_bias",
+        groups=config.n_group,
+        chosen_groups=config.topk_group,
+        normalised=config.norm_topk_prob,
+        least_sum=1e-20,
+        scale=config.routed_scaling_factor,
+    )
+
+
 def _mixtral(config: Any, index: int) -> LayerSpec:
     router = Router(normalised=True)
     return _layer(
-        config, attention(config, index), _experts(config, config.num_experts_per_tok, router)
+        config, attention(config, index), experts_of(config, config.num_experts_per_tok, router)
     )
 
 
@@ -54,7 +70,7 @@ def _qwen3_moe(config: Any, index: int) -> LayerSpec:
     if index in config.mlp_only_layers or not sparse:
         return _layer(config, mixed, gated(config.hidden_act))
     router = Router(normalised=config.norm_topk_prob)
-    return _layer(config, mixed, _experts(config, config.num_experts_per_tok, router))
+    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
 
 
 def _olmoe(config: Any, index: int) -> LayerSpec:
@@ -65,13 +81,15 @@ def _olmoe(config: Any, index: int) -> LayerSpec:
         config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
     )
     router = Router(normalised=config.norm_topk_prob)
-    return _layer(config, mixed, _experts(config, config.num_experts_per_tok, router))
+    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
 
 
 def _granitemoe(config: Any, index: int) -> LayerSpec:
     """Weights are the softmax of the chosen logits; both halves are multiplied as Granite's are."""
     router = Router("block_sparse_moe.router.weight", Score.SOFTMAX_OF_CHOSEN, normalised=False)
-    experts = _experts(config, config.num_experts_per_tok, router, part="block_sparse_moe.experts")
+    experts = experts_of(
+        config, config.num_experts_per_tok, router, part="block_sparse_moe.experts"
+    )
     mixed = attention(config, index, window=0, scale=config.attention_multiplier)
     return replace(_layer(config, mixed, experts), residual_scale=config.residual_multiplier)
 
@@ -83,18 +101,10 @@ def _glm4_moe(config: Any, index: int) -> LayerSpec:
     mixed = attention(config, index, window=0, norms=norms)
     if index < config.first_k_dense_replace:
         return _layer(config, mixed, gated(config.hidden_act))
-    router = Router(
-        score=Score.SIGMOID,
-        correction="mlp.gate.e_score_correction_bias",
-        groups=config.n_group,
-        chosen_groups=config.topk_group,
-        normalised=config.norm_topk_prob,
-        least_sum=1e-20,
-        scale=config.routed_scaling_factor,
-    )
-    shared = _shared(config, "shared_experts")
+    router = corrected_router(config)
+    shared = shared_mlp(config, "shared_experts")
     return _layer(
-        config, mixed, _experts(config, config.num_experts_per_tok, router, shared=shared)
+        config, mixed, experts_of(config, config.num_experts_per_tok, router, shared=shared)
     )
 
 
@@ -109,9 +119,9 @@ def _ernie4_5_moe(config: Any, index: int) -> LayerSpec:
         normalised=True,
         least_sum=config.moe_norm_min,
     )
-    shared = _shared(config, "shared_experts") if config.moe_num_shared_experts > 0 else None
+    shared = shared_mlp(config, "shared_experts") if config.moe_num_shared_experts > 0 else None
     return _layer(
-        config, mixed, _experts(config, config.num_experts_per_tok, router, shared=shared)
+        config, mixed, experts_of(config, config.num_experts_per_tok, router, shared=shared)
     )
 
 
@@ -127,8 +137,8 @@ def _hunyuan_v1_moe(config: Any, index: int) -> LayerSpec:
     )
     many = config.moe_topk
     chosen = many if isinstance(many, int) else many[index]
-    router, shared = Router("mlp.gate.wg.weight"), _shared(config, "shared_mlp")
-    return _layer(config, mixed, _experts(config, chosen, router, shared=shared))
+    router, shared = Router("mlp.gate.wg.weight"), shared_mlp(config, "shared_mlp")
+    return _layer(config, mixed, experts_of(config, chosen, router, shared=shared))
 
 
 def _minimax_m2(config: Any, index: int) -> LayerSpec:
@@ -137,7 +147,7 @@ def _minimax_m2(config: Any, index: int) -> LayerSpec:
         config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
     )
     router = Router(score=Score.SIGMOID, correction="mlp.e_score_correction_bias", normalised=True)
-    return _layer(config, mixed, _experts(config, config.num_experts_per_tok, router))
+    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
 
 
 def _llama4(config: Any, index: int) -> LayerSpec:
@@ -169,13 +179,13 @@ def _llama4(config: Any, index: int) -> LayerSpec:
         scales_input=True,
         part="feed_forward.router",
     )
-    experts = _experts(
+    experts = experts_of(
         config,
         config.num_experts_per_tok,
         router,
         part="feed_forward.experts",
         transposed=True,
-        shared=_shared(config, "shared_expert", within="feed_forward"),
+        shared=shared_mlp(config, "shared_expert", within="feed_forward"),
     )
     return _layer(config, mixed, experts)
 

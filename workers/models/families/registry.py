@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dovetail.workers.models.families import (
     cohere,
     gemma,
+    latent,
     layer_normed,
     llama,
     mamba,
@@ -22,6 +23,7 @@ FAMILIES: Mapping[str, Family] = (
     | cohere.FAMILIES
     | layer_normed.FAMILIES
     | mixtures.FAMILIES
+    | latent.FAMILIES
     | sunken.FAMILIES
     | recurrent.FAMILIES
     | mamba.FAMILIES

@@ -46,7 +46,7 @@ class Recalled(Kernels):
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
         noted = self._known[index]
-        self._take(plan_of(parts, index, noted, matrices, self._tables))
+        self._take(plan_of(parts, index, noted, matrices, self._tables, self._kind))
         self.noted.append(noted)
         self._taken += 1
         return nn.Identity()

@@ -21,12 +21,12 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
 from dovetail.workers.models.assembly import assemble
-from dovetail.workers.models.backends import fused
+from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.backends.staged_cache import StagedCache
-from dovetail.workers.models.checkpoints.architecture import refuse_states
+from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
 from dovetail.workers.models.checkpoints.checkpoint import (
     Checkpoint,
     load_tensors,
@@ -309,7 +309,7 @@ def load_substitute(
     why_not = "on a GPU torch computes it"
     if place.type == "cpu":
         kind = KINDS[type_of("stored", checkpoint)]
-        why_not = fused.reason_against(kind)
+        why_not = packing.reason_against(kind)
         if not why_not:
             try:
                 model = _assemble(
@@ -344,8 +344,8 @@ def _assemble(
     open_back_end: Callable[[Any, Any], BackEnd],
 ) -> LanguageModel:
     skeleton = open_skeleton(checkpoint)
-    why = "no substitute is made of them; use a draft of another kind"
-    refuse_states(skeleton.model.config.model_type, checkpoint.source, why)
+    why = "no substitute is made of such layers; use a draft of another kind"
+    refuse_without_kernels(skeleton.model.config.model_type, checkpoint.source, why)
     return assemble(
         skeleton,
         checkpoint,

@@ -1,0 +1,128 @@
+"""Families whose attention is over latents, DeepSeek's and those built like them, with experts in
+most layers or in none."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from dovetail.workers.models.families.description import (
+    Experts,
+    Family,
+    Growth,
+    Latent,
+    LayerSpec,
+    Mlp,
+    Norms,
+    Rope,
+    Router,
+    gated,
+)
+from dovetail.workers.models.families.mixtures import corrected_router, experts_of, shared_mlp
+
+
+def _attention(config: Any, *, interleaved: bool, growth: Growth | None = None) -> Latent:
+    plain, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
+    mixed = Latent(
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        plain,
+        rotated,
+        config.v_head_dim,
+        (plain + rotated) ** -0.5 * _stretch(config.rope_parameters),
+        Rope(interleaved=interleaved),
+        growth,
+    )
+    if config.q_lora_rank is None:
+        return mixed
+    return replace(
+        mixed,
+        query="self_attn.q_a_proj",
+        query_norm="self_attn.q_a_layernorm",
+        query_up="self_attn.q_b_proj",
+    )
+
+
+def _stretch(rope: Any) -> float:
+    """The factor of scores where angles are stretched (yarn)."""
+    factor, magnitude = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
+    if rope.get("rope_type", "default") == "default" or not magnitude or factor <= 1:
+        return 1.0
+    return float((0.1 * magnitude * math.log(factor) + 1.0) ** 2)
+
+
+def _layer(config: Any, mixed: Latent, mlp: Mlp | Experts, **norms: Any) -> LayerSpec:
+    return LayerSpec(mixed, mlp, Norms(config.rms_norm_eps, **norms))
+
+
+def _mixture(config: Any, router: Router) -> Experts:
+    shared = shared_mlp(config, "shared_experts")
+    return experts_of(config, config.num_experts_per_tok, router, shared=shared)
+
+
+def _deepseek_v2(config: Any, index: int) -> LayerSpec:
+    """Experts are chosen by their share of all, within the groups whose best expert is best if that
+    is said."""
+    mixed = _attention(config, interleaved=True)
+    if index < config.first_k_dense_replace:
+        return _layer(config, mixed, gated(config.hidden_act))
+    grouped = config.topk_method == "group_limited_greedy"
+    router = Router(
+        groups=config.n_group if grouped else 1,
+        chosen_groups=config.topk_group if grouped else 1,
+        best_alone=True,
+        normalised=False,
+        scale=config.routed_scaling_factor,
+    )
+    return _layer(config, mixed, _mixture(config, router))
+
+
+def _deepseek_v3(config: Any, index: int) -> LayerSpec:
+    """The first layers have no experts; behind them the choice is corrected and made among
+    groups."""
+    mixed = _attention(config, interleaved=config.rope_interleave)
+    if index < config.first_k_dense_replace:
+        return _layer(config, mixed, gated(config.hidden_act))
+    return _layer(config, mixed, _mixture(config, corrected_router(config)))
+
+
+def _glm4_moe_lite(config: Any, index: int) -> LayerSpec:
+    """DeepSeek-V3, with layers of experts by a list."""
+    mixed = _attention(config, interleaved=config.rope_interleave)
+    if config.mlp_layer_types[index] != "sparse":
+        return _layer(config, mixed, gated(config.hidden_act))
+    return _layer(config, mixed, _mixture(config, corrected_router(config)))
+
+
+def _axk1(config: Any, index: int) -> LayerSpec:
+    """GLM's, with a norm of what experts add."""
+    mixed = _attention(config, interleaved=config.rope_interleave)
+    if config.mlp_layer_types[index] != "sparse":
+        return _layer(config, mixed, gated(config.hidden_act))
+    mixture = _mixture(config, corrected_router(config))
+    return _layer(config, mixed, mixture, post_mlp="mlp.post_mlp_layernorm")
+
+
+def _youtu(config: Any, index: int) -> LayerSpec:
+    mixed = _attention(config, interleaved=config.rope_interleave)
+    return _layer(config, mixed, gated(config.hidden_act))
+
+
+def _minicpm3(config: Any, index: int) -> LayerSpec:
+    """Halves add a share that follows from the number of layers."""
+    return LayerSpec(
+        _attention(config, interleaved=False),
+        gated(config.hidden_act),
+        Norms(config.rms_norm_eps),
+        residual_scale=config.scale_depth / math.sqrt(config.num_hidden_layers),
+    )
+
+
+FAMILIES = {
+    "deepseek_v2": Family(_deepseek_v2),
+    "deepseek_v3": Family(_deepseek_v3),
+    "sarvam_mla": Family(_deepseek_v3),
+    "glm4_moe_lite": Family(_glm4_moe_lite),
+    "axk1": Family(_axk1),
+    "youtu": Family(_youtu),
+    "minicpm3": Family(_minicpm3),
+}

@@ -1,0 +1,97 @@
+"""Linears of a layer in its proof, which compute with the packed matrices of the kernels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.models.backends.packing import compare_product, given_to, sampled_rows
+from dovetail.workers.models.checkpoints.gguf.rows import weight_of
+
+
+class Product:
+    """A matrix of a layer as its proof computes with it: remembers what it was given last, and
+    gave."""
+
+    def __init__(
+        self,
+        name: str,
+        linears: Sequence[nn.Linear],
+        orders: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """`linears`: those that the matrix is packed of, below each other; a few of their rows are
+        kept. `orders`: of each, int64 [out], the places in the checkpoint of its outputs, which
+        transformers' layer is given as they were; None: they are in place."""
+        self.name = name
+        self.given, self.result = torch.empty(0), torch.empty(0)
+        self._matrix: PackedMatrix | None = None
+        self._first: list[int] = []
+        self._samples: list[tuple[Tensor, Tensor, Tensor | float]] = []
+        first = 0
+        for part in linears:
+            picked = sampled_rows(part.out_features)
+            bias = 0.0 if part.bias is None else part.bias.detach()[picked].float()
+            self._first.append(first)
+            self._samples.append((picked, weight_of(part, picked), bias))
+            first += part.out_features
+        self.stand_ins = [
+            _Rows(self, start, part.out_features, None if order is None else order.argsort())
+            for start, part, order in zip(
+                self._first, linears, orders or [None] * len(linears), strict=True
+            )
+        ]
+
+    def use(self, matrix: PackedMatrix) -> None:
+        """Compute with this matrix from now on."""
+        self._matrix = matrix
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [m, in] -> [m, out]; several linears of one matrix that are given the same rows share
+        one product."""
+        assert self._matrix is not None
+        if self.given.shape != x.shape or not torch.equal(self.given, x):
+            self.given, self.result = x.clone(), self._matrix.linear(x.contiguous())
+            self._check(x)
+        return self.result
+
+    def _check(self, x: Tensor) -> None:
+        """`UnsupportedError` where the packed weights are not the checkpoint's; of one row alone
+        the numbers may nearly cancel out."""
+        assert self._matrix is not None
+        if self._matrix.kind not in list(Kind) or len(x) == 1:
+            return
+        parts = zip(self._first, self._samples, strict=True)
+        for index, (first, (picked, weight, bias)) in enumerate(parts):
+            expected = given_to(self._matrix, index, x) @ weight.t() + bias
+            compare_product(self.name, self._matrix, self.result[:, first + picked], expected)
+
+
+class _Rows(nn.Module):
+    """A linear that is some rows of a packed matrix."""
+
+    def __init__(
+        self, product: Product, first: int, count: int, order: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self._order = order
+        self._product, self._first, self._count = product, first, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = self._product(x.reshape(-1, x.shape[-1]))[:, self._first : self._first + self._count]
+        y = y.clone() if self._order is None else y[:, self._order]  # a layer may add to it
+        return y.reshape(*x.shape[:-1], self._count)
+
+
+class Joined(nn.Module):
+    """Linears with the same inputs as the one that they were taken from; `order`, int64 [out]:
+    where the outputs of all, one behind the other, stand there."""
+
+    def __init__(self, parts: Sequence[nn.Module], order: Tensor) -> None:
+        super().__init__()
+        self._parts, self._back = parts, order.argsort()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return torch.cat([part(x) for part in self._parts], dim=-1)[..., self._back]
