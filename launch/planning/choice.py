@@ -1,4 +1,4 @@
-"""What is chosen for a user who names a target and no more: weights that fit into memory, and the
+"""Weights and a draft for a user who names a target and no more: weights that fit into memory, the
 draft that is expected to help most of those that are there.
 
 Drafts are looked for beside the target and in the Hugging Face cache, by their config.json and
@@ -21,7 +21,7 @@ from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
-from dovetail.workers.models.checkpoints.hub import local_folder
+from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
 
 SMALLER = 2
 """A model drafts for another one that has at least so many times as many parameters."""
@@ -155,7 +155,7 @@ def _nearby(target: Path) -> Iterator[Path]:
     place = (files[0] if files else target).resolve()
     beside = sorted(place.parent.iterdir())
     names = models_in(path.name for path in beside if is_gguf(path) and path not in files)
-    cached = sorted(_cache().glob("models--*/snapshots/*"))
+    cached = cached_folders()
     for path in [*beside, *cached][:MOST_LOOKED_AT]:
         if path.resolve() == place:
             continue
@@ -164,12 +164,6 @@ def _nearby(target: Path) -> Iterator[Path]:
                 yield path
             elif path.name in names and 2 * path.stat().st_size <= place.stat().st_size:
                 yield view.view_of(path)
-
-
-def _cache() -> Path:
-    from huggingface_hub import constants  # takes long to import
-
-    return Path(constants.HF_HUB_CACHE)
 
 
 def _vocabulary(folder: Path) -> str:

@@ -1,11 +1,12 @@
 """A quantised target in words, in GGUF files or safetensors: its formats, and what is computed of
 them."""
 
-import json
 from pathlib import Path
 
+from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.view import mix_of
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
@@ -32,7 +33,7 @@ def _scheme_in(folder: Path) -> str:
     """The method that the weights of a folder are quantised by; empty where there is none that is
     read, and whoever loads them says the rest."""
     try:
-        scheme = scheme_of(text_part(json.loads((folder / "config.json").read_bytes())))
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        scheme = scheme_of(text_part(read_json(folder / "config.json")))
+    except (CheckpointError, ValueError):
         return ""
     return "" if scheme is None else scheme.method

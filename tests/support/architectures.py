@@ -129,6 +129,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         kind: {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2} for kind in LATENT
     },
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 12], "axial_pos_embds_dim": [32, 32]},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {

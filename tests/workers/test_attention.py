@@ -164,7 +164,7 @@ def test_what_is_asked_for_is_noted() -> None:
         blocks=arrange([Segment(cache_with(0, 1), 0, 1)], new_masks()),
         softcap=30.0,
         sliding_window=4,
-        notes=lambda noted, _query, _key: notes.append(noted),
+        notes=lambda noted, *_: notes.append(noted),
     )
     assert notes == [Noted(HEADS, KV_HEADS, SIZE, SIZE**-0.5, 4, 30.0, SIZE)]
 

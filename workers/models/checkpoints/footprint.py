@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.view import described_tensors, packed_bytes
 from dovetail.workers.models.checkpoints.namings import NAMINGS
 from dovetail.workers.models.checkpoints.quantised.layout import matrices
@@ -31,6 +33,8 @@ together."""
 PROOF_BYTES = 48 << 20
 """A piece of a matrix in fp32 while it is packed, and the rows on which a layer is proved
 (`backends/fused.py`)."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of a file that is not what it should be."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
 FILE = "file"
@@ -108,9 +112,9 @@ def read_tensors(folder: Path) -> list[Tensor]:
             else {*json.loads(index.read_bytes())["weight_map"].values()}
         )
         found = [tensor for name in sorted(names) for tensor in _header(folder / name)]
-        content = json.loads((folder / "config.json").read_bytes())
+        content = read_json(folder / "config.json")
         return found if (scheme := scheme_of(text_part(content))) is None else _whole(scheme, found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (*UNREADABLE, CheckpointError):
         return []
 
 
@@ -150,8 +154,8 @@ def rearranged(tensors: Sequence[Tensor]) -> bool:
 def in_pieces(folder: Path) -> bool:
     """Return whether the model of a folder is one whose experts are read one by one."""
     try:
-        return json.loads((folder / "config.json").read_bytes()).get("model_type") in NAMINGS
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return read_json(folder / "config.json").get("model_type") in NAMINGS
+    except (CheckpointError, TypeError):
         return False
 
 

@@ -110,6 +110,13 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     return folder if _is_complete(folder, files) else None
 
 
+def cached_folders() -> list[Path]:
+    """Return the snapshots in the Hugging Face cache, whole or not."""
+    from huggingface_hub import constants
+
+    return sorted(Path(constants.HF_HUB_CACHE).glob("models--*/snapshots/*"))
+
+
 def _is_complete(folder: Path, files: Sequence[str]) -> bool:
     """Return whether a snapshot has what it is wanted for; older versions of the cache do not
     know."""
