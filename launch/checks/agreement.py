@@ -40,7 +40,7 @@ BEYOND = 16
 EXACT = 2e-3
 """Largest accepted difference of a log-probability where the checkpoint's own function is computed:
 rounding alone."""
-MEAN = {"int8": 0.1, "bf16": 0.05, "fp16": 0.05}
+MEAN = {"int8": 0.1, "file-int8": 0.1, "bf16": 0.05, "fp16": 0.05}
 """Largest accepted mean difference, where matrices or states are rounded."""
 
 

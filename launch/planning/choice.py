@@ -16,19 +16,25 @@ from dovetail.launch.planning.subject import folder_of, subject_here
 from dovetail.launch.processes.stack import layout_of, processes_of
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
-from dovetail.protocol.settings import MODELLESS_KINDS, TreeSettings
+from dovetail.protocol.settings import MODELLESS_KINDS
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
+from dovetail.workers import kernels
+from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.footprint import FILE, Tensor, half_of, read_tensors
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
 from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
 
 SMALLER = 2
 """A model drafts for another one that has at least so many times as many parameters."""
-MOST_LOOKED_AT = 200
-"""Folders and files that are looked at."""
 LOOKUP = "ngram"
-WIDTH = TreeSettings.model_fields["width"].default
+OWN = {
+    "half": "the checkpoint's own 16 bits",
+    FILE: "the file's own blocks",
+    "fp32": "the checkpoint's own numbers",
+}
+"""Weights that are a checkpoint's own, in words."""
 Say = Callable[[str], None]
 
 
@@ -36,39 +42,48 @@ def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration,
     """Return settings in which weights and draft are chosen where the user named none, and in words
     what was chosen. Weights are chosen for a target that is named by itself (`dovetail serve
     MODEL`); a draft for any target that is no embedded one."""
-    said = list[str]()
-    if not configuration.settings.target.model:
-        return configuration, said
     try:
-        folder = local_folder(configuration.settings.target.model)
+        model = configuration.settings.target.model
+        folder = local_folder(model) if model else None
     except CheckpointError:  # whoever loads it says what is wrong
-        return configuration, said
-    if folder is not None and not (folder / "config.json").is_file():
-        return configuration, said
-    for choose in (_with_weights, _with_draft):
-        configuration, words = choose(configuration, folder, say)
-        said += words
-    return configuration, said
+        return configuration, []
+    if not model or (folder is not None and not (folder / "config.json").is_file()):
+        return configuration, []
+    configuration, weights = _with_weights(configuration, folder)
+    configuration, draft = _with_draft(configuration, folder, say)
+    return configuration, [*weights, *draft]
 
 
 def _with_weights(
-    configuration: Configuration, folder: Path | None, _: Say
+    configuration: Configuration, folder: Path | None
 ) -> tuple[Configuration, list[str]]:
-    """The checkpoint's own numbers, if they fit: 16 bits where they are 16 bits, fp32 where they
-    are others; else int8."""
+    """The checkpoint's own numbers, if they fit, else int8."""
     named_alone = configuration.origins["target.model"] == POSITIONAL
     if not named_alone or configuration.given("target.weights"):
         return configuration, []
     if folder is None or not (tensors := read_tensors(folder)):
         return configuration, []
-    own = "half" if half_of(tensors) else "fp32"
-    why = {"half": "the checkpoint's own 16 bits", "fp32": "the checkpoint's own numbers"}
-    for weights in (own, "int8"):
-        chosen = configuration.over("chosen", {"target.weights": weights})
-        if weights == "int8" or _fits(chosen):
-            reason = why.get(weights, f"{own} does not fit into memory")
-            return chosen, [f"weights {weights}: {reason}; --weights names others"]
-    raise AssertionError
+    own = _own_weights(folder, tensors)
+    chosen, why = configuration.over("chosen", {"target.weights": own}), OWN[own]
+    if own != FILE and not _fits(chosen):  # blocks are no larger than int8
+        chosen = configuration.over("chosen", {"target.weights": "int8"})
+        why = f"{own} does not fit into memory"
+    return chosen, [f"weights {chosen.settings.target.weights}: {why}; --weights names others"]
+
+
+def _own_weights(folder: Path, tensors: Sequence[Tensor]) -> str:
+    """The type of weights that a checkpoint's own numbers are, as far as the kernels compute with
+    it; else fp32, which all of them become."""
+    in_blocks = any(one.packed_bytes for one in tensors) and not any(
+        one.is_expert for one in tensors
+    )
+    if not kernels.available() or not (in_blocks or half_of(tensors)):
+        return "fp32"
+    from dovetail.workers.models.families.registry import FAMILIES  # torch comes in here
+
+    if text_part(read_json(folder / "config.json")).get("model_type") not in FAMILIES:
+        return "fp32"
+    return FILE if in_blocks else "half"
 
 
 def _fits(configuration: Configuration) -> bool:
@@ -93,13 +108,13 @@ def _with_draft(
     if folder is None:
         return _lookup(configuration, "the target has not been downloaded yet")
     say("looking for a draft")
-    found = [*_candidates(configuration, folder)]
-    if not found:
-        return _lookup(configuration, "no head of the target and no smaller model is there")
     try:
-        return _best(configuration, found, say)
-    except UserError as error:  # what no plan can be made of
-        return _draft(configuration, found[0], f"the first that was found ({error})")
+        found = [*_candidates(configuration, folder)]
+        if found:
+            return _best(configuration, found, say)
+    except UserError as error:
+        return _lookup(configuration, f"no plan can be made of the target ({error})")
+    return _lookup(configuration, "no head of the target and no smaller model is there")
 
 
 def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list[str]]:
@@ -110,7 +125,10 @@ def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list
 def _best(
     configuration: Configuration, found: Sequence[Candidate], say: Say
 ) -> tuple[Configuration, list[str]]:
-    every = subject_here(configuration, say).search(found, lambda _: None)
+    planned, beside = configuration, ""
+    if configuration.settings.target.weights == FILE:  # which no plan counts yet
+        planned, beside = configuration.over("plan", {"target.weights": "int8"}), " of int8 weights"
+    every = subject_here(planned, say).search(found, lambda _: None)
     with_draft = [one for one in every if one.candidate is not None]
     if not with_draft:
         return _lookup(configuration, "there is no room for a draft of its own")
@@ -118,7 +136,7 @@ def _best(
     alone = next((one for one in every if one.candidate is None), None)
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
     assert best.candidate is not None
-    expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
+    expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{beside}{gain}"
     return _draft(configuration, best.candidate, expected)
 
 
@@ -134,12 +152,12 @@ def _candidates(configuration: Configuration, target: Path) -> Iterator[Candidat
     """The drafts of a target that are there: heads of it, and smaller models of its vocabulary."""
     config = read_config(target, "target model")
     design = design_of(config, target)
-    reader = Reader(configuration, design, [], folder_of, embedded=False, width=WIDTH)
+    reader = Reader(configuration, design, [], folder_of, embedded=False, width=None)
     for folder in _nearby(target):
-        with suppress(UserError, CheckpointError):
+        with suppress(UserError):  # a model of another kind, or one that is damaged
             own = read_config(folder, "draft")
-            alike = design.vocabulary, design.hidden
-            if own.get("vocab_size") != alike[0] and own.get("hidden_size") != alike[1]:
+            vocabulary, hidden = own.get("vocab_size"), own.get("hidden_size")
+            if vocabulary != design.vocabulary and hidden != design.hidden:
                 continue
             for candidate in reader.read([str(folder)]):
                 if candidate.kind != "small" or (
@@ -155,14 +173,14 @@ def _nearby(target: Path) -> Iterator[Path]:
     place = (files[0] if files else target).resolve()
     beside = sorted(place.parent.iterdir())
     names = models_in(path.name for path in beside if is_gguf(path) and path not in files)
-    cached = cached_folders()
-    for path in [*beside, *cached][:MOST_LOOKED_AT]:
+    most = place.stat().st_size / SMALLER
+    for path in [*beside, *cached_folders()]:
         if path.resolve() == place:
             continue
         with suppress(CheckpointError, OSError):
             if path.is_dir() and (path / "config.json").is_file():
                 yield path
-            elif path.name in names and 2 * path.stat().st_size <= place.stat().st_size:
+            elif path.name in names and path.stat().st_size <= most:
                 yield view.view_of(path)
 
 

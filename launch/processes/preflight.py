@@ -6,14 +6,12 @@ and fits, its worker finds out. Knows nothing of what is in a file.
 """
 
 import json
-import math
 import resource
 from pathlib import Path
 
 import psutil
 
 from dovetail.launch.settings.embedded import with_draft, with_target
-from dovetail.protocol.calibration import WEIGHT_BYTES
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import (
@@ -28,9 +26,8 @@ from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.footprint import FILE, read_tensors, weights_bytes
+from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import (
-    described_tensors,
     local_folder,
     weight_paths,
 )
@@ -189,7 +186,7 @@ def check_inflation(size: str, memory: int) -> None:
 
 
 def estimated_bytes(target: TargetSettings) -> int:
-    """The memory that a target's weights will need, from the sizes of its files; 0 where they are
+    """The memory that a target's weights will need, from the headers of its files; 0 where they are
     not here yet, or hold what we cannot tell."""
     folder = Path(target.model).expanduser() if target.model else None
     try:
@@ -198,13 +195,7 @@ def estimated_bytes(target: TargetSettings) -> int:
         return 0
     if folder is None or not folder.is_dir():
         return size
-    bytes_each = WEIGHT_BYTES.get(target.weights, 4)
-    if target.weights == FILE:
-        return weights_bytes(read_tensors(folder), FILE)
-    if found := described_tensors(folder):
-        return size + bytes_each * sum(math.prod(shape) for _, shape in found.values())
-    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return size + files * bytes_each // _stored_bytes(folder)
+    return size + weights_bytes(read_tensors(folder), target.weights)
 
 
 def draft_bytes(settings: Settings) -> int:
@@ -250,17 +241,6 @@ def free_memory_bytes() -> int:
     """The memory that is free for a process of ours, by the machine and by our control group."""
     room = read_room()
     return room.size if room is not None else psutil.virtual_memory().available
-
-
-def _stored_bytes(folder: Path) -> int:
-    """Bytes of a weight in a model's files, as its config.json says: 2 for float16 and bfloat16,
-    else 4."""
-    try:
-        with (folder / "config.json").open("rb") as file:
-            content = text_part(json.loads(file.read(MAX_CONFIG_BYTES)))
-        return 2 if str(content.get("dtype") or content.get("torch_dtype")).endswith("16") else 4
-    except (OSError, ValueError, AttributeError, RecursionError):  # its worker will say so
-        return 4
 
 
 def _gib(size: int) -> str:

@@ -5,15 +5,14 @@ A pass over M rows takes T_p = bytes / bandwidth for the weights and T_c = 2 M w
 the arithmetic, and all in all between the larger of the two and their sum: T_V = max(T_c, T_p) +
 beta min(T_c, T_p) (equations 4 and 5). Of a model with experts, T_p counts the weights that M rows
 read, and T_c those that a row goes through; of one whose layers have states, both count these too.
-Offloading streams the weights over the bus, in P / B_p
-a pass. Speculation across two devices is right where a token costs less than that (equation 6).
+Offloading streams the weights over the bus, in P / B_p a pass. Speculation across two devices is
+right where a token costs less than that (equation 6).
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,11 @@ from dovetail.protocol.calibration import (
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
-from dovetail.workers.models.checkpoints.gguf.view import described_tensors
+from dovetail.workers.models.checkpoints.footprint import read_tensors
 from dovetail.workers.models.recurrent.sizes import count_layers as count_layers_of
 from dovetail.workers.models.recurrent.sizes import traffic_of
 
 FP32_BYTES = 4
-MAX_HEADER = 100 << 20
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "embeddings.weight")
 """Tables of which a pass reads a row a token, unless the output head is the same table."""
 TEXT = ("model.embed_tokens.", "model.layers.", "lm_head.")
@@ -83,7 +81,7 @@ def has_16_bits(folder: Path | None) -> bool:
     """Return whether the matrices of a checkpoint are stored in 16 bits."""
     if folder is None:
         return False
-    kinds = {kind for kind, shape in _tensors(folder).values() if len(shape) > 1}
+    kinds = {tensor.kind for tensor in read_tensors(folder) if len(tensor.shape) > 1}
     return bool(kinds & {"F16", "BF16"})
 
 
@@ -96,16 +94,15 @@ def count_layers(folder: Path | None) -> int:
 
 
 def linears_of(folder: Path, weights: str) -> Model | None:
-    """Return the weights of all matrices of a checkpoint, from the headers of its safetensors: a
+    """Return the weights of all matrices of a checkpoint, from the headers of its files: a
     table of embeddings where it is the output head too, and the experts' in whichever form. None:
     unknown."""
     sizes: dict[str, int] = {}
     stacked = set()
-    for name, (_, shape) in _tensors(folder).items():
-        if len(shape) in (2, 3, 4) and not name.endswith(("_bias", "_scales")):
-            # Blocks of MXFP4 have two weights a byte.
-            sizes[name] = prod(shape) * (2 if name.endswith("_blocks") else 1)
-            stacked |= {name} if len(shape) > 2 else set()
+    for tensor in read_tensors(folder):
+        if len(tensor.shape) in (2, 3, 4) and not tensor.name.endswith("_bias"):
+            sizes[tensor.name] = tensor.numbers
+            stacked |= {tensor.name} if len(tensor.shape) > 2 else set()
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if is_composite(content):
@@ -123,24 +120,6 @@ def linears_of(folder: Path, weights: str) -> Model | None:
     count, chosen = count_experts(content)
     mixture = Mixture(count, chosen, routed / total) if count > 1 and routed else DENSE
     return Model(total, weights, mixture, traffic_of(content))
-
-
-def _tensors(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor of a checkpoint, by its name."""
-    return described_tensors(folder) or {
-        name: (str(entry["dtype"]), tuple(entry["shape"]))
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, entry in _header(file).items()
-        if name != "__metadata__"
-    }
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: its length in eight bytes, then so much JSON."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        found: dict[str, Any] = json.loads(stream.read(min(length, MAX_HEADER)))
-    return found
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,26 @@ from dovetail.workers.models.checkpoints.gguf.view import mix_of
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
-"""Weights -> what they compute of a file; others compute another function."""
-EXACT = "the checkpoint's exact weights; activations are not quantised"
-ROUNDED = "weights rounded once more"
+"""Weights -> what they compute of a GGUF file; others compute another function."""
+BLOCKS = {"int8": "its blocks, times activations in int8", "fp32": FUNCTIONS["fp32"]}
+"""Activations -> what weights `file` compute."""
+EXACT, ROUNDED = "the checkpoint's exact weights", "weights rounded once more"
 
 
 def blocks_in_words(target: TargetSettings) -> str:
     """Return one line for a quantised target; empty for any other."""
-    folder = Path(target.model).expanduser()
-    mix, scheme = (mix_of(folder), _scheme_in(folder)) if target.model else ("", "")
-    if not mix and (not scheme or target.weights == "half"):
+    if not target.model:
         return ""
-    said = FUNCTIONS.get(target.weights, "another function")
-    if not mix:
-        said = EXACT if target.weights == "fp32" else ROUNDED
-    less = "; --weights int8 takes a quarter" if target.weights == "fp32" else ""
-    return f"{folder.name} ({mix or scheme}) in {target.weights}, {said}{less}"
+    folder, weights = Path(target.model).expanduser(), target.weights
+    if mix := mix_of(folder):
+        other = FUNCTIONS.get(weights, "another function")
+        said, less = BLOCKS[target.activations] if weights == "file" else other, "file takes less"
+    elif (mix := _scheme_in(folder)) and weights != "half":  # which is refused
+        said, less = EXACT if weights == "fp32" else ROUNDED, "int8 takes a quarter"
+    else:
+        return ""
+    remedy = f"; --weights {less}" if weights == "fp32" else ""
+    return f"{folder.name} ({mix}) in {weights}, {said}{remedy}"
 
 
 def _scheme_in(folder: Path) -> str:

@@ -76,9 +76,8 @@ class TargetSettings(Frozen):
     )
     weights: str = Field(
         "fp32",
-        description="fp32, half (the checkpoint's 16 bits), int8 or file (the blocks of a GGUF "
-        "file, whose default it is); bf16 and int8-per-tensor change the function, the last one "
-        "is not lossless",
+        description="fp32, half (the checkpoint's 16 bits), int8 or file (a GGUF file's own "
+        "blocks); bf16 and int8-per-tensor change the function, the last one is not lossless",
     )
     activations: str = Field(
         "int8",

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from dovetail.launch.planning.choice import with_choices
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import SettingsError
+from support.architectures import write_tiny
+from support.gguf_files import tokens_of, write_gguf
 from support.models import tiny_phi3
 
 
@@ -93,6 +96,24 @@ def test_weights_are_the_checkpoints_own_if_they_fit(target: Path) -> None:
         "int8",
         "weights int8: fp32 does not fit into memory; --weights names others",
     )
+
+
+def test_a_gguf_file_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = []
+    for role in ("target", "draft"):
+        folder, file = DEMO_FOLDER / role, tmp_path / f"{role}.gguf"
+        write_gguf(folder, file, lambda *_: GGMLQuantizationType.Q8_0, **tokens_of(folder))
+        files.append(file)
+    found, said = chosen(files[0])
+    assert said[0] == "weights file: the file's own blocks; --weights names others"
+    assert Path(found.settings.draft.model).name == "draft.gguf"
+
+
+def test_weights_that_the_kernels_do_not_compute_become_fp32(tmp_path: Path) -> None:
+    write_tiny("opt", tmp_path / "models" / "opt", dtype=torch.bfloat16)
+    found, _ = chosen(tmp_path / "models" / "opt")
+    assert found.settings.target.weights == "fp32"
 
 
 def test_a_target_behind_a_flag_keeps_its_weights_and_gets_a_draft(target: Path) -> None:

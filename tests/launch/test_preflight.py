@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dovetail.launch.files.outputs import OUT_FOLDER, check_output
 from dovetail.launch.processes.preflight import (
@@ -23,6 +25,7 @@ from dovetail.launch.processes.preflight import (
 )
 from dovetail.launch.processes.stack import start_stack, with_room_for_draft
 from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.profiling.bounds import linears_of
 from dovetail.launch.settings import embedded
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
@@ -262,24 +265,36 @@ def test_a_trace_that_cannot_be_written_ends_the_command_before_it_looks_for_a_c
     assert [*(tmp_path / "tmp").iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    ("config", "weights", "factor"),
-    [
-        ('{"dtype": "float32"}', "fp32", 1),
-        ('{"dtype": "bfloat16"}', "fp32", 2),
-        ('{"torch_dtype": "float16"}', "half", 1),
-        ('{"dtype": "float16"}', "int8", 0.5),
-        ("{}", "fp32", 1),
-        ("no JSON", "fp32", 1),
-    ],
-)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("weights", "each"), [("fp32", 4), ("half", 2), ("int8", 1)])
 def test_what_the_weights_will_need_follows_from_the_files(
-    tmp_path: Path, config: str, weights: str, factor: float
+    tmp_path: Path, weights: str, each: int, stored: torch.dtype
 ) -> None:
-    (tmp_path / "config.json").write_text(config)
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.safetensors").write_bytes(bytes(500))
-    assert estimated_bytes(TargetSettings(model=str(tmp_path), weights=weights)) == 1000 * factor
+    parts = {f"model.layers.{n}.mlp.up_proj.weight": f"{n}.safetensors" for n in range(2)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    for name, file in parts.items():
+        save_file({name: torch.ones(640, 1280, dtype=stored)}, tmp_path / file)
+    needed = estimated_bytes(TargetSettings(model=str(tmp_path), weights=weights))
+    numbers = 2 * 640 * 1280
+    assert each * numbers <= needed <= 1.01 * each * numbers, "scales of int8 are 0.3 %"
+
+
+def test_what_the_weights_of_a_quantised_checkpoint_will_need_are_its_numbers(
+    tmp_path: Path,
+) -> None:
+    codes = torch.zeros(640, 1280 // 8, dtype=torch.int32)
+    scales = torch.ones(640, 10, dtype=torch.float16)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({f"{name}_packed": codes, f"{name}_scale": scales}, tmp_path / "model.safetensors")
+    group = {"weights": {"num_bits": 4, "group_size": 128}}
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    content = {"quantization_config": {**said, "config_groups": {"all": group}}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    needed = estimated_bytes(TargetSettings(model=str(tmp_path)))
+    assert 4 * 640 * 1280 <= needed <= 1.01 * 4 * 640 * 1280
+    weighed = linears_of(tmp_path, "fp32")
+    assert weighed is not None
+    assert weighed.parameters == 640 * 1280
 
 
 def test_what_is_not_here_yet_or_no_size_is_not_estimated(tmp_path: Path) -> None:

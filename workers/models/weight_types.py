@@ -84,7 +84,8 @@ def _configured_type(weights: str, folder: Path) -> str:
     matrices; 16 bits where it names none."""
     if weights == "file":
         raise CheckpointError(
-            f"{folder}: weights file are read from their file, and there is none; use weights int8"
+            f"{folder}: weights file are the blocks of a file, and random weights, as a "
+            "calibration takes them, are in none; use weights int8"
         )
     if weights not in ("half", "stored"):
         return weights

@@ -20,7 +20,7 @@ from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.view import described_tensors, packed_bytes
 from dovetail.workers.models.checkpoints.namings import NAMINGS
 from dovetail.workers.models.checkpoints.quantised.layout import matrices
-from dovetail.workers.models.checkpoints.quantised.schemes import Scheme, scheme_of
+from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
 PROCESS_BYTES = 300_000_000
 """Memory of a process that has imported torch and transformers and holds no model (torch 2.13,
@@ -112,14 +112,19 @@ def read_tensors(folder: Path) -> list[Tensor]:
             else {*json.loads(index.read_bytes())["weight_map"].values()}
         )
         found = [tensor for name in sorted(names) for tensor in _header(folder / name)]
-        content = read_json(folder / "config.json")
-        return found if (scheme := scheme_of(text_part(content))) is None else _whole(scheme, found)
-    except (*UNREADABLE, CheckpointError):
+        return _decoded(folder, found)
+    except UNREADABLE:
         return []
 
 
-def _whole(scheme: Scheme, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return what quantised tensors are once they are read: matrices in fp32."""
+def _decoded(folder: Path, tensors: list[Tensor]) -> list[Tensor]:
+    """Return what tensors are once they are read: quantised ones matrices in fp32."""
+    try:
+        scheme = scheme_of(text_part(read_json(folder / "config.json")))
+    except CheckpointError:
+        scheme = None
+    if scheme is None:
+        return tensors
     found, plain = matrices(scheme, {tensor.name: tensor for tensor in tensors})
     whole = [Tensor(name, "F32", matrix.shape) for name, matrix in found.items()]
     return [*plain.values(), *whole]

@@ -60,14 +60,14 @@ class Hosted:
 def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
     """Return the local folder of a model (folder, GGUF file, hub id or id@revision), downloading
     `files` if it has to be."""
-    return local_folder(source, files=files) or _download(source, _hosted(source), files)
+    return local_folder(source, files=files) or _download(source, files)
 
 
 def check_source(source: str, *, files: Sequence[str] = HUB_FILES) -> None:
     """Raise `CheckpointError` unless a model is here or the hub says that it has it; downloads
     nothing."""
     if local_folder(source, files=files) is None:
-        _ask_hub(source, _hosted(source))
+        _ask_hub(source)
 
 
 def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | None:
@@ -140,7 +140,7 @@ def _hosted(source: str) -> Hosted:
     return hosted
 
 
-def _ask_hub(source: str, hosted: Hosted) -> None:
+def _ask_hub(source: str) -> None:
     """Raise `CheckpointError` unless the hub answers that it has a model, and the file of it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -150,6 +150,7 @@ def _ask_hub(source: str, hosted: Hosted) -> None:
         RevisionNotFoundError,
     )
 
+    hosted = _hosted(source)
     try:
         found = HfApi().model_info(hosted.name, revision=hosted.revision, timeout=ASK_S)
     except OfflineModeIsEnabled:
@@ -166,11 +167,12 @@ def _ask_hub(source: str, hosted: Hosted) -> None:
         raise CheckpointError(f"{hosted.name} has no file {missing} on the hub; it has {others}")
 
 
-def _download(source: str, hosted: Hosted, files: Sequence[str]) -> Path:
+def _download(source: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    _ask_hub(source, hosted)
+    _ask_hub(source)
+    hosted = _hosted(source)
     wanted = hosted.wanted(files)
     try:
         folder = Path(
@@ -190,8 +192,8 @@ def _unreachable(source: str, why: str) -> CheckpointError:
     command = _hosted(source).command()
     return CheckpointError(
         f"{source} is not a folder here and not in the Hugging Face cache, and the hub cannot be "
-        f"reached ({ERRNO.sub('', why)}): check the name, or run `{command}` "
-        "while connected"
+        f"reached ({ERRNO.sub('', why)}): check the name, or run `{command}` while "
+        "connected"
     )
 
 
