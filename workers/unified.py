@@ -138,6 +138,7 @@ class _Making:
     source: str
     weights: str
     inflate_bytes: int
+    context: int | None
     folder: Path | None
     tell: Tell
 
@@ -148,6 +149,7 @@ class _Making:
             weights=self.weights,
             device="cpu",
             inflate_bytes=self.inflate_bytes,
+            context=self.context,
             folder=self.folder,
             tell=self.tell,
         )
@@ -208,7 +210,9 @@ def open_unified(
             beside=BITS[weights],
         )
 
-    making = _Making(target.model, weights, inflation_bytes(target.inflate), cache, tell)
+    making = _Making(
+        target.model, weights, inflation_bytes(target.inflate), target.longest, cache, tell
+    )
     verifying, substitute, made, shared = (
         making.on_cpu(open_target) if device.is_cpu else making.on_gpu(open_target, device)
     )

@@ -9,7 +9,7 @@ folder; how a reference is computed, `workers/models/parity/reference.py` knows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.files.prompts import Prompt
@@ -177,7 +177,7 @@ def agreement_of(
             whole,
             scores,
             len(reply),
-            reference_logits(checkpoint, whole, context, tell),
+            reference_logits(replace(checkpoint, context=context), whole, context, tell),
             weights_of(target),
             cache_of(target),
         )
@@ -189,6 +189,7 @@ def agreement_of(
 
 def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
     """Return True if a target says that it has loaded this checkpoint."""
+    from dovetail.workers.models.checkpoints.context import digest_of_second
     from dovetail.workers.models.checkpoints.inflate import inflated_digest
 
     digest = (
@@ -196,7 +197,8 @@ def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
         if target.inflation
         else checkpoint.digest
     )
-    return target.fingerprint.split("/")[0] == digest[:16]
+    told = target.fingerprint.split("/")[0]
+    return told in (digest[:16], digest_of_second(digest)[:16])
 
 
 def _text(codec: TextCodec, prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.files import writing
 from dovetail.protocol.profile import Entry, ProfileKey, load_profile, update_profile
-from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
@@ -199,10 +199,10 @@ def _draft_arguments(configuration: Configuration) -> list[str]:
     """The settings of the draft; a head reads the target's embedding, and a substitute is inflated
     as its target is."""
     target = configuration.settings.target
-    named = {"--target.model": target.model, "--target.inflate": target.inflate}
+    named = {f"--{name}": getattr(target, name.removeprefix("target.")) for name in TARGETS_OWN}
     return [
         *configuration.arguments("draft"),
-        *(f"{flag}={value}" for flag, value in named.items() if value),
+        *(f"{flag}={value}" for flag, value in named.items() if value not in ("", "auto")),
     ]
 
 

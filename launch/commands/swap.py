@@ -30,6 +30,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
+from dovetail.protocol.settings import TARGETS_OWN
 
 EVERYWHERE = ("//0.0.0.0:", "//[::]:")
 MODELS: dict[Role, tuple[str, ...]] = {
@@ -257,7 +258,7 @@ def _check_flags(configuration: Configuration, role: Played) -> None:
     if role == "unified":
         return
     other = "draft" if role == "target" else "target"
-    read = ("target.model", "target.inflate") if role == "draft" else ()
+    read = TARGETS_OWN if role == "draft" else ()
     typed = (
         name
         for name, origin in configuration.origins.items()
@@ -296,7 +297,7 @@ def as_before(
     if role == "draft":
         target = serving(workers, "target")
         read = (settings_of(target) if target is not None else None) or {}
-        values |= {name: read[name] for name in ("target.model", "target.inflate") if name in read}
+        values |= {name: read[name] for name in TARGETS_OWN if name in read}
     wanted = {
         name: value
         for name, value in values.items()

@@ -91,6 +91,7 @@ def measure(
                 threads=threads,
                 target=named.model,
                 inflate=named.inflate,
+                context=named.longest,
                 cache=substitutes_path(),
                 seconds=seconds / 4,
             )

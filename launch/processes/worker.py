@@ -288,6 +288,7 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
                 threads=threads,
                 target=target.model,
                 inflate=target.inflate,
+                context=target.longest,
                 profile=profile,
                 cache=substitutes_path(),
                 tell=tell,

@@ -26,6 +26,8 @@ SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 HOST_DEVICES = ("cpu", "pretended")
 """Devices that compute in the host's memory; every other one has a memory of its own."""
+TARGETS_OWN = ("target.model", "target.inflate", "target.context")
+"""Settings of the target that a draft reads too: what a head or a substitute is made for."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")
 """The draft kinds that name no model of their own: none at all, or the target."""
 DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|pretended")
@@ -93,6 +95,12 @@ class TargetSettings(Frozen):
         "auto",
         description="keys and values: fp32 or half (fp16, which takes half the memory and changes "
         "logits by about a rounding); auto: half with half, int8 and file weights on the kernels",
+    )
+    context: Annotated[int, Field(ge=2, le=1 << 20)] | Literal["auto"] = Field(
+        "auto",
+        description="the longest sequence, in tokens; auto: what the model has positions for, or "
+        "of two longrope tables (Phi-3.5, Phi-4-mini) the length of the first; with more than that "
+        "the second computes texts of every length",
     )
     device: str = Field(
         "cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests"
@@ -162,6 +170,11 @@ class TargetSettings(Frozen):
     @classmethod
     def _cache(cls, value: str) -> str:
         return one_of(value, CACHES, "type of keys and values")
+
+    @property
+    def longest(self) -> int | None:
+        """Return the longest sequence that is asked for, in tokens; None: what the model has."""
+        return None if self.context == "auto" else self.context
 
     @property
     def cached(self) -> str:

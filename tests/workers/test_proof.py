@@ -195,6 +195,32 @@ def test_a_model_with_two_rotary_tables_has_the_context_of_the_first(
     torch.testing.assert_close(logits_of(model, TOKENS[:ORIGINAL]), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+def test_a_longer_context_has_the_second_rotary_table_for_texts_of_every_length(
+    family: str, tmp_path: Path
+) -> None:
+    fields = {"original_max_position_embeddings": ORIGINAL} if family == "Phi3" else {}
+    folder = write(tmp_path / "two", family, {**fields, **longrope(4.0)})
+    model = load_language_model(str(folder), weights="fp32", device="cpu", context=CONTEXT - 1)
+    first = load_language_model(str(folder), weights="fp32", device="cpu", context=ORIGINAL)
+    assert (model.context, first.context) == (CONTEXT - 1, ORIGINAL)
+    assert model.checkpoint_digest != first.checkpoint_digest == first.checkpoint.digest
+    expected = reference_logits(folder, TOKENS)  # longer than the first table is for
+    torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
+    few = ORIGINAL // 2
+    found = logits_of(model, TOKENS[:few])
+    torch.testing.assert_close(found, expected[:few], rtol=1e-4, atol=1e-4)
+    assert share_of(logits_of(first, TOKENS[:few]), found) > RIGHT
+
+
+def test_a_context_beyond_the_positions_of_the_model_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Llama", {})
+    with pytest.raises(
+        CheckpointError, match=rf"context = {CONTEXT + 1} is more than .* {CONTEXT}"
+    ):
+        load_language_model(str(folder), weights="fp32", device="cpu", context=CONTEXT + 1)
+
+
 @needs_kernels
 def test_a_target_that_torch_computes_says_why_where_its_models_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -112,7 +112,7 @@ def test_a_proof_that_does_not_hold_is_dropped_and_said(
 ) -> None:
     made = load(folder, "auto")
     proofs = Proofs((folder / "config.json").read_bytes())
-    key = f"{open_checkpoint(str(folder)).digest} FP32 torch.float32"
+    key = f"{open_checkpoint(str(folder)).digest} FP32 torch.float32 None"
     proof = proofs.find(key)
     assert proof is not None
     proofs.keep(key, dataclasses.replace(proof, **{field: changed(proof, field)}))

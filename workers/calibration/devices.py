@@ -38,7 +38,7 @@ from dovetail.workers.models.checkpoints.inflate import (
     inflation_bytes,
     plan_inflation,
 )
-from dovetail.workers.models.checkpoints.loader import random_skeleton
+from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import random_language_model
 

@@ -38,11 +38,12 @@ def calibrate_draft(
     target: str,
     seconds: float,
     inflate: str = "",
+    context: int | None = None,
     cache: Path | None = None,
 ) -> tuple[ProfileKey, ContextCurve]:
     """t_D of the draft of `settings`, a small model, a head of the model `target` or its
-    substitute, which is inflated as it is and kept in the folder `cache`; and where that holds.
-    `seconds`: about how long to measure.
+    substitute, which is inflated as it is, of the same context, and kept in the folder `cache`; and
+    where that holds. `seconds`: about how long to measure.
 
     Behind a cache of CONTEXT rows, or as many as the draft allows. `UserError` as
     `open_draft_worker`.
@@ -50,7 +51,13 @@ def calibrate_draft(
     device = open_device(settings.device, threads)
     own = settings.model_copy(update={"device": device.name})
     engine = open_draft_worker(
-        own, name="draft", threads=threads, target=target, inflate=inflate, cache=cache
+        own,
+        name="draft",
+        threads=threads,
+        target=target,
+        inflate=inflate,
+        context=context,
+        cache=cache,
     ).engine
     if isinstance(engine, HeadDrafter):
         head = engine.head

@@ -43,6 +43,7 @@ def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -
         inflate_bytes=inflate_bytes,
         stage=stage,
         cache=settings.cache,
+        context=settings.longest,
     )
     local: dict[int, float] = {}
     streamed: dict[int, float] = {}

@@ -11,6 +11,7 @@ from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers.models.backends.layer_parts import why_not_apart, why_not_coded
 from dovetail.workers.models.backends.sizes import Matrices, Shapes
 from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     expert_shapes,
@@ -18,9 +19,9 @@ from dovetail.workers.models.checkpoints.inflate import (
     plan_inflation,
     planned_shapes,
 )
-from dovetail.workers.models.checkpoints.loader import random_skeleton
+from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.families.registry import FAMILIES
-from dovetail.workers.models.language_model import LanguageModel, context_of
+from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.recurrent.sizes import traffic_of
 
 
@@ -80,7 +81,9 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     """The design of the settings' model, from its config.json alone; `layers`: with so many in
     place of the configured number."""
     folder = find_folder(settings.model)
-    model = random_skeleton(folder, layers=layers, stored=torch.float16).model
+    model = random_skeleton(
+        folder, layers=layers, stored=torch.float16, context=settings.longest
+    ).model
     plan = plan_inflation(model, byte_count(settings.inflate)) if settings.inflate else None
     if plan is not None:
         grow_skeleton(model, plan)

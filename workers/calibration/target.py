@@ -189,6 +189,7 @@ def open_subject(
             inflate_bytes=inflate_bytes,
             profile=profile,
             cache=settings.cache,
+            context=settings.longest,
         )
         return Subject(model, design, design, random=False)
     if inflate_bytes:
@@ -211,6 +212,7 @@ def open_subject(
         layers=part.layers,
         profile=profile,
         cache=settings.cache,
+        context=settings.longest,
     )
     return Subject(model, part, design, random=True)
 

@@ -34,6 +34,8 @@ class Wanted:
     """Folder or hub id of the model that it drafts for."""
     inflate: str = ""
     """The size that this model is inflated to."""
+    context: int | None = None
+    """The longest sequence of this model, in tokens; None: what it has."""
     profile: Path | None = None
     """The file that remembers what was measured on this machine."""
     cache: Path | None = None
@@ -68,6 +70,7 @@ def open_draft_worker(
     threads: int,
     target: str,
     inflate: str = "",
+    context: int | None = None,
     profile: Path | None = None,
     cache: Path | None = None,
     tell: Callable[[int, int], None] = lambda _done, _all: None,
@@ -75,7 +78,7 @@ def open_draft_worker(
     """Return the draft worker of `settings`: n-grams of the text, or the model in the folder or hub
     id `settings.model`, a smaller one or a head of the model `target`, or that model itself in a
     few bits, inflated as it is. `Wanted` describes the rest."""
-    wanted = Wanted(settings, name, threads, target, inflate, profile, cache, tell)
+    wanted = Wanted(settings, name, threads, target, inflate, context, profile, cache, tell)
     if settings.kind == "none":
         raise SettingsError(
             "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
@@ -150,6 +153,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
         weights=weights,
         device=device.name,
         inflate_bytes=inflation_bytes(wanted.inflate),
+        context=wanted.context,
         folder=wanted.cache,
         tell=wanted.tell,
     )

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.messages import MAX_TOKENS
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.context import context_of, digest_within
 from dovetail.workers.models.parity.following import UnprovableError
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.states import LAST, Kept
@@ -91,7 +91,8 @@ class LanguageModel:
     ) -> None:
         """`real`: where the checkpoint's own layers stand among those that are computed."""
         self._back_end, self._real = back_end, real
-        self.checkpoint, self.checkpoint_digest = checkpoint, digest
+        self.checkpoint = checkpoint
+        self.checkpoint_digest = digest_within(digest, model.config)
         self.weights = weights
         """fp32, fp16, bf16, int8 or int8-per-tensor; `half` is what the checkpoint has."""
         self.backend, self.kernels = back_end.backend, back_end.kernels
@@ -173,17 +174,6 @@ class LanguageModel:
         return {
             place: kept.states[place if place == LAST else self._real[place]] for place in wanted
         }
-
-
-def context_of(config: Any) -> int:
-    """The longest sequence that the model has positions for; of one with two rotary tables, the
-    longest that is read by the first: behind it all rows would have to be read anew."""
-    positions, rope = int(config.max_position_embeddings), getattr(config, "rope_parameters", None)
-    if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-        short, long = (rope.get(f"{name}_factor") for name in ("short", "long"))
-        if short != long:
-            positions = min(positions, int(rope["original_max_position_embeddings"]))
-    return min(positions, MAX_TOKENS)
 
 
 def check_attention(model: LanguageModel) -> None:

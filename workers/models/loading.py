@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dovetail.workers.models.checkpoints.architecture import refuse_without_kern
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
@@ -40,15 +42,14 @@ from dovetail.workers.models.checkpoints.loader import (
     Skeleton,
     load_transformers,
     open_skeleton,
-    random_skeleton,
 )
+from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.language_model import (
     ROUNDED_TOLERANCE,
     WHOLE_TOLERANCE,
     BackEnd,
     LanguageModel,
     check_attention,
-    context_of,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.proving import (
@@ -86,6 +87,7 @@ def load_language_model(
     cache: str | None = None,
     proof: str = "off",
     activations: str = "int8",
+    context: int | None = None,
 ) -> LanguageModel:
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
     inflated to a size in bytes if that is not 0.
@@ -96,12 +98,13 @@ def load_language_model(
     values, one of `protocol.settings.CACHES`; None: fp32 on the CPU, that of the weights on a
     device. `activations`: int8 or fp32, with weights `file`. `proof`: auto, a proof that is
     remembered is enough; anew, it is made anew and remembered; off, it is made and not remembered.
+    `context`: the longest sequence; None: what the model has.
     """
     check_names(weights, backend)
     file = find_folder(source) / "config.json"
     if proof != "auto" or not Proofs(read_bytes(file)).known:
         read_config(file)  # what cannot be decoded is refused before all weights are read
-    checkpoint = open_checkpoint(source)
+    checkpoint = replace(open_checkpoint(source), context=context)
     on_cpu = stage is not None or torch.device(device).type == "cpu"
     cache = cache or ("fp32" if on_cpu else "auto")
     own = type_of(weights, checkpoint, activations)
@@ -123,16 +126,20 @@ def random_language_model(
     profile: Path | None = None,
     stage: Stager | None = None,
     cache: str = "fp32",
+    context: int | None = None,
 ) -> LanguageModel:
     """A model of random weights from a config.json alone, for measurements before a download;
-    `layers`: so many in place of the configured number."""
+    `layers`: so many in place of the configured number. `context`: the longest sequence; None: what
+    the model has."""
     check_names(weights, backend)
     folder = Path(config_folder)
     wanted = Wanted(weights, _configured_type(weights, folder), backend, 0, profile, stage, cache)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
     return _on_cpu(
-        lambda: random_skeleton(folder, layers=layers, stored=LINEAR_TYPES[wanted.weights]),
+        lambda: random_skeleton(
+            folder, layers=layers, stored=LINEAR_TYPES[wanted.weights], context=context
+        ),
         checkpoint,
         "random",
         wanted,
@@ -172,47 +179,10 @@ def _on_cpu(
             )
     if wanted.stage is None:
         refuse_without_kernels(_model_type(checkpoint), checkpoint.source, why_not)
-    if wanted.stage is not None:
-        raise CheckpointError(
-            f"{checkpoint.source}: only what the C++ kernels can compute is split or streamed, "
-            f"and {why_not}; "
-            "leave target.split, target.resident, target.prefill and memory.vram out"
-        )
-    if wanted.cache == "half":
-        raise CheckpointError(
-            f"{checkpoint.source}: target.cache = 'half' needs the C++ kernels, and {why_not}: "
-            "leave it out, or use fp32"
-        )
-    rounded = wanted.weights in ("int8", *FILE_KINDS) or (
-        wanted.weights == "bf16" and wanted.asked == "half"
-    )
-    if (
-        rounded or wanted.backend == "kernels"
-    ):  # the remedies below are not to lead into another refusal
-        try_library(skeleton_of(), checkpoint, digest, wanted)
-    if wanted.backend == "kernels":
-        other = "backend library and weights fp32" if rounded else "backend library"
-        raise CheckpointError(f"{checkpoint.source}: {why_not}; or use {other}")
-    if wanted.weights in FILE_KINDS:
-        raise CheckpointError(
-            f"{checkpoint.source}: weights file need the C++ kernels, and {why_not}; or use "
-            "weights fp32"
-        )
-    if wanted.backend == "library" and wanted.weights == "int8":
-        raise CheckpointError(
-            f"{checkpoint.source}: target.backend = 'library' has no int8 weights: leave it "
-            "out, or use weights fp32"
-        )
-    if wanted.weights == "int8":
-        raise CheckpointError(
-            f"{checkpoint.source}: int8 weights need the C++ kernels, and {why_not}; or use "
-            "weights fp32"
-        )
-    if wanted.weights == "bf16" and wanted.asked == "half":
-        raise CheckpointError(
-            f"{checkpoint.source}: half weights of a BF16 checkpoint need the C++ kernels, and "
-            f"{why_not}; or use weights fp32 or bf16"
-        )
+    wanted.refuse_placement(checkpoint.source, why_not)
+    if wanted.rounded or wanted.backend == "kernels":
+        try_library(skeleton_of(), checkpoint, digest, wanted)  # no remedy leads to a refusal
+        wanted.refuse_library(checkpoint.source, why_not)
     model = _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, because %s", checkpoint.source, why_not)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import cache_of
 from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.cache import HALF
+from dovetail.workers.models.weight_types import FILE_KINDS
 
 Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
 """A function that says how a model of a configuration (config.json's) with weights of a type (fp32,
@@ -38,3 +40,50 @@ class Wanted:
     def cache_type(self) -> torch.dtype:
         """Return the type of keys and values, where the kernels compute the model."""
         return HALF if cache_of(self.cache, self.asked) == "half" else torch.float32
+
+    @property
+    def rounded(self) -> bool:
+        """Return whether the kernels alone have weights of this type, of those that they have."""
+        return self.weights in ("int8", *FILE_KINDS) or (
+            self.weights == "bf16" and self.asked == "half"
+        )
+
+    def refuse_placement(self, source: str, why_not: str) -> None:
+        """`CheckpointError` for what needs the kernels, whatever the type of the weights; `why_not`
+        says why they do not compute the model."""
+        if self.stage is not None:
+            raise CheckpointError(
+                f"{source}: only what the C++ kernels can compute is split or streamed, and "
+                f"{why_not}; leave target.split, target.resident, target.prefill and memory.vram "
+                "out"
+            )
+        if self.cache == "half":
+            raise CheckpointError(
+                f"{source}: target.cache = 'half' needs the C++ kernels, and {why_not}: leave it "
+                "out, or use fp32"
+            )
+
+    def refuse_library(self, source: str, why_not: str) -> None:
+        """`CheckpointError` where the settings insist on the kernels or on weights of theirs, which
+        `why_not` says are not to be had for the model."""
+        if self.backend == "kernels":
+            other = "backend library and weights fp32" if self.rounded else "backend library"
+            raise CheckpointError(f"{source}: {why_not}; or use {other}")
+        if self.weights in FILE_KINDS:
+            raise CheckpointError(
+                f"{source}: weights file need the C++ kernels, and {why_not}; or use weights fp32"
+            )
+        if self.weights == "int8" and self.backend == "library":
+            raise CheckpointError(
+                f"{source}: target.backend = 'library' has no int8 weights: leave it out, or use "
+                "weights fp32"
+            )
+        if self.weights == "int8":
+            raise CheckpointError(
+                f"{source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32"
+            )
+        if self.weights == "bf16":
+            raise CheckpointError(
+                f"{source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; "
+                "or use weights fp32 or bf16"
+            )

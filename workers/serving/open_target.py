@@ -64,6 +64,7 @@ def open_target_worker(
         cache=settings.cache,
         proof=settings.proof,
         activations=settings.activations,
+        context=settings.longest,
     )
     tell_proof(model.proved, name)
     placed = ""

@@ -68,6 +68,8 @@ class Checkpoint:
     vocabulary: VocabularyFacts
     tensors: Mapping[str, Stored]
     """Every tensor in the weight files."""
+    context: int | None = None
+    """The longest sequence that the settings ask for; None: what the model has."""
 
     @property
     def is_coded(self) -> bool:

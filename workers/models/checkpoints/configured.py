@@ -24,6 +24,7 @@ from dovetail.workers.models.checkpoints.architecture import (
 )
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import is_composite, text_part
+from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
@@ -35,7 +36,7 @@ def configured(checkpoint: Checkpoint) -> Any:
     shapes is refused before memory is taken for any."""
     attention.register()
     file = checkpoint.folder / "config.json"
-    config = read_config(file)
+    config = limit_context(read_config(file), checkpoint.context, checkpoint.source)
     if is_composite(read_json(file)):  # whose fields of several parts contradict each other
         config.tie_word_embeddings = "lm_head.weight" not in checkpoint.tensors
     layers = config.num_hidden_layers

@@ -11,11 +11,9 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +23,9 @@ from dovetail.workers.models import attention, lean
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
 from dovetail.workers.models.checkpoints.configured import (
-    built,
     configured,
     quiet,
-    read_config,
     said_by,
-    with_buffers,
 )
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Rows, keep_rows, rows_of
@@ -38,13 +33,11 @@ from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, leave_unread
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
-from dovetail.workers.progress import count_bytes, loading
+from dovetail.workers.progress import loading
 
 log = logging.getLogger(__name__)
 
 
-RANDOM_NUMBERS = (1 << 20) + 7
-"""Numbers that random weights are taken from: a prime, so that the rows of a matrix differ."""
 Read = Callable[[str], Tensor]
 """The tensor of a name, in the type it is stored in."""
 
@@ -149,7 +142,7 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
     if not _maps_one_to_one(model, checkpoint):
         _refuse_blocks(model, checkpoint)
         whole = load_transformers(checkpoint, torch.float32)
-        _linearise(whole)
+        linearise(whole)
         return Skeleton(whole, checkpoint.read, frozenset())
     tied = _tied(model)
     _report_unused(model, checkpoint, set(checkpoint.tensors) - set(model.state_dict()))
@@ -157,7 +150,7 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
         name: name if name in checkpoint.tensors else tied[name]
         for name, _ in model.named_parameters(remove_duplicate=False)
     }
-    transposed = _linearise(model)
+    transposed = linearise(model)
     return stored_skeleton(model, checkpoint, stored, transposed)
 
 
@@ -208,57 +201,6 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
         {name: of[0] for name, of in found.items()} if whole else None,
         read_one=pieces.read_one if one_by_one else None,
     )
-
-
-def random_skeleton(folder: Path, *, layers: int | None, stored: torch.dtype) -> Skeleton:
-    """The model of a config.json, with random numbers of type `stored` as if from a checkpoint, cut
-    or stretched to `layers` layers."""
-    attention.register()
-    file = folder if folder.is_file() else folder / "config.json"
-    config = read_config(file)
-    if layers is not None:
-        kinds = getattr(config, "layer_types", None)
-        config.num_hidden_layers = layers
-        if kinds and len(config.layer_types) != layers:  # those of some follow from their number
-            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
-    model = with_buffers(built(config, file))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    transposed = _linearise(model)
-    numbers = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
-    scaled: dict[int, Tensor] = {}
-
-    def fresh(name: str, shape: Sequence[int]) -> Tensor:
-        """Numbers that are taken from a store of them again and again, from a place that the name
-        says on: as many random ones as a large model has would take minutes."""
-        if (width := shape[-1]) not in scaled:
-            scaled[width] = (numbers / math.sqrt(width)).to(stored)
-        whole, turn = torch.empty(shape, dtype=stored), crc32(name.encode()) % RANDOM_NUMBERS
-        first, rest = whole.view(-1).tensor_split([RANDOM_NUMBERS - turn])
-        for piece, source in ((first, scaled[width][turn:]), *_turns(rest, scaled[width])):
-            piece.copy_(source[: len(piece)])
-        count_bytes(whole.nbytes)
-        return whole
-
-    def read(name: str) -> Tensor:
-        shape = shapes[name]
-        if len(shape) == 1:
-            whole = torch.ones if name.endswith("weight") else torch.zeros
-            return whole(shape, dtype=stored)
-        return fresh(name, shape)
-
-    return Skeleton(
-        model,
-        read,
-        transposed,
-        read_one=lambda name, index: fresh(f"{name}.{index}", shapes[name][1:]),
-        size_bytes=sum(map(math.prod, shapes.values())) * stored.itemsize,
-    )
-
-
-def _turns(rest: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of what is left to be filled, each of the length of the source or less."""
-    pieces: Sequence[Tensor] = torch.split(rest, len(source))
-    return ((piece, source) for piece in pieces)
 
 
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
@@ -384,7 +326,7 @@ def _tied(model: Any) -> dict[str, str]:
     return {**{source: target for target, source in tied.items()}, **tied}
 
 
-def _linearise(model: Any) -> frozenset[str]:
+def linearise(model: Any) -> frozenset[str]:
     """Put torch's linears in the place of GPT-2's own kind, whose weights are [in, out]; the names
     of those weights."""
     transposed = set()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.mxfp4 import packed_shapes, unpack
 from dovetail.workers.models.checkpoints.namings import Naming
+from dovetail.workers.models.checkpoints.quantised.mxfp4 import packed_shapes, unpack
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")

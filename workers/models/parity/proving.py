@@ -11,7 +11,7 @@ from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.checkpoints.architecture import REMEDY, why_not
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers, said_by
-from dovetail.workers.models.language_model import context_of
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.memory import is_out_of_memory
 from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
 

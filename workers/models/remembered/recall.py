@@ -21,13 +21,14 @@ from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.inflate import Plan
 from dovetail.workers.models.checkpoints.loader import Skeleton, stored_skeleton
 from dovetail.workers.models.checkpoints.tables import WidenedEmbedding
 from dovetail.workers.models.families.description import Experts
 from dovetail.workers.models.families.registry import FAMILIES
-from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
+from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
 from dovetail.workers.models.parity.proving import StumbledError
 from dovetail.workers.models.remembered.back_end import Recalled
@@ -53,7 +54,7 @@ class Memory:
         self._source = checkpoint.source
         if self._mode != "off":
             self._proofs = Proofs(read_bytes(file))
-        self._key = f"{digest} {kind.name} {wanted.cache_type}"
+        self._key = f"{digest} {kind.name} {wanted.cache_type} {checkpoint.context}"
 
     def proof(self) -> Proof | None:
         """Return the proof that is enough to load the model, if there is one."""

@@ -27,9 +27,10 @@ from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.stage_engines import SettledLayer, TorchEngine
 from dovetail.workers.models.backends.staged import DeviceHead, Staged
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.language_model import LanguageModel, context_of
+from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST, Kept
 from dovetail.workers.models.substitutes.quantised import CodedProduct

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from dovetail.workers.models.checkpoints.checkpoint import (
     save_tensors,
 )
 from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.language_model import BackEnd, LanguageModel, context_of
+from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache
@@ -295,13 +297,14 @@ def load_substitute(
     weights: str,
     device: str,
     inflate_bytes: int = 0,
+    context: int | None = None,
     folder: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[LanguageModel, Substitutes]:
-    """The substitute of the model in `source`, inflated as its target is: `weights` int8, int4,
-    int3 or int2. `folder`: of the caches."""
+    """The substitute of the model in `source`, inflated as its target is and of the same context:
+    `weights` int8, int4, int3 or int2. `folder`: of the caches."""
     bits, place = BITS[weights], torch.device(device)
-    checkpoint = open_checkpoint(source)
+    checkpoint = replace(open_checkpoint(source), context=context)
     digest = (
         inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
     )

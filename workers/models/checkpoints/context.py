@@ -1,0 +1,69 @@
+"""The longest sequence of a model, and the rotary table that follows from it."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import MAX_TOKENS
+
+LONGEST, SECOND = "longest_sequence", "second_rotary_table"
+"""Fields that a configuration has from the settings: the longest sequence, and whether the second
+of two longrope tables computes all of them."""
+TABLES = ("short_factor", "long_factor")
+"""The fields of longrope: the factors of frequencies for sequences within the original length, and
+for longer ones."""
+
+
+def context_of(config: Any) -> int:
+    """Return the longest sequence, in tokens: that of the settings, or what the model has positions
+    for. Without a word in the settings a model with two longrope tables has the length of the
+    first, since transformers reads a longer text anew by the second, and no kept row is right."""
+    if (said := getattr(config, LONGEST, None)) is not None:
+        return int(said)
+    positions = int(config.max_position_embeddings)
+    if (original := _length_of_first(config)) is not None:
+        positions = min(positions, original)
+    return min(positions, MAX_TOKENS)
+
+
+def limit_context(config: Any, context: int | None, source: object) -> Any:
+    """Return the configuration for sequences of at most `context` tokens, which is changed in
+    place. A model with two longrope tables reads all of them by the second if that is longer than
+    the first is for. `CheckpointError` where the model has fewer positions."""
+    if context is None:
+        return config
+    most = min(int(config.max_position_embeddings), MAX_TOKENS)
+    if context > most:
+        raise CheckpointError(
+            f"{source}: target.context = {context} is more than the {most} positions of the model: "
+            f"use at most {most}"
+        )
+    original = _length_of_first(config)
+    if original is not None and context > original:
+        first, second = TABLES
+        config.rope_parameters = {**config.rope_parameters, first: config.rope_parameters[second]}
+        setattr(config, SECOND, True)
+    setattr(config, LONGEST, context)
+    return config
+
+
+def digest_within(digest: str, config: Any) -> str:
+    """Return the digest of a checkpoint of that digest with the configuration that the settings
+    leave: another one where another rotary table makes it another function."""
+    return digest_of_second(digest) if getattr(config, SECOND, False) else digest
+
+
+def digest_of_second(digest: str) -> str:
+    """Return the digest of a checkpoint of that digest where the second of its longrope tables
+    computes all sequences."""
+    return hashlib.sha256(f"{digest}\0{SECOND}".encode()).hexdigest()
+
+
+def _length_of_first(config: Any) -> int | None:
+    """The length that the first of two longrope tables is for; None where there is only one."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope":
+        return None
+    short, long = (rope.get(name) for name in TABLES)
+    return None if short == long else int(rope["original_max_position_embeddings"])
