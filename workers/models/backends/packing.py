@@ -119,7 +119,8 @@ def given_to(matrix: PackedMatrix, index: int, x: Tensor) -> Tensor:
         return x
     blocks = x.view(len(x), -1, WIDTH)
     most = blocks.abs().amax(dim=2, keepdim=True).clamp(min=1e-30)
-    return ((blocks * (127.0 / most)).round() * (most / 127.0)).view(x.shape)
+    turned = torch.full_like(most, 127.0) / most  # 127.0 / most is 127 times a rounded reciprocal
+    return ((blocks * turned).round() * (most / 127.0)).view(x.shape)
 
 
 def pack_rows(kind: Kind, matrix: PackedMatrix, weight: Tensor, first: int) -> None:

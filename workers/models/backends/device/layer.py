@@ -171,7 +171,8 @@ def _integer_product(matrix: Matrix, x: Tensor) -> Tensor:
     """The inputs quantised with a scale of each row; what is not finite makes its row so."""
     assert matrix.scales is not None
     most = x.abs().amax(1, keepdim=True)
-    to = torch.where(most < TINY, torch.zeros_like(most), 127.0 / most)
+    turned = torch.full_like(most, 127.0) / most  # 127.0 / most is 127 times a rounded reciprocal
+    to = torch.where(most < TINY, torch.zeros_like(most), turned)
     scales = torch.where(most < TINY, torch.zeros_like(most), most / 127.0)
     scales = torch.where(most.isfinite(), scales, torch.full_like(most, float("nan")))
     quantised = torch.where(most.isfinite(), x * to, torch.zeros_like(x)).round().to(torch.int8)
