@@ -157,7 +157,8 @@ class MachineLimits(Frozen):
     def peak_of(self, weights: str, *, library: bool) -> float:
         """Return the peak of the arithmetic that multiplies such weights: 16-bit weights are
         multiplied in fp32, but by a library's bf16, where there are instructions for it."""
-        own = {"int8": "int8", "int8-per-tensor": "int8", "bf16": "bf16" if library else "fp32"}
+        rounding = ("int8", "int8-per-tensor", "file", "file-int8")
+        own = {**dict.fromkeys(rounding, "int8"), "bf16": "bf16" if library else "fp32"}
         fp32 = self.peak_gflop_s["fp32"]
         return self.peak_gflop_s.get(own.get(weights, "fp32"), fp32)
 
@@ -169,10 +170,12 @@ class MachineLimits(Frozen):
         library: bool,
         mixture: Mixture = DENSE,
         states: StateTraffic = STATELESS,
+        size: int = 0,
     ) -> LeastTime:
-        """Return the least time of passes through so many weights of a type, and states."""
+        """Return the least time of passes through so many weights of a type, and states; `size`:
+        their bytes, where the type does not tell."""
         return LeastTime.of(
-            size=parameters * WEIGHT_BYTES.get(weights, 4),
+            size=size or parameters * WEIGHT_BYTES.get(weights, 4),
             operations=2 * parameters,
             bandwidth_gb_s=self.bandwidth_gb_s,
             gflop_s=self.peak_of(weights, library=library),

@@ -8,7 +8,7 @@ searching is done by `runtime/planner.py`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.designs import Design, config_of, read_design
 from dovetail.launch.planning.prices import described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
-from dovetail.launch.planning.words import figure, flags, placement, toml, why
+from dovetail.launch.planning.weights import AS_FAST, planned_types
+from dovetail.launch.planning.words import figure, flags, placement, toml, tree_of, why
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
@@ -32,6 +33,7 @@ from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 WIDTH = TreeSettings.model_fields["width"].default
 """The width of trees where the settings of the embedded pair are of no concern."""
@@ -47,7 +49,17 @@ COLUMNS = {
 }
 
 
-@click.command(cls=HelpCommand, epilog=explained(COLUMNS))
+WEIGHTS = {
+    "weights": "a type that the target can have here; the table below is of the fastest, or of the "
+    "checkpoint's own where that is next to as fast",
+    "GB": "of layers and head",
+    "tokens/s": "predicted, of the best placement and tree; -: it does not fit",
+    "tree": "of that: gamma/depth/width and policy",
+    "computes": "what is lost, as measured on the embedded target",
+}
+
+
+@click.command(cls=HelpCommand, epilog=explained(WEIGHTS | COLUMNS))
 @click.option(
     "--draft",
     "drafts",
@@ -90,28 +102,50 @@ def command(
     recorded = [Recorded(read_library(path), str(path)) for path in rounds]
     with spinner() as say:
         say("reading the models")
-        found = (
-            _elsewhere(configuration, machine, target_size)
+        subjects = (
+            [_elsewhere(configuration, machine, target_size)]
             if machine is not None
-            else subject_here(configuration, say)
+            else _here(configuration, say)
         )
-    width = None if found.embedded or configuration.given("tree.width") else WIDTH
-    candidates = Reader(
-        configuration, found.design, recorded, folder_of, embedded=found.embedded, width=width
-    ).read(drafts)
-    with progress_bar(KINDS * max(1, len({one.kind for one in candidates})), "placements") as step:
-        every = found.search(candidates, step)
+    first = subjects[0]
+    width = None if first.embedded or configuration.given("tree.width") else WIDTH
+    offered = [
+        Reader(
+            one.configuration, one.design, recorded, folder_of, embedded=one.embedded, width=width
+        ).read(drafts)
+        for one in subjects
+    ]
+    kinds = max(1, len({one.kind for one in offered[0]}))
+    with progress_bar(len(subjects) * KINDS * kinds, "placements") as step:
+        searched = [
+            one.search(candidates, step) for one, candidates in zip(subjects, offered, strict=True)
+        ]
+    rates = [every[0].tokens_per_s if every else 0.0 for every in searched]
+    chosen = next(i for i, rate in enumerate(rates) if rate >= AS_FAST * max(rates))
+    found, every = subjects[chosen], searched[chosen]
     if not every:
         less = "take smaller weights (--weights half, int8), or raise them"
+        needs = min((one.target.host_bytes(0, 0), one.needs) for one in subjects)[1]
         raise UserError(
             "nothing fits: the target needs more than memory.vram and memory.ram leave it "
-            f"({found.needs}): {less}"
+            f"({needs}): {less}"
         )
-    result = found.result(every)
+    compared = [one.brief(its) for one, its in zip(subjects, searched, strict=True)]
+    result = {**found.result(every), "weights_compared": compared}
     if as_json:
         click.echo(json.dumps(result))
         return
     _show(every, result, found.device or "cpu", "--target FOLDER " if found.unnamed else "")
+
+
+def _here(configuration: Configuration, say: Callable[[str], None]) -> list[Subject]:
+    """The target on this machine, in every type of weights that is planned with."""
+    found: list[Subject] = []
+    folder = folder_of(with_target(configuration.settings.target).model)
+    for weights in planned_types(configuration, folder):
+        own = configuration.over("plan", {"target.weights": weights})
+        found.append(subject_here(own, say, found[0].here if found else None))
+    return found
 
 
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:
@@ -127,7 +161,7 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
             f"--target-size {target_size} goes with --machine: name the folder of a "
             "config.json with --target, or a machine"
         )
-    if target.weights not in WEIGHT_BYTES:
+    if target.weights not in (*WEIGHT_BYTES, FILE):
         raise UserError(
             f"target.weights = {target.weights!r} cannot be split or streamed, and is not "
             "planned with: use fp32, half, int8 or bf16"
@@ -189,6 +223,8 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
         f"{_weights(result)}; "
         f"limits: {limits or 'none'}"
     )
+    if len(result["weights_compared"]) > 1:
+        print_table(tuple(WEIGHTS), [_brief(one) for one in result["weights_compared"]])
     if result["device_says"]:
         click.echo(result["device_says"])
     for name, origin in result["origins"].items():
@@ -208,6 +244,12 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
     )
     if result["measurable"]:
         note(f"estimates become measurements with: dovetail calibrate {result['measurable']}")
+
+
+def _brief(one: dict[str, Any]) -> tuple[object, ...]:
+    fits = one["tokens_per_s"] is not None
+    rate, tree = (figure(one["tokens_per_s"]), one["tree"]) if fits else ("-", "-")
+    return one["weights"], one["gb"], rate, tree, one["computes"]
 
 
 def _weights(result: dict[str, Any]) -> str:
@@ -230,16 +272,15 @@ def _lacking(result: dict[str, Any], model: str) -> list[str]:
 
 
 def _line(one: Alternative, device: str) -> tuple[object, ...]:
-    option, tree = one.option, one.option.tree
+    option = one.option
     rate = f"{figure(one.tokens_per_s)}{'*' if one.played else ''}"
-    size = f"{tree.gamma}/{tree.depth}/{tree.width} {tree.policy}" if tree is not None else "-"
     vram = option.device_bytes / 1e9 if option.computed or option.device_bytes else 0.0
     return (
         one.name,
         placement(one, device),
         rate,
         one.tau,
-        size,
+        tree_of(one),
         vram,
         option.host_bytes / 1e9,
         why(one),

@@ -13,17 +13,17 @@ from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.planning.candidates import Candidate, Reader
 from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.launch.planning.subject import folder_of, subject_here
+from dovetail.launch.planning.weights import on_kernels
 from dovetail.launch.processes.stack import layout_of, processes_of
+from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import MODELLESS_KINDS
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.workers import kernels
-from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.footprint import FILE, Tensor, half_of, read_tensors
+from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
 
 SMALLER = 2
@@ -63,27 +63,16 @@ def _with_weights(
         return configuration, []
     if folder is None or not (tensors := read_tensors(folder)):
         return configuration, []
-    own = _own_weights(folder, tensors)
+    if not on_kernels(folder):
+        own = "fp32"
+    else:
+        in_blocks = keeps_blocks(configuration.settings.target)
+        own = FILE if in_blocks else "half" if half_of(tensors) else "fp32"
     chosen, why = configuration.over("chosen", {"target.weights": own}), OWN[own]
     if own != FILE and not _fits(chosen):  # blocks are no larger than int8
         chosen = configuration.over("chosen", {"target.weights": "int8"})
         why = f"{own} does not fit into memory"
     return chosen, [f"weights {chosen.settings.target.weights}: {why}; --weights names others"]
-
-
-def _own_weights(folder: Path, tensors: Sequence[Tensor]) -> str:
-    """The type of weights that a checkpoint's own numbers are, as far as the kernels compute with
-    it; else fp32, which all of them become."""
-    in_blocks = any(one.packed_bytes for one in tensors) and not any(
-        one.is_expert for one in tensors
-    )
-    if not kernels.available() or not (in_blocks or half_of(tensors)):
-        return "fp32"
-    from dovetail.workers.models.families.registry import FAMILIES  # torch comes in here
-
-    if text_part(read_json(folder / "config.json")).get("model_type") not in FAMILIES:
-        return "fp32"
-    return FILE if in_blocks else "half"
 
 
 def _fits(configuration: Configuration) -> bool:
@@ -125,10 +114,7 @@ def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list
 def _best(
     configuration: Configuration, found: Sequence[Candidate], say: Say
 ) -> tuple[Configuration, list[str]]:
-    planned, beside = configuration, ""
-    if configuration.settings.target.weights == FILE:  # which no plan counts yet
-        planned, beside = configuration.over("plan", {"target.weights": "int8"}), " of int8 weights"
-    every = subject_here(planned, say).search(found, lambda _: None)
+    every = subject_here(configuration, say).search(found, lambda _: None)
     with_draft = [one for one in every if one.candidate is not None]
     if not with_draft:
         return _lookup(configuration, "there is no room for a draft of its own")
@@ -136,7 +122,7 @@ def _best(
     alone = next((one for one in every if one.candidate is None), None)
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
     assert best.candidate is not None
-    expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{beside}{gain}"
+    expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
     return _draft(configuration, best.candidate, expected)
 
 

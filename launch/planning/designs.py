@@ -5,7 +5,7 @@ Knows shapes and bytes; no costs, no devices.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,8 @@ from dovetail.workers.models.backends.sizes import (
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.footprint import Tensor, read_tensors, sizes_in_blocks
+from dovetail.workers.models.checkpoints.gguf.view import FILE, packed_bytes
 from dovetail.workers.models.recurrent.sizes import traffic_of
 
 if TYPE_CHECKING:
@@ -62,11 +64,12 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
     """Return the design of a config.json that lies in this folder. What layers weigh is asked of
     transformers, since families with experts, states or heads that differ name it in their own
     ways."""
+    tensors = read_tensors(folder) if packed_bytes(folder) else ()
     if config.get("model_type") in SAID:
-        return Design(config)
+        return Design(config, blocks=tensors)
     from dovetail.workers.calibration import subject  # torch comes in here
 
-    return Design(config, subject.read_design(TargetSettings(model=str(folder))))
+    return Design(config, subject.read_design(TargetSettings(model=str(folder))), tensors)
 
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:
@@ -134,6 +137,8 @@ class Design:
     config: Mapping[str, Any]
     weighed: "subject.Design | None" = None
     """Its parts, as transformers builds it; None: its config.json says all that is counted."""
+    blocks: Sequence[Tensor] = ()
+    """Its tensors where they are the blocks of a GGUF file."""
 
     @property
     def uncoded(self) -> str:
@@ -159,10 +164,19 @@ class Design:
     def sizes(self, weights: str, cache: str = "fp32") -> Sizes:
         """Return the sizes of its parts in weights of a type, with keys and values of another; with
         experts, of the mean layer."""
+        if weights == FILE:
+            return sizes_in_blocks(sizes_of(self.config, "int8", cache), self.blocks)
         sizes = sizes_of(self.config, weights, cache)
         if self.weighed is None:
             return sizes
         return weighed(sizes, weights, self.weighed.matrices)
+
+    def width(self, weights: str) -> float:
+        """Return the bytes of one weight of a type, of blocks on an average."""
+        if weights != FILE:
+            return WEIGHT_BYTES[weights]
+        sizes = self.sizes(FILE)
+        return (sizes.layers * sizes.layer + sizes.head) / self.parameters
 
     def target(
         self, weights: str, device: str, cache: str = "fp32", *, host_experts: bool = False
@@ -255,8 +269,12 @@ class DraftSize:
 
 
 def small_size(own: Design) -> DraftSize:
-    """A smaller model, in 16 bits."""
-    return _in_16_bits(own, own.layers, 0)
+    """A smaller model, in 16 bits, or in the blocks of its file."""
+    if not own.blocks:
+        return _in_16_bits(own, own.layers, 0)
+    sizes = own.sizes(FILE)
+    beside = own.working_bytes(own.layers)
+    return DraftSize(own.layers, own.block, own.head, sizes.layer, sizes.head, beside)
 
 
 def head_size(own: Design, blocks: int) -> DraftSize:
@@ -275,7 +293,8 @@ def substitute_size(target: Design, bits: int, weights: str, cache: str = "fp32"
     """A target's own layers in a few bits, and its head in 16; `weights` and `cache`: the
     target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
-    shared = coded_bytes(sizes_of(target.config, weights, cache), weights, bits)
+    own = "int8" if weights == FILE else weights
+    shared = coded_bytes(sizes_of(target.config, own, cache), own, bits)
     beside = (
         substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE)
         - target.layers * layer_bytes
@@ -284,8 +303,3 @@ def substitute_size(target: Design, bits: int, weights: str, cache: str = "fp32"
     return DraftSize(
         target.layers, target.block, target.head, layer_bytes, target.head * HALF, beside, shared
     )
-
-
-def weight_bytes(weights: str) -> int:
-    """Return the bytes of one weight of a target."""
-    return WEIGHT_BYTES[weights]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from dovetail.launch.planning.designs import DraftSize, weight_bytes
+from dovetail.launch.planning.designs import DraftSize
 from dovetail.launch.simulation.machines import GIGA, MICRO
 from dovetail.launch.simulation.machines import Machine as Described
 from dovetail.protocol.calibration import (
@@ -55,6 +55,8 @@ class Engine:
     pass_us: float = 0.0
     source: str = "measured"
     """The origin of these figures."""
+    products: RowsSeconds | None = None
+    """Seconds of one weight over rows, where products with such weights were measured."""
 
     def seconds(
         self,
@@ -75,12 +77,22 @@ class Engine:
             mixture=mixture,
             states=states,
         )
-        return lambda rows: least.at(rows) + beside
+        products = self.products
+        if products is None:
+            return lambda rows: least.at(rows) + beside
+
+        def measured(rows: int) -> float:
+            share = mixture.read(rows)
+            each = max(1, round(rows * mixture.active / share))
+            return max(least.at(rows), weights * share * products.at(each)) + beside
+
+        return cache(measured)
 
     @property
     def origin(self) -> Origin:
         """Return the provenance of seconds that come of these limits."""
-        limits = f"{self.bandwidth_gb_s:.4g} GB/s and {self.gflop_s:.4g} GFLOP/s"
+        rate = f"{self.gflop_s:.4g} GFLOP/s" if self.products is None else "products"
+        limits = f"{self.bandwidth_gb_s:.4g} GB/s and {rate}"
         return Origin(Source.ESTIMATED, f"estimated from {limits} ({self.source})")
 
 
@@ -163,14 +175,14 @@ class Prices:
 def price(
     hardware: Hardware,
     target: Target,
-    weights: str,
+    width: float,
     calibration: Calibration | None = None,
     parts: DeviceCosts | None = None,
 ) -> Prices:
-    """Costs of a target's parts: measured ones where there are any."""
+    """Costs of a target's parts, measured ones where there are any; `width`: bytes of a weight."""
     origins: dict[str, Origin] = {}
-    host = _host(hardware, target, weights, calibration, parts, origins)
-    device = _device(hardware, target, weights, parts, origins)
+    host = _host(hardware, target, width, calibration, parts, origins)
+    device = _device(hardware, target, width, parts, origins)
     link = _link(hardware, target, parts, origins) if device is not None else None
     machine = Machine(
         host,
@@ -186,7 +198,7 @@ def price(
 def _host(
     hardware: Hardware,
     target: Target,
-    weights: str,
+    width: float,
     calibration: Calibration | None,
     parts: DeviceCosts | None,
     origins: dict[str, Origin],
@@ -202,13 +214,13 @@ def _host(
         origins["passes of the CPU"] = MEASURED
         return Place(cache(parts.host_layer.at), cache(parts.host_head.at))
     origins["passes of the CPU"] = hardware.host.origin
-    return _estimated(hardware.host, target, weights)
+    return _estimated(hardware.host, target, width)
 
 
 def _device(
     hardware: Hardware,
     target: Target,
-    weights: str,
+    width: float,
     parts: DeviceCosts | None,
     origins: dict[str, Origin],
 ) -> Place | None:
@@ -218,11 +230,10 @@ def _device(
         origins["layers on the device"] = MEASURED
         return Place(cache(parts.layer.at), cache(parts.head.at))
     origins["layers on the device"] = hardware.device.origin
-    return _estimated(hardware.device, target, weights)
+    return _estimated(hardware.device, target, width)
 
 
-def _estimated(engine: Engine, target: Target, weights: str) -> Place:
-    width = weight_bytes(weights)
+def _estimated(engine: Engine, target: Target, width: float) -> Place:
     weights_of = target.layer / width
     return Place(
         engine.seconds(weights_of, target.layer, 1.0, mixture=target.mixture, states=target.states),

@@ -17,14 +17,17 @@ from dovetail.launch.planning.prices import (
     with_host_experts,
 )
 from dovetail.launch.planning.this_machine import Here, look_here
-from dovetail.launch.planning.words import settings, told, verdict
+from dovetail.launch.planning.weights import loss_of
+from dovetail.launch.planning.words import settings, told, tree_of, verdict
 from dovetail.launch.processes.preflight import is_path
+from dovetail.launch.profiling.bounds import Model
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.runtime.planner import Option, Planner
+from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
 GPU = "cuda:0"
 """The GPU of a described machine."""
@@ -50,7 +53,7 @@ class Subject:
         self.embedded = self.unnamed = False
         self.left_out: list[str] = []
         """Kinds of placements for which there is too little memory."""
-        self.prices: Prices = price(hardware, self.target, weights)
+        self.prices: Prices = price(hardware, self.target, design.width(weights))
         self.here: Here | None = None
         self.levels: dict[str, Origin] = {}
         """The origin of t_D of each draft."""
@@ -62,7 +65,7 @@ class Subject:
     @property
     def planner(self) -> Planner:
         """Return what places the target, and places it with its experts on the CPU."""
-        alone = bool(self.design.alone)
+        alone = bool(self.design.alone) or self.weights == FILE
         whole = Planner(self.target, self.prices.machine, cpu_alone=alone)
         if alone:
             return whole
@@ -177,17 +180,33 @@ class Subject:
             "at_once": ready,
             "verdict": verdict(
                 every,
-                self.weights,
-                self.target.layers * self.target.layer + self.target.head,
+                Model(self.design.parameters, self.weights, size=self._read_bytes),
                 link,
                 self.target.layer,
                 dense=self.design.mixture is DENSE,
             ),
         }
 
+    def brief(self, every: Sequence[Alternative]) -> dict[str, Any]:
+        """Return what stands beside other weights of the same target: the best of all
+        alternatives, none where nothing fits."""
+        best, activations = next(iter(every), None), self.configuration.settings.target.activations
+        return {
+            "weights": self.weights,
+            "gb": self._read_bytes / 1e9,
+            "tokens_per_s": None if best is None else best.tokens_per_s,
+            "tree": None if best is None else tree_of(best),
+            "computes": loss_of(self.weights, activations),
+        }
+
+    @property
+    def _read_bytes(self) -> int:
+        """Return the bytes of layers and head."""
+        return self.target.layers * self.target.layer + self.target.head
+
     def _device_says(self) -> str:
         if self.device:
-            alone = self.design.alone
+            alone = "in the blocks of a file" if self.weights == FILE else self.design.alone
             return f"layers {alone} are computed by the CPU alone" if alone else ""
         said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
         if self.configuration.settings.memory.vram == "auto":
@@ -210,17 +229,23 @@ def _giga(size: int | None) -> float | None:
     return None if size is None else size / 1e9
 
 
-def subject_here(configuration: Configuration, say: Callable[[str], None]) -> Subject:
-    """The target of the settings on this machine."""
+def subject_here(
+    configuration: Configuration, say: Callable[[str], None], before: Here | None = None
+) -> Subject:
+    """The target of the settings on this machine; `before`: of the same one in other weights."""
     _check_folder(configuration.settings)
-    here = look_here(configuration, say)
+    here = look_here(configuration, say, before)
     target = configuration.settings.target
     subject = Subject(
         configuration, here.design, here.hardware, here.device, here.draft_device, target.weights
     )
     subject.embedded, subject.here = not target.model, here
     subject.prices = price(
-        subject.hardware, subject.target, target.weights, here.calibration, here.parts
+        subject.hardware,
+        subject.target,
+        here.design.width(target.weights),
+        here.calibration,
+        here.parts,
     )
     return subject
 
@@ -235,12 +260,12 @@ def _check_folder(settings: Settings) -> None:
 def folder_of(source: str) -> Path:
     """Return the folder of a model: the one that is named, or of a hub id one with its
     config.json."""
-    folder = Path(source).expanduser()
+    folder = Path(resolved(source)).expanduser()
     if not folder.is_dir() and (folder.exists() or is_path(source)):
         raise CheckpointError(
-            f"{source} is not a folder: name one that has a config.json, or the id of a hub "
-            "(OWNER/NAME)"
+            f"{source} is not a folder: name one that has a config.json, a GGUF file, or the id of "
+            "a hub (OWNER/NAME)"
         )
     from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder  # half a second
 
-    return find_folder(source, files=CONFIG_ALONE)
+    return find_folder(str(folder), files=CONFIG_ALONE)

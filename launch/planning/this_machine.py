@@ -53,6 +53,8 @@ class Here:
     calibration: Calibration | None
     parts: DeviceCosts | None
     layout: CoreLayout
+    limits: tuple[MachineLimits, str]
+    """The limits of the cores in use, and their origin."""
 
     def level(self, candidate: Candidate) -> RowsSeconds | None:
         """t_D of a draft as it was measured here."""
@@ -85,9 +87,9 @@ class Here:
         return wanted if wanted != "auto" else self.device or "cpu"
 
 
-def look_here(configuration: Configuration, say: Say) -> Here:
+def look_here(configuration: Configuration, say: Say, before: Here | None = None) -> Here:
     """Return what is known of the target of the settings on this machine; what is unknown is
-    measured in a second, or estimated."""
+    measured in a second, or estimated. `before`: of the same target in other weights."""
     settings = configuration.settings
     layout = lay_out_here(
         numa=settings.target.numa,
@@ -101,6 +103,7 @@ def look_here(configuration: Configuration, say: Say) -> Here:
     say("looking at what is known of this machine")
     device = device_of(settings)
     from dovetail.workers.calibration.devices import known_costs, planned_config
+    from dovetail.workers.calibration.products import product_seconds
     from dovetail.workers.devices import open_device
     from dovetail.workers.models.backends.sizes import has_sizes
 
@@ -114,10 +117,12 @@ def look_here(configuration: Configuration, say: Say) -> Here:
         )
     known = known_costs(target, profile_path(), device=device or "cpu")
     parts = known.parts if device is not None else None
-    limits, source = _limits(known.calibration, say)
-    hardware = _hardware(settings, device, limits, source, threads, measured=parts is not None)
-    design = design_of(config, Path(target.model).expanduser())
-    return Here(configuration, device, design, hardware, known.calibration, parts, layout)
+    calibration, folder = known.calibration, Path(target.model).expanduser()
+    limits = _limits(calibration, say) if before is None or calibration else before.limits
+    products = None if calibration else product_seconds(target.weights, folder, target.activations)
+    hardware = _hardware(settings, device, limits, products, threads, measured=parts is not None)
+    design = design_of(config, folder)
+    return Here(configuration, device, design, hardware, calibration, parts, layout, limits)
 
 
 def _limits(calibration: Calibration | None, say: Say) -> tuple[MachineLimits, str]:
@@ -143,15 +148,16 @@ def _limits(calibration: Calibration | None, say: Say) -> tuple[MachineLimits, s
 def _hardware(
     settings: Settings,
     device: str | None,
-    limits: MachineLimits,
-    source: str,
+    limits_there: tuple[MachineLimits, str],
+    products: RowsSeconds | None,
     threads: int,
     *,
     measured: bool,
 ) -> Hardware:
     weights, memory = settings.target.weights, settings.memory
+    limits, source = limits_there
     peak = Roofline(Model(1, weights), limits).peak_gflop_s
-    host = Engine(limits.bandwidth_gb_s, peak, source=source)
+    host = Engine(limits.bandwidth_gb_s, peak, source=source, products=products)
     core = Engine(
         limits.bandwidth_gb_s,
         limits.peak_gflop_s["fp32"] / threads,

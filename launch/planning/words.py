@@ -53,6 +53,12 @@ def why(one: Alternative) -> str:
     return f"{passes}{drafting}: {bound}"
 
 
+def tree_of(one: Alternative) -> str:
+    """Return the tree of an alternative: gamma/depth/width and policy."""
+    tree = one.option.tree
+    return "-" if tree is None else f"{tree.gamma}/{tree.depth}/{tree.width} {tree.policy}"
+
+
 def _ms(seconds: float) -> str:
     return f"{figure(seconds * MS)} ms"
 
@@ -128,15 +134,15 @@ def toml(found: Mapping[str, Any]) -> str:
 
 def verdict(
     found: Sequence[Alternative],
-    weights: str,
-    bytes_read: int,
+    model: Model,
     link: Link | None,
     layer_bytes: int,
     *,
     dense: bool = True,
 ) -> list[str]:
     """Which wins, whether speculation is worth it, and, for a target without experts,
-    heterogeneous speculation against offloading (Appendix B of the Dovetail paper)."""
+    heterogeneous speculation against offloading (Appendix B of the Dovetail paper); `model`: what
+    a pass reads."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if alone is not None and best is not alone:
@@ -160,7 +166,7 @@ def verdict(
         said.append(f"speculation is not worth it here: {cause}")
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
     if mixed is not None and dense:
-        offloading = _offloading(mixed, found, weights, bytes_read, link, layer_bytes)
+        offloading = _offloading(mixed, found, model, link, layer_bytes)
         said.append(
             f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "
             f"equation 6): {offloading.in_words()}"
@@ -171,8 +177,7 @@ def verdict(
 def _offloading(
     one: Alternative,
     found: Sequence[Alternative],
-    weights: str,
-    bytes_read: int,
+    model: Model,
     link: Link | None,
     layer_bytes: int,
 ) -> Offloading:
@@ -183,11 +188,10 @@ def _offloading(
     bounds = Bounds(
         one.tau, alone_s, option.verify_s, alone_s, one.round_s, option.draft_s, one.draft_s
     )
-    width = Model(1, weights).bytes
     bus = (
         None if link is None else layer_bytes / link.layer_s(1) / GIGA if link.layer_s(1) else None
     )
-    return Offloading.of(Model(bytes_read // width, weights), bounds, bus)
+    return Offloading.of(model, bounds, bus)
 
 
 def told(

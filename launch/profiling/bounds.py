@@ -26,7 +26,8 @@ from dovetail.protocol.calibration import (
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import byte_count
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
-from dovetail.workers.models.checkpoints.footprint import read_tensors
+from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.recurrent.sizes import count_layers as count_layers_of
 from dovetail.workers.models.recurrent.sizes import traffic_of
 
@@ -49,11 +50,13 @@ class Model:
     """Type of the weights, as the setting target.weights names it."""
     mixture: Mixture = DENSE
     states: StateTraffic = STATELESS
+    size: int = 0
+    """The bytes of all of them where they are the blocks of a file."""
 
     @property
     def bytes(self) -> int:
         """Return the bytes of all of them."""
-        return self.parameters * WEIGHT_BYTES.get(self.weights, FP32_BYTES)
+        return self.size or self.parameters * WEIGHT_BYTES.get(self.weights, FP32_BYTES)
 
     @property
     def active(self) -> int:
@@ -66,7 +69,7 @@ class Model:
 
     def with_weights(self, weights: str) -> "Model":
         """Return the same weights in another type."""
-        return replace(self, weights=weights)
+        return replace(self, weights=weights, size=0)
 
 
 def read_model(folder: Path | None, weights: str, inflation: str) -> Model | None:
@@ -98,8 +101,8 @@ def linears_of(folder: Path, weights: str) -> Model | None:
     table of embeddings where it is the output head too, and the experts' in whichever form. None:
     unknown."""
     sizes: dict[str, int] = {}
-    stacked = set()
-    for tensor in read_tensors(folder):
+    stacked, tensors = set(), read_tensors(folder)
+    for tensor in tensors:
         if len(tensor.shape) in (2, 3, 4) and not tensor.name.endswith("_bias"):
             sizes[tensor.name] = tensor.numbers
             stacked |= {tensor.name} if len(tensor.shape) > 2 else set()
@@ -119,7 +122,8 @@ def linears_of(folder: Path, weights: str) -> Model | None:
         return None
     count, chosen = count_experts(content)
     mixture = Mixture(count, chosen, routed / total) if count > 1 and routed else DENSE
-    return Model(total, weights, mixture, traffic_of(content))
+    size = linears_bytes(tensors) if weights.startswith(FILE) else 0
+    return Model(total, weights, mixture, traffic_of(content), size)
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ class Roofline:
             library=self.library,
             mixture=model.mixture,
             states=model.states,
+            size=model.bytes,
         )
 
     def least_s(self, rows: float) -> float:

@@ -5,16 +5,42 @@ from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import TargetSettings
+from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.view import mix_of
+from dovetail.workers.models.checkpoints.gguf.view import blocks_kept, mix_of, packed_bytes
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
 """Weights -> what they compute of a GGUF file; others compute another function."""
 BLOCKS = {"int8": "its blocks, times activations in int8", "fp32": FUNCTIONS["fp32"]}
 """Activations -> what weights `file` compute."""
+LESS = "--weights file takes less"
 EXACT, ROUNDED = "the checkpoint's exact weights", "weights rounded once more"
+
+
+def why_not_blocks(target: TargetSettings) -> str:
+    """Return why a target in a GGUF file is not computed from its blocks; empty: it can be, or
+    there are none."""
+    folder = Path(target.model)
+    if not packed_bytes(folder):
+        return ""
+    if not blocks_kept(folder):
+        return "experts are not computed from blocks"
+    if target.inflate:
+        return "blocks cannot be inflated"
+    local = target.prefill in ("auto", "local") and target.resident == "auto"
+    if target.device != "cpu" or target.split.device or not local:
+        return "blocks are computed by one CPU alone"
+    if target.backend == "library" or not kernels.available():
+        return "blocks are computed by the C++ kernels alone"
+    return ""
+
+
+def keeps_blocks(target: TargetSettings) -> bool:
+    """Return whether a target is computed from the blocks of its GGUF file unless its weights are
+    named."""
+    return blocks_kept(Path(target.model)) and not why_not_blocks(target)
 
 
 def blocks_in_words(target: TargetSettings) -> str:
@@ -24,12 +50,13 @@ def blocks_in_words(target: TargetSettings) -> str:
     folder, weights = Path(target.model).expanduser(), target.weights
     if mix := mix_of(folder):
         other = FUNCTIONS.get(weights, "another function")
-        said, less = BLOCKS[target.activations] if weights == "file" else other, "file takes less"
+        said = BLOCKS[target.activations] if weights == "file" else other
+        less = why_not_blocks(target) or (LESS if packed_bytes(folder) else "")
     elif (mix := _scheme_in(folder)) and weights != "half":  # which is refused
-        said, less = EXACT if weights == "fp32" else ROUNDED, "int8 takes a quarter"
+        said, less = EXACT if weights == "fp32" else ROUNDED, "--weights int8 takes a quarter"
     else:
         return ""
-    remedy = f"; --weights {less}" if weights == "fp32" else ""
+    remedy = f"; {less}" if weights == "fp32" and less else ""
     return f"{folder.name} ({mix}) in {weights}, {said}{remedy}"
 
 

@@ -18,15 +18,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.catalog import ALL_SECTIONS, PREFIX, SETTINGS, Setting, names_in
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import decode
 from dovetail.protocol.settings import Settings, misfit
-from dovetail.workers.models.checkpoints.gguf.view import resolved
+from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
+BY_FILE = "the GGUF file"
+"""The origin of weights that a target's file calls for."""
 POSITIONAL = "MODEL"
 """The origin of a target that a command names without a flag."""
 
@@ -34,7 +37,7 @@ POSITIONAL = "MODEL"
 @dataclass(frozen=True)
 class Configuration:
     """The settings in force; `origins` says for every dotted name whether it came from a flag, a
-    variable, a file, the demo's file or a default."""
+    variable, a file, the demo's file, a model's file or a default."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -52,7 +55,7 @@ class Configuration:
 
     def given(self, name: str) -> bool:
         """Return whether the user said it, by whatever means."""
-        return self.origins[name] not in ("default", "demo")
+        return self.origins[name] not in ("default", "demo", BY_FILE)
 
     def arguments(self, *sections: str) -> list[str]:
         """The flags that give another command the same settings, whatever its environment and
@@ -120,6 +123,9 @@ def configure(
         if demo and isinstance(model := values.get(name), str):
             values[name] = resolved(model)
     merged = _validated(values, origins, demo)
+    if demo and origins["target.weights"] == "default" and keeps_blocks(merged.settings.target):
+        values["target.weights"], origins["target.weights"] = FILE, BY_FILE
+        merged = _validated(values, origins, demo)
     return merged.stratified() if stratified else merged
 
 

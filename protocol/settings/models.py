@@ -79,7 +79,8 @@ class TargetSettings(Frozen):
     weights: str = Field(
         "fp32",
         description="fp32, half (the checkpoint's 16 bits), int8 or file (a GGUF file's own "
-        "blocks); bf16 and int8-per-tensor change the function, the last one is not lossless",
+        "blocks, and its default); bf16 and int8-per-tensor change the function, the last one is "
+        "not lossless",
     )
     activations: str = Field(
         "int8",

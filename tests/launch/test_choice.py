@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from dovetail.launch.planning.choice import with_choices
+from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import SettingsError
 from support.architectures import write_tiny
 from support.gguf_files import tokens_of, write_gguf
+from support.kernels import needs_kernels
 from support.models import tiny_phi3
 
 
@@ -103,7 +105,7 @@ def test_a_gguf_file_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     files = []
     for role in ("target", "draft"):
         folder, file = DEMO_FOLDER / role, tmp_path / f"{role}.gguf"
-        write_gguf(folder, file, lambda *_: GGMLQuantizationType.Q8_0, **tokens_of(folder))
+        write_gguf(folder, file, lambda *_: Type.Q8_0, **tokens_of(folder))
         files.append(file)
     found, said = chosen(files[0])
     assert said[0] == "weights file: the file's own blocks; --weights names others"
@@ -131,3 +133,36 @@ def test_two_targets_are_refused() -> None:
 def test_the_embedded_pair_is_left_as_it_is() -> None:
     configuration = configure(environment={})
     assert with_choices(configuration, lambda _: None) == (configuration, [])
+
+
+@needs_kernels
+def test_a_gguf_target_is_computed_from_its_blocks_unless_something_else_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = DEMO_FOLDER / "target"
+    whole, blocks = (tmp_path / f"model-{kind.name}.gguf" for kind in (Type.F16, Type.Q8_0))
+    write_gguf(folder, whole, lambda *_: Type.F16, **tokens_of(folder))
+    write_gguf(folder, blocks, lambda *_: Type.Q8_0, **tokens_of(folder))
+
+    def weights(file: Path, **flags: str) -> tuple[str, str]:
+        given = {"target.model": str(file), **flags}
+        found = configure(flags=given, environment={})
+        assert found.given("target.weights") == ("target.weights" in flags)
+        return found.settings.target.weights, blocks_in_words(found.settings.target)
+
+    assert weights(blocks)[0] == "file"
+    assert weights(blocks, **{"target.weights": "int8"})[0] == "int8"
+    asked = weights(blocks, **{"target.weights": "fp32"})
+    assert asked[1].endswith("; --weights file takes less")
+    for flag, value, why in (
+        ("target.split.device", "cpu", "blocks are computed by one CPU alone"),
+        ("target.backend", "library", "blocks are computed by the C++ kernels alone"),
+        ("target.inflate", "1GiB", "blocks cannot be inflated"),
+    ):
+        found, said = weights(blocks, **{flag: value})
+        assert (found, said.rpartition("; ")[2]) == ("fp32", why)
+    assert weights(whole)[0] == "fp32"
+    assert weights(whole)[1].endswith("the file's exact function")
+    merged = configure(flags={"target.model": str(blocks)}, environment={})
+    assert "--target.weights=file" in merged.arguments("target")  # of its workers

@@ -9,8 +9,10 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from support.gguf_files import tokens_of, write_gguf
 from support.kernels import needs_kernels
 
 Run = Callable[..., CompletedProcess[str]]
@@ -184,6 +186,23 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
     refused = invoke("plan", *asked, "--draft", "substitute")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "layers with experts have no copy of few bits" in refused.stderr
+
+
+@needs_kernels
+def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
+    plan: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, file = DEMO_FOLDER / "target", tmp_path / "model.gguf"
+    write_gguf(folder, file, lambda *_: GGMLQuantizationType.Q8_0, **tokens_of(folder))
+    found = plan("--target", str(file), "--draft", "none")
+    compared = {one["weights"]: one for one in found["weights_compared"]}
+    assert list(compared) == ["file", "fp32", "int8"]
+    most = max(one["tokens_per_s"] for one in compared.values())
+    assert compared[found["weights"]]["tokens_per_s"] >= 0.95 * most
+    assert found["choice"]["settings"].get("target.weights", "fp32") == found["weights"]
+    assert compared["file"]["gb"] == pytest.approx(34 / 32 * found["parameters"] / 1e9, rel=0.02)
+    assert compared["fp32"]["gb"] == pytest.approx(4 * found["parameters"] / 1e9, rel=0.02)
+    assert compared["file"]["computes"].startswith("the file's blocks; activations in int8")
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ import torch
 
 from dovetail.protocol.calibration import Calibration, DeviceCosts, RowsSeconds
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
+from dovetail.protocol.profile import ProfileKey, load_profile, machine_key
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import CONTEXT, Passes
-from dovetail.workers.calibration.subject import read_design
+from dovetail.workers.calibration.subject import design_key, read_design
 from dovetail.workers.devices import Device, open_device
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.models.backends.fused import VERSION
@@ -32,6 +32,7 @@ from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.backends.sizes import has_sizes, mixed, sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.configured import full_config
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     grow_skeleton,
@@ -90,8 +91,9 @@ def known_costs(settings: TargetSettings, profile: Path, *, device: str) -> Know
 
 def keys_of(settings: TargetSettings) -> Iterator[ProfileKey]:
     """Under which its calibration may be: with the kernels, else with the library."""
-    shapes = list(read_design(settings).shapes)
-    for weights in ("fp16", "bf16") if settings.weights == "half" else (settings.weights,):
+    design = read_design(settings)
+    types = {"half": ("fp16", "bf16"), FILE: (f"file-{settings.activations}",)}
+    for weights in types.get(settings.weights, (settings.weights,)):
         if kernels.available():
             software = f"{VERSION}-{kernels.isa().name.lower()}"
             yield ProfileKey(
@@ -99,11 +101,11 @@ def keys_of(settings: TargetSettings) -> Iterator[ProfileKey]:
                 software=software,
                 weights=weights,
                 threads=torch.get_num_threads(),
-                shapes=shapes_key(shapes),
+                shapes=design_key(design, weights),
                 cache=settings.cached,
             )
         if weights in CANDIDATES:
-            yield profile_key(shapes, weights=weights)
+            yield profile_key(list(design.shapes), weights=weights)
 
 
 def measure_device(

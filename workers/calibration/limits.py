@@ -11,6 +11,7 @@ from dovetail.workers.calibration.passes import (
 )
 from dovetail.workers.calibration.subject import Subject
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
+from dovetail.workers.models.weight_types import FILE_KINDS
 
 PROBE_S = 0.6
 """Duration of the probe of bandwidth; half as long for each kind of arithmetic."""
@@ -69,6 +70,7 @@ def limit_curve(subject: Subject, limits: MachineLimits) -> RowsSeconds:
         library=model.backend == "library",
         mixture=subject.whole.mixture,
         states=subject.whole.states,
+        size=subject.whole.blocks_bytes if model.weights in FILE_KINDS else 0,
     )
     return RowsSeconds(rows=EVERY_ROW, seconds=tuple(map(least.at, EVERY_ROW)))
 

@@ -7,11 +7,14 @@ import torch
 
 from dovetail.protocol.calibration import STATELESS, StateTraffic
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
+from dovetail.protocol.profile import shapes_key
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers.models.backends.layer_parts import why_not_apart, why_not_coded
 from dovetail.workers.models.backends.sizes import Matrices, Shapes
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
+from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
+from dovetail.workers.models.checkpoints.gguf.view import mix_of
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     expert_shapes,
@@ -23,6 +26,7 @@ from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.recurrent.sizes import traffic_of
+from dovetail.workers.models.weight_types import FILE_KINDS
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Design:
     mixture: Mixture = DENSE
     experts: Shapes = ()
     """Those of experts alone, which stand last in `shapes`."""
+    mix: str = ""
+    """The types of numbers of a GGUF file, in words."""
+    blocks_bytes: int = 0
+    """The bytes of its matrices as blocks; 0: they are none."""
     uncoded: str = ""
     """The parts of its layers that have no copy in few bits; empty: all could have one."""
     alone: str = ""
@@ -77,6 +85,12 @@ class Subject:
         return self.whole.weights / self.measured.weights
 
 
+def design_key(design: Design, weights: str) -> str:
+    """Return the part of a profile's key that tells of which matrices it is: those of a file differ
+    in their types, too."""
+    return shapes_key(list(design.shapes), *((design.mix,) if weights in FILE_KINDS else ()))
+
+
 def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     """The design of the settings' model, from its config.json alone; `layers`: with so many in
     place of the configured number."""
@@ -96,7 +110,11 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     family, states = FAMILIES.get(model.config.model_type), traffic_of(model.config.to_dict())
     if family is None:
         return Design(folder, shapes, layers, context, mixture, experts)
+    blocks_bytes = linears_bytes(read_tensors(folder)) if (mix := mix_of(folder)) else 0
     specs = (family.layer(model.config, index) for index in range(layers))
     uncoded = next(filter(None, map(why_not_coded, specs)), "")
     alone = why_not_apart(family, model.config)
-    return Design(folder, shapes, layers, context, mixture, experts, uncoded, alone, states)
+    return Design(
+        *(folder, shapes, layers, context, mixture, experts, mix, blocks_bytes),
+        *(uncoded, alone, states),
+    )

@@ -27,7 +27,7 @@ from dovetail.protocol.calibration import (
     RowsSeconds,
 )
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
+from dovetail.protocol.profile import ProfileKey, load_profile, machine_key
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
 from dovetail.workers.calibration.limits import (
@@ -45,9 +45,10 @@ from dovetail.workers.calibration.passes import (
     Passes,
 )
 from dovetail.workers.calibration.reading import measure_reading
-from dovetail.workers.calibration.subject import Design, Subject, read_design
+from dovetail.workers.calibration.subject import Design, Subject, design_key, read_design
 from dovetail.workers.devices import open_device
 from dovetail.workers.models.backends.selection import profile_key
+from dovetail.workers.models.checkpoints.gguf.view import FILE, weight_paths
 from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.progress import LoadingTold, hearing_loads
 
@@ -179,8 +180,14 @@ def open_subject(
     """The model of the settings: the checkpoint where there are weights and memory for them, else
     random weights, of as many layers as memory holds."""
     room = SHARE_OF_MEMORY * memory_bytes / WEIGHT_BYTES.get(settings.weights, 2)
+    blocks, fits = settings.weights == FILE, design.weights <= room
+    if blocks and design.blocks_bytes > SHARE_OF_MEMORY * memory_bytes:
+        raise UserError(
+            f"the {design.blocks_bytes / 2**30:.1f} GiB of blocks of {settings.model} do not fit "
+            f"into the {memory_bytes / 2**30:.1f} GiB of memory that are free here"
+        )
     inflate_bytes = byte_count(settings.inflate) if settings.inflate else 0
-    if any(design.folder.glob("*.safetensors")) and design.weights <= room:
+    if blocks or (fits and weight_paths(design.folder)):
         model = load_language_model(
             settings.model,
             weights=settings.weights,
@@ -190,6 +197,7 @@ def open_subject(
             profile=profile,
             cache=settings.cache,
             context=settings.longest,
+            activations=settings.activations,
         )
         return Subject(model, design, design, random=False)
     if inflate_bytes:
@@ -224,7 +232,7 @@ def calibration_key(subject: Subject) -> ProfileKey:
     if model.backend == "library":
         return profile_key(subject.whole.shapes, weights=model.weights)
     software = f"{model.kernels}-{kernels.isa().name.lower()}"
-    shapes = shapes_key(list(subject.whole.shapes))
+    shapes = design_key(subject.whole, model.weights)
     return ProfileKey(
         machine=machine_key(),
         software=software,

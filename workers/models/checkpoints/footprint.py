@@ -8,16 +8,22 @@ Functions of shapes; reads headers alone, needs no torch.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, matrix_bytes
+from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, matrix_bytes
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.view import described_tensors, packed_bytes
+from dovetail.workers.models.checkpoints.gguf.view import (
+    FILE,
+    described_tensors,
+    packed_bytes,
+    types_of,
+)
 from dovetail.workers.models.checkpoints.namings import NAMINGS
 from dovetail.workers.models.checkpoints.quantised.layout import matrices
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
@@ -37,8 +43,6 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursio
 """Errors of a file that is not what it should be."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
-FILE = "file"
-"""Weights that stay the blocks of a GGUF file."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
@@ -303,6 +307,51 @@ def _tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
     largest = max(tables, key=lambda tensor: tensor.shape[0], default=None)
     return [] if largest is None else [replace(largest, name="lm_head.weight")]
+
+
+def sizes_in_blocks(sizes: Sizes, tensors: Sequence[Tensor]) -> Sizes:
+    """Return the sizes of a model whose matrices are the blocks of a GGUF file; `sizes`: of the
+    same model in any weights."""
+    matrices = _matrices(tensors)
+    inside = [tensor for tensor in matrices if LAYER.search(f".{tensor.name}")]
+    layers, head = _in_bytes(inside), _in_bytes(matrices) - _in_bytes(inside)
+    experts = -(-_in_bytes([tensor for tensor in inside if tensor.is_expert]) // sizes.layers)
+    return replace(
+        sizes,
+        layer=-(-layers // sizes.layers) + 4 * sizes.state,
+        matrix=max(_in_bytes([tensor]) for tensor in inside),
+        head=head + 2 * sizes.state,
+        embedding=_in_bytes([tensor for tensor in tensors if tensor.is_table]),
+        experts=experts,
+        unrounded=0,
+    )
+
+
+def linears_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return what the matrices of a GGUF file take as the kernels have them, the head's
+    included."""
+    return _in_bytes(_matrices(tensors))
+
+
+def numbers_by_type(folder: Path) -> Counter[int]:
+    """Return how many numbers of each of ggml's types the matrices of a GGUF file have, the head's
+    included; nothing of a folder that is the view of none."""
+    types, found = types_of(folder), Counter[int]()
+    tensors = read_tensors(folder) if types else []
+    table = next((tensor.name for tensor in tensors if tensor.is_table), "")
+    for tensor in _matrices(tensors):
+        found[types[tensor.name if tensor.name in types else table]] += tensor.numbers
+    return found
+
+
+def _matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return all that a row is multiplied with, the head among it."""
+    every = [*tensors, *_tied_head(tensors)]
+    return [tensor for tensor in every if len(tensor.shape) > 1 and not tensor.is_table]
+
+
+def _in_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(_kept_bytes(tensor, FILE) for tensor in tensors)
 
 
 def _layers(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -48,7 +48,10 @@ def contents_of(model: Model) -> dict[str, str]:
     mark = {
         "files": files,
         "mix": _mix(model),
-        "tensors": {n: (p.kind, p.shape, p.packed_bytes) for n, p in tensors.items()},
+        "tensors": {
+            name: (placed.kind, placed.shape, placed.packed_bytes, placed.place.kind)
+            for name, placed in tensors.items()
+        },
     }
     contents = {
         "config.json": config,

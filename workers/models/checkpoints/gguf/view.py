@@ -23,6 +23,8 @@ from dovetail.workers.models.checkpoints.gguf.names import MARK, is_gguf, only_m
 if TYPE_CHECKING:
     from dovetail.workers.models.checkpoints.gguf.files import Model
 
+FILE = "file"
+"""Weights that stay the blocks of a file."""
 VIEWS = "gguf"
 """The folder of views among the caches."""
 MOST_KEPT = 64
@@ -41,11 +43,11 @@ def local_folder(path: Path) -> Path | None:
 
 def resolved(source: str) -> str:
     """Return the name of a model with a GGUF file of this machine replaced by its view."""
-    path = Path(source).expanduser()
     try:
+        path = Path(source).expanduser()
         if not source or not (is_gguf(source) or path.is_dir()):
             return source
-    except OSError:  # a name that can be none: whoever opens it says so
+    except (OSError, RuntimeError):  # a name that can be none: whoever opens it says so
         return source
     folder = local_folder(path)
     return source if folder is None or folder == path else str(folder)
@@ -97,14 +99,27 @@ def described_tensors(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]
     """Return type and shape of the tensors of the model that a folder is the view of, by
     transformers' names; the type is that in which they are read."""
     found = _mark(folder).get("tensors", {})
-    return {name: (kind, tuple(shape)) for name, (kind, shape, _) in found.items()}
+    return {name: (kind, tuple(shape)) for name, (kind, shape, *_) in found.items()}
 
 
 def packed_bytes(folder: Path) -> Mapping[str, int]:
     """Return the bytes that the kernels take for the tensors of blocks of the model that a folder
     is the view of, by transformers' names."""
     found = _mark(folder).get("tensors", {})
-    return {name: size for name, (_, _, size) in found.items() if size}
+    return {name: size for name, (_, _, size, _) in found.items() if size}
+
+
+def types_of(folder: Path) -> Mapping[str, int]:
+    """Return ggml's numbers of the types of the tensors of the model that a folder is the view of,
+    by transformers' names."""
+    return {name: type for name, (*_, type) in _mark(folder).get("tensors", {}).items()}
+
+
+def blocks_kept(folder: Path) -> bool:
+    """Return whether a folder is the view of a model that weights `file` are there for: it has
+    blocks, and no experts."""
+    found = packed_bytes(folder)
+    return bool(found) and not any(".experts." in name for name in found)
 
 
 def mix_of(folder: Path) -> str:

@@ -1,0 +1,60 @@
+"""The types of weights that a target can have on this machine, and what each of them computes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dovetail.launch.planning.designs import read_config
+from dovetail.launch.settings.configure import Configuration
+from dovetail.workers import kernels
+from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.footprint import Tensor, half_of, read_tensors
+from dovetail.workers.models.checkpoints.gguf.view import FILE, blocks_kept
+
+LOSSES = {
+    "fp32": "the checkpoint's function",
+    "half": "the checkpoint's function; keys and values in fp16 move logits by 1e-4 to 2e-3",
+    "int8": "another function: logits move by about 4 %",
+    FILE: "the file's blocks; activations in int8 move logits by about 1 %",
+}
+"""Types of weights, and in words what is lost with them: measured on the embedded target
+(`python tests/benchmarks accuracy`)."""
+AS_FAST = 0.95
+"""Weights are proposed before others of more loss if they reach this share of the tokens/s."""
+EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
+"""Weights `file` with activations in fp32, in words."""
+
+
+def on_kernels(folder: Path) -> bool:
+    """Return whether the kernels are here and compute models of a folder's family."""
+    if not kernels.available():
+        return False
+    from dovetail.workers.models.families.registry import FAMILIES  # torch comes in here
+
+    return text_part(read_json(folder / "config.json")).get("model_type") in FAMILIES
+
+
+def planned_types(configuration: Configuration, folder: Path) -> list[str]:
+    """Return the types of weights to plan with: the one that is named, or all that the target in a
+    folder can have, its own numbers first."""
+    target = configuration.settings.target
+    if configuration.given("target.weights"):
+        return [target.weights]
+    if target.backend == "library" or not on_kernels(folder):
+        return ["fp32"]
+    half = _in_16_bits(folder, read_tensors(folder))
+    plain = [*(["half"] if half else []), "fp32", "int8"]
+    return [FILE, *plain] if blocks_kept(folder) and not target.inflate else plain
+
+
+def _in_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:
+    """Return whether matrices are stored in 16 bits, by a config.json where there is no more."""
+    if tensors:
+        return half_of(tensors)
+    config = read_config(folder, "target model")
+    return str(config.get("dtype") or config.get("torch_dtype")).endswith("16")
+
+
+def loss_of(weights: str, activations: str) -> str:
+    """Return in words what is lost with weights of a type; empty where nothing was measured."""
+    return EXACT if (weights, activations) == (FILE, "fp32") else LOSSES.get(weights, "")
