@@ -96,9 +96,10 @@ def test_a_vocabulary_that_is_left_out_is_the_one_that_transformers_takes() -> N
 @pytest.mark.parametrize(
     ("kind", "alone", "uncoded"),
     [
-        ("llama4_text", "of chunked attention", "experts"),
+        ("gemma4_text", "with inputs of their own", "normed values"),
         ("cohere2", "", "neighbours that are rotated together"),
-        ("deepseek_v3", "of attention over latents", "attention over latents"),
+        ("deepseek_v3", "", "attention over latents"),
+        ("qwen3_5_text", "", "states"),
         ("mixtral", "", "experts"),
         ("qwen3", "", ""),
     ],

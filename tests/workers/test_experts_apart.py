@@ -5,7 +5,6 @@ torch computes there."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.serving.spread import spread_of
-from support.architectures import write_tiny
+from support.architectures import VARIED, write_tiny
 from support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -65,14 +64,6 @@ KINDS = [
     kind if kind in SHORT else pytest.param(kind, marks=pytest.mark.slow)
     for kind in (*FAMILIES, "gpt_oss")
 ]
-SEEING_ALL = {
-    "llama4_text": {
-        "layer_types": ["full_attention"] * 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-}
-"""Fields of models that have chunks of positions otherwise, which no stage computes."""
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 5e-2}
 """Of the largest logit: rounding."""
 
@@ -101,7 +92,7 @@ def decode(model: LanguageModel) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_wherever_the_experts_are_the_bytes_are_the_same(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][[*FAMILIES, "gpt_oss"].index(kind) % 3]
-    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights], **SEEING_ALL.get(kind, {}))
+    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights])
     expected = decode(load(tmp_path / "m", weights))
     for name, way in WAYS.items():
         found = load(tmp_path / "m", weights, way)
@@ -113,7 +104,7 @@ def test_wherever_the_experts_are_the_bytes_are_the_same(kind: str, tmp_path: Pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_computes_the_function_of_the_kernels_experts(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][[*FAMILIES, "gpt_oss"].index(kind) % 2]
-    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights], **SEEING_ALL.get(kind, {}))
+    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights])
     expected = decode(load(tmp_path / "m", weights))
     for name in ("streamed", "split mixer"):
         model = load(tmp_path / "m", weights, WAYS[name], PretendedTransfer())
@@ -157,21 +148,9 @@ def test_the_settings_leave_experts_to_the_cpu(tmp_path: Path) -> None:
         spread_of(alone, MemorySettings(), open_device("cpu", 1), 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "layers"),
-    [
-        ("qwen3_5_text", {}, "with a state"),
-        ("qwen3_5_text", {"layer_types": ["full_attention"] * 4}, "with gates behind attention"),
-        ("llama4_text", {}, "of chunked attention"),
-        ("gemma4_text", {"hidden_size_per_layer_input": 0}, "whose heads differ"),
-        ("youtu", {}, "of attention over latents"),
-    ],
-)
-def test_what_one_cpu_computes_alone_is_neither_split_nor_streamed(
-    kind: str, fields: dict[str, Any], layers: str, tmp_path: Path
-) -> None:
-    write_tiny(kind, tmp_path / "m", **fields)
-    said = f": layers {layers} are computed on one CPU by their own weights; leave target.split"
+def test_layers_that_read_anothers_keys_are_neither_split_nor_streamed(tmp_path: Path) -> None:
+    write_tiny("gemma4_text", tmp_path / "m", **VARIED["gemma4_text small"])
+    said = ": layers that read another's keys and values are computed on one CPU; leave target"
     with pytest.raises(CheckpointError, match=said) as caught:
         load(tmp_path / "m", "fp32", WAYS["split"])
     assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.blob import Lying, unpack
-from dovetail.workers.models.backends.device.layer import product
+from dovetail.workers.models.backends.device.products import product
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.stage_engines import TorchEngine
 from dovetail.workers.models.backends.staged import Staging

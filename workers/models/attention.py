@@ -42,6 +42,10 @@ KNOWN = {"position_bias": "biases of positions (position_bias)"}
 """Other names of some of these."""
 
 
+Reach = tuple[int | None, int]
+"""The window of a row, or None, and the size of chunks, or 0."""
+
+
 class Masks:
     """Masks to add to scores, zero but for the few columns of a pass: kept from pass to pass, so
     that no pass writes the zeros of a long prefix anew."""
@@ -49,16 +53,16 @@ class Masks:
     def __init__(self, *, groups: int, device: torch.device, dtype: torch.dtype) -> None:
         self.groups = groups
         self._device, self._dtype = device, dtype
-        self._kept: dict[tuple[int, int | None], tuple[Tensor, list[slice]]] = {}
-        """For each place in a pass and window: a mask and its columns that are not zero."""
+        self._kept: dict[tuple[int, Reach], tuple[Tensor, list[slice]]] = {}
+        """For each place in a pass and reach: a mask and its columns that are not zero."""
 
     def make(
-        self, place: int, window: int | None, slots: int, parts: Sequence[tuple[int, Tensor]]
+        self, place: int, reach: Reach, slots: int, parts: Sequence[tuple[int, Tensor]]
     ) -> Tensor:
         """[groups * count, slots], zero but for `parts`: a first column and the [count, K] that
         stands there, once for each query head of a key head."""
         rows = self.groups * parts[0][1].shape[0]
-        kept, written = self._kept.get((place, window), (None, []))
+        kept, written = self._kept.get((place, reach), (None, []))
         if kept is None or kept.shape[0] < rows or kept.shape[1] < slots:
             kept = torch.zeros(max(rows, 64), 2 * slots, dtype=self._dtype, device=self._device)
         else:
@@ -68,7 +72,7 @@ class Masks:
         mask = kept[:rows, :slots]
         for columns, (_, part) in zip(written, parts, strict=True):
             mask[:, columns] = part.repeat(self.groups, 1)
-        self._kept[place, window] = kept, written
+        self._kept[place, reach] = kept, written
         return mask
 
 
@@ -81,31 +85,39 @@ class Block:
     place: int
     first: int
     masks: Masks
-    _made: dict[int | None, tuple[int, Tensor | None]] = field(default_factory=dict)
+    _made: dict[Reach, tuple[int, Tensor | None]] = field(default_factory=dict)
 
-    def view(self, window: int | None) -> tuple[int, Tensor | None]:
+    def view(self, window: int | None, chunk: int = 0) -> tuple[int, Tensor | None]:
         """The first slot that any row sees, and the mask [groups * count, slots from there] to add;
-        None: every row sees all of them."""
-        if window not in self._made:
-            self._made[window] = self._make(window)
-        return self._made[window]
+        None: every row sees all of them. `chunk`: a row sees positions back to a multiple of it;
+        0: it does not matter."""
+        if (window, chunk) not in self._made:
+            self._made[window, chunk] = self._make(window, chunk)
+        return self._made[window, chunk]
 
-    def _make(self, window: int | None) -> tuple[int, Tensor | None]:
+    def _make(self, window: int | None, chunk: int) -> tuple[int, Tensor | None]:
         segment = self.segment
+
+        def first(last: int) -> int:
+            if window is not None:
+                return max(0, last - window + 1)
+            return last - last % chunk if chunk else 0
+
         if segment.count == 1 and segment.paths is None:
-            return max(0, segment.start + 1 - window) if window is not None else 0, None
+            return first(segment.start), None
         stop = segment.start + segment.count
         prefix = segment.start if segment.paths is None else segment.paths.prefix
         tail = self._tail(prefix, stop)
-        oldest = (
-            [0] if window is None else [max(0, last - window + 1) for last in self._positions()]
-        )
+        limited = window is not None or chunk > 0
+        oldest = [first(last) for last in self._positions()] if limited else [0]
         low, high = min(prefix, *oldest), min(prefix, max(oldest))
         self._cut(tail, prefix, oldest)
         parts = [(prefix - low, tail)]
         if high > low:
             parts.append((0, self._before(low, high, oldest)))
-        return low, self.masks.make(self.place, window, stop - low, parts).unsqueeze(0).unsqueeze(0)
+        return low, self.masks.make(self.place, (window, chunk), stop - low, parts).unsqueeze(
+            0
+        ).unsqueeze(0)
 
     def _tail(self, prefix: int, stop: int) -> Tensor:
         """[count, stop - prefix] of 0 and -inf: what the rows see behind the prefix."""
@@ -265,11 +277,12 @@ def attend_blocks(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int = 0,
 ) -> Tensor:
     """Compute attention for one layer without transformers: query [heads, T, head_dim], key and
     value [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
     outputs = [
-        _attend_block(layer, query, key, value, block, scale, window, cap, sinks)
+        _attend_block(layer, query, key, value, block, scale, (window, chunk), cap, sinks)
         for block in blocks
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -282,7 +295,7 @@ def _attend_block(
     value: Tensor,
     block: Block,
     scale: float,
-    window: int | None,
+    reach: Reach,
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -293,7 +306,7 @@ def _attend_block(
     if not isinstance(cache, KVCache):
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
     cache.write(layer, key[:, rows], value[:, rows], segment.start)
-    low, mask = block.view(window)
+    low, mask = block.view(*reach)
     keys, values = (
         part.to(query.dtype) for part in cache.view(layer, low, segment.start + segment.count)
     )

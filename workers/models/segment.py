@@ -118,3 +118,5 @@ class Segment:
     count: int
     paths: Paths | None = None
     """Slots that each row sees; None: every row sees those up to its own."""
+    follows: bool = False
+    """True if it goes on where another of the same pass and session ends, before it."""

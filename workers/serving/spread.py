@@ -39,6 +39,7 @@ from dovetail.workers.models.backends.sizes import (
     sizes_of,
 )
 from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.architecture import KERNELS_ALONE
 from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.hub import find_folder
 
@@ -236,7 +237,8 @@ def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]
 
 def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device) -> bool:
     """Return whether the target's own device has its layers pass through it, or may not keep all of
-    them. The CPU does so only where it is told, for tests."""
+    them, or computes what the library does not. The CPU does so only where it is told, for
+    tests."""
     if settings.resident != "auto" or (_is_gpu(device) and memory.vram != "auto"):
         return True
     if not _is_gpu(device) or settings.inflate:
@@ -244,6 +246,8 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
     config = full_config(find_folder(settings.model) / "config.json")
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
         return False
+    if config.get("model_type") in KERNELS_ALONE:
+        return True
     sizes = sizes_of(config, settings.weights, settings.cached)
     if count_experts(config)[0] > 1:
         sizes = mixed(sizes, settings.weights, read_design(settings).matrices)

@@ -39,7 +39,8 @@ class Prefill:
     def rows_apart(self, order: Open, cache: Cache) -> int:
         """Return how many rows of a prompt the model's reader reads, of all that there are of the
         request's own prompt: a session that is begun anew elsewhere, or on the same worker, has the
-        same rows read by it, and those of its reply computed as they were."""
+        same rows read by it, and those of its reply computed as they were. A state is left in time
+        for the checkpoint before the end."""
         told = len(order.prompt) - order.replied
         apart = (
             self._model.reads_apart > 0
@@ -47,7 +48,7 @@ class Prefill:
             and not cache.length
             and told >= self._reads_from
         )
-        return min(told, self._model.reads_apart) if apart else 0
+        return next_stop(cache, told, self._model.reads_apart) if apart else 0
 
     def read(
         self, session: TargetSession, order: Open, apart: int
@@ -67,6 +68,7 @@ class Prefill:
             )
             yield from slices(part)
         step, told = PREFILL_ROWS if scored else self._step, len(session.log)
+        self._mark(session.cache, told)
         while (start := session.cache.length) < told:
             chunk = session.log[start : next_stop(session.cache, told, step)]
             logits, part = self._read(
@@ -77,9 +79,13 @@ class Prefill:
                 yield ScoredPart(
                     start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0)
                 )
-            if session.cache.length == told - TURN_TAIL:
-                session.cache.checkpoint()
+            self._mark(session.cache, told)
         return logits[-1:]
+
+    def _mark(self, cache: Cache, told: int) -> None:
+        """Make a checkpoint of a cache before the end of its prompt."""
+        if cache.length == told - TURN_TAIL:
+            cache.checkpoint()
 
     def recompute(
         self, log: Sequence[int], reads: Reads, start: int, prefix: int

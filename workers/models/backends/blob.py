@@ -3,7 +3,7 @@ copied to a device in one go, and computed from wherever it lies. On a CPU the k
 is; elsewhere `unpack` lays a matrix out as torch has it. Knows bytes and shapes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +12,21 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import ALIGNMENT, Kind, PackedMatrix, fresh_memory
-from dovetail.workers.kernels.layer_plan import LayerPlan
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan
 
-MATRICES = ("qkv", "output", "gate_up", "down")
+MATRICES = ("qkv", "output", "gate_up", "down", "mixer_gate")
 """The matrices that all rows go through, by their names in a plan."""
+PARTS = {
+    "beside_given": ("beside", "given"),
+    "beside_output": ("beside", "output"),
+    "query_up": ("latent", "query_up"),
+}
+"""Others of them, by the part of a plan that has them, and by their names in that."""
+BY_HEAD = ("key_up", "value_up")
+"""The matrices of the heads of attention over latents."""
 ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
+AROUND = {"before_experts": "before", "behind_experts": "behind"}
+"""The matrices around experts of another width, by their names in the plan of experts."""
 PANEL, VECTOR, STEP = 48, 16, 4
 """Numbers of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side
 by side."""
@@ -49,43 +59,72 @@ class Blob:
     matrices: Mapping[str, Lying]
 
 
-def expert_name(part: str, index: int) -> str:
-    """Return the name of a matrix of an expert."""
+def numbered(part: str, index: int) -> str:
+    """Return the name of a matrix of an expert, or of a head."""
     return f"{part}.{index}"
 
 
 def named(plan: LayerPlan, *, experts: bool = True) -> dict[str, PackedMatrix]:
-    """Return the matrices of a layer by name; `experts`: with those of experts and of what goes
-    with them."""
+    """Return the matrices of a layer by name; `experts`: with those of experts and of their
+    choice."""
     found = {name: part for name in MATRICES if (part := getattr(plan, name)) is not None}
+    for name, (owner, field) in PARTS.items():
+        if (matrix := getattr(getattr(plan, owner), field, None)) is not None:
+            found[name] = matrix
+    if plan.latent is not None:
+        found |= _listed(plan.latent, BY_HEAD)
+    if plan.experts is not None and plan.experts.shared_gate is not None:
+        found[SHARED_GATE] = plan.experts.shared_gate
     if plan.experts is None or not experts:
         return found
     found[ROUTER] = plan.experts.router.logits
-    if plan.experts.shared_gate is not None:
-        found[SHARED_GATE] = plan.experts.shared_gate
-    for part in EXPERTS:
-        for index, matrix in enumerate(getattr(plan.experts, part)):
-            found[expert_name(part, index)] = matrix
-    return found
+    for name, field in AROUND.items():
+        if (matrix := getattr(plan.experts, field)) is not None:
+            found[name] = matrix
+    return found | _listed(plan.experts, EXPERTS)
+
+
+def _listed(owner: Any, parts: Sequence[str]) -> dict[str, PackedMatrix]:
+    """Return the matrices that a part of a plan has lists of."""
+    return {
+        numbered(part, index): matrix
+        for part in parts
+        for index, matrix in enumerate(getattr(owner, part))
+    }
 
 
 def _with(plan: LayerPlan, matrices: Mapping[str, PackedMatrix]) -> LayerPlan:
     """Return the layer with these matrices in the place of those of the same names."""
-    experts = plan.experts
-    if experts is not None and ROUTER in matrices:
-        first, second = (
-            [matrices[expert_name(part, index)] for index in range(len(experts.down))]
-            for part in EXPERTS
-        )
-        experts = replace(
-            experts,
-            router=replace(experts.router, logits=matrices[ROUTER]),
-            gate_up=first,
-            down=second,
-            shared_gate=matrices.get(SHARED_GATE),
-        )
     moved: dict[str, Any] = {name: matrices[name] for name in MATRICES if name in matrices}
-    return replace(plan, experts=experts, **moved)
+    for name, (owner, field) in PARTS.items():
+        if name in matrices:
+            part = moved.get(owner, getattr(plan, owner))
+            moved[owner] = replace(part, **{field: matrices[name]})
+    if plan.latent is not None:
+        latent = moved.get("latent", plan.latent)
+        moved["latent"] = replace(latent, **_lists(plan.latent, BY_HEAD, matrices))
+    if plan.experts is not None:
+        moved["experts"] = _with_experts(plan.experts, matrices)
+    return replace(plan, **moved)
+
+
+def _with_experts(plan: ExpertsPlan, matrices: Mapping[str, PackedMatrix]) -> ExpertsPlan:
+    """Return experts with these matrices, those of experts themselves where they are there."""
+    if SHARED_GATE in matrices:
+        plan = replace(plan, shared_gate=matrices[SHARED_GATE])
+    if ROUTER not in matrices:
+        return plan
+    around: dict[str, Any] = {field: matrices.get(name) for name, field in AROUND.items()}
+    router = replace(plan.router, logits=matrices[ROUTER])
+    return replace(plan, router=router, **around, **_lists(plan, EXPERTS, matrices))
+
+
+def _lists(owner: Any, parts: Sequence[str], matrices: Mapping[str, PackedMatrix]) -> Any:
+    """Return lists of matrices as long as those of a part of a plan."""
+    return {
+        part: [matrices[numbered(part, index)] for index in range(len(getattr(owner, part)))]
+        for part in parts
+    }
 
 
 def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
-from dovetail.workers.kernels.states import StateShape
+from dovetail.workers.kernels.states import StateRows, StateShape
 from dovetail.workers.models.recurrent.states import (
     RecurrentStates,
     session_bytes,
@@ -142,6 +142,11 @@ class BlockedCache:
             latent=self.keys.shape[3] == 0,
         )
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [kv_heads, blocks, head_dim, 16] and values [kv_heads, slots, head_dim] of a layer
+        with attention."""
+        return self.keys[layer], self.values[layer]
+
     def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys [..., blocks, head_dim, 16] and values [..., slots, head_dim] of layers with the
         same heads."""
@@ -181,6 +186,9 @@ class MixedCache(BlockedCache):
         slots = parts[1].shape[2]
         return parts[0].view(numbers, slots), parts[1].view(numbers, slots)
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return list(self._views(self.keys, self.values))[layer]
+
     def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         slots, first = values.shape[1], 0
         for kv_heads, head_dim in self._heads:
@@ -219,6 +227,17 @@ def cache_of(
     return cache
 
 
+def states_of(states: RecurrentStates, segment: Segment) -> StateRows:
+    """The states of a session for a segment of it."""
+    return states.rows(
+        segment.cache.length,
+        segment.start,
+        segment.count,
+        chain=segment.paths is None,
+        follows=segment.follows,
+    )
+
+
 def cache_rows(segment: Segment) -> CacheRows:
     """A segment in the words of the kernels."""
     cache = segment.cache
@@ -234,5 +253,5 @@ def cache_rows(segment: Segment) -> CacheRows:
     )
     states = None
     if cache.states is not None:
-        states = cache.states.rows(cache.length, segment.start, segment.count, chain=paths is None)
+        states = states_of(cache.states, segment)
     return CacheRows(cache.keys, cache.values, segment.start, segment.count, seen, states)

@@ -74,7 +74,7 @@ class Kernels:
     reads_apart: int = 0
 
     _apart = False
-    """True if layers are computed elsewhere than on one CPU, or not by their own weights."""
+    """True if layers are computed elsewhere than on one CPU."""
     _mixes = True
     """True if layers may have parts that no copy in few bits has."""
     _computes_here = True
@@ -93,7 +93,7 @@ class Kernels:
             raise UnsupportedError("none of the families that are described here has that name")
         self._family = family
         if self._apart and (what := why_not_apart(family, model.config)):
-            raise UnsupportedError(f"layers {what} are computed on one CPU by their own weights")
+            raise UnsupportedError(f"layers {what} are computed on one CPU")
         self._inputs = inputs_of(model, family, kind)
         self._heard: dict[int, Tensor] = {}
         """The keys that each layer attends to in its proof."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -19,15 +20,19 @@ from dovetail.workers.models.backends.blob import (
     plan_at,
     unpack,
 )
-from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
-from dovetail.workers.models.backends.device.layer import (
-    Angles,
-    DeviceLayer,
-    Rows,
-    Turn,
-    product,
+from dovetail.workers.models.backends.blocked_cache import (
+    BlockedCache,
+    cache_of,
+    cache_rows,
+    states_of,
 )
-from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.backends.device.angles import Angles, Turn
+from dovetail.workers.models.backends.device.layer import DeviceLayer
+from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.backends.device.rows import Rows
+from dovetail.workers.models.backends.device.scan import StatefulRows
+from dovetail.workers.models.cache import Heads, KVCache, MixedKVCache
+from dovetail.workers.models.recurrent.states import RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.timing import asked
 
@@ -62,14 +67,14 @@ class Engine(Protocol):
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         """A layer, but for its matrices."""
 
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int, dtype: torch.dtype) -> Cache:
-        """An empty cache of so many layers like this one, with keys and values of a type."""
+    def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> Cache:
+        """An empty cache of layers, with keys and values of a type."""
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
         """The rows of a pass as the layers take them."""
 
-    def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
-        """The first rows of a cache of one layer, into a layer of a cache on the CPU."""
+    def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
+        """The first rows of a cache of one layer, into those of a layer of a cache on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,15 @@ class KernelEngine:
         return _KernelReady(plan, blob)
 
     def new_cache(
-        self, layers: int, plan: LayerPlan, capacity: int, dtype: torch.dtype
+        self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype
     ) -> BlockedCache:
-        return BlockedCache(
-            layers=layers,
-            kv_heads=plan.kv_heads,
-            head_dim=plan.head_dim,
-            capacity=capacity,
-            dtype=dtype,
+        attending = [plan for plan in plans if plan.attends]
+        return cache_of(
+            [(plan.kv_heads, plan.head_dim) for plan in attending],
+            capacity,
+            dtype,
+            [plan.scan.shape for plan in plans if plan.scan is not None],
+            latent=any(plan.latent is not None for plan in attending),
         )
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> LayerPass:
@@ -111,11 +117,24 @@ class KernelEngine:
             rows.time_parts(parts.layers)
         return rows
 
-    def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
+    def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
         assert isinstance(cache, BlockedCache)
-        blocks = -(-rows // LANES)
-        to.keys[layer, :, :blocks] = cache.keys[0, :, :blocks]
-        to.values[layer, :, :rows] = cache.values[0, :, :rows]
+        _hand_states(cache.states, to.states, plan, rows)
+        if plan.attends:
+            blocks = -(-rows // LANES)
+            (keys, values), own = to.of_layer(plan.index), cache.of_layer(0)
+            keys[:, :blocks] = own[0][:, :blocks]
+            values[:, :rows] = own[1][:, :rows]
+
+
+def _hand_states(
+    states: RecurrentStates | None, to: RecurrentStates | None, plan: LayerPlan, rows: int
+) -> None:
+    """The states of the first rows of a session in one layer, into those of all layers."""
+    if plan.scan is not None:
+        assert states is not None
+        assert to is not None
+        to.take_over(plan.scan.index, states, rows)
 
 
 @dataclass(frozen=True)
@@ -154,55 +173,81 @@ class TorchEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._masks: Masks | None = None
+        self._masks: dict[int, Masks] = {}
+        """By how many query heads share a key head."""
         self._angles = Angles(device)
 
-    def take_angles(self, plan: LayerPlan) -> None:
-        """Have the angles of a layer at hand in every pass."""
+    def take(self, plan: LayerPlan) -> None:
+        """Have the angles and the masks of a layer at hand in every pass."""
         if plan.rotary is not None:
             self._angles.add(plan.rotary)
+        if plan.attends and (groups := plan.heads // plan.kv_heads) not in self._masks:
+            self._masks[groups] = Masks(groups=groups, device=self.device, dtype=torch.float32)
 
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
-        self.take_angles(plan)
-        if self._masks is None:
-            self._masks = Masks(
-                groups=plan.heads // plan.kv_heads, device=self.device, dtype=torch.float32
-            )
+        self.take(plan)
         return _TorchReady(plan, blob, self.device)
 
-    def new_cache(self, layers: int, plan: LayerPlan, capacity: int, dtype: torch.dtype) -> KVCache:
+    def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> KVCache:
         """Return a cache of zeros: who reads it in fixed shapes multiplies slots that nobody has
         written by 0."""
-        cache = KVCache(
-            layers=layers,
-            kv_heads=plan.kv_heads,
-            head_dim=plan.head_dim,
-            capacity=capacity,
-            dtype=dtype,
-            device=self.device,
-        )
-        cache.rows.zero_()
+        heads = [
+            Heads(plan.kv_heads, plan.head_dim, 0 if plan.latent is None else plan.latent.rank)
+            for plan in plans
+            if plan.attends
+        ]
+        if len(set(heads)) == 1 and not heads[0].latent:
+            cache = KVCache(
+                layers=len(heads),
+                kv_heads=heads[0].kv_heads,
+                head_dim=heads[0].head_dim,
+                capacity=capacity,
+                dtype=dtype,
+                device=self.device,
+            )
+            cache.rows.zero_()
+        else:
+            cache = MixedKVCache(heads, capacity=capacity, dtype=dtype, device=self.device)
+        shapes = [plan.scan.shape for plan in plans if plan.scan is not None]
+        if shapes:
+            cache.states = RecurrentStates(shapes, self.device)
         return cache
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> Rows:
-        assert self._masks is not None
-        return Rows(self.turn(positions.to(self.device)), attention.arrange(segments, self._masks))
+        blocks = {
+            groups: attention.arrange(segments, masks) for groups, masks in self._masks.items()
+        }
+        firsts = accumulate((segment.count for segment in segments), initial=0)
+        stateful = [
+            StatefulRows(segment, first, states_of(segment.cache.states, segment))
+            for segment, first in zip(segments, firsts, strict=False)
+            if isinstance(segment.cache, KVCache) and segment.cache.states is not None
+        ]
+        return Rows(self.turn(positions.to(self.device)), blocks, stateful)
 
     def turn(self, positions: Tensor) -> Turn | None:
         """The angles of rows, positions int64 [T] on the device."""
         return self._angles.at(positions)
 
-    def hand_over(self, cache: Cache, to: BlockedCache, layer: int, rows: int) -> None:
+    def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
         assert isinstance(cache, KVCache)
-        keys, values = (cache.rows[0, which, :, :rows].cpu() for which in (0, 1))
-        to.values[layer, :, :rows] = values
-        whole = rows // LANES
-        kv_heads, _, head_dim = keys.shape
-        to.keys[layer, :, :whole] = (
-            keys[:, : whole * LANES].view(kv_heads, whole, LANES, head_dim).transpose(2, 3)
-        )
-        if rows % LANES:
-            to.keys[layer, :, whole, :, : rows % LANES] = keys[:, whole * LANES :].transpose(1, 2)
+        _hand_states(cache.states, to.states, plan, rows)
+        if plan.attends:
+            keys, values = to.of_layer(plan.index)
+            own = cache.of_layer(0)[:, :, :rows].cpu()
+            values[:, :rows] = own[-1]
+            if keys.shape[2]:
+                _lay_keys(own[0], keys)
+
+
+def _lay_keys(own: Tensor, keys: Tensor) -> None:
+    """Keys [kv_heads, rows, head_dim] in the layout of the kernels."""
+    kv_heads, rows, head_dim = own.shape
+    whole = rows // LANES
+    blocks = own[:, : whole * LANES].view(kv_heads, whole, LANES, head_dim)
+    keys[:, :whole] = blocks.transpose(2, 3)
+    if rows % LANES:
+        keys[:, whole, :, : rows % LANES] = own[:, whole * LANES :].transpose(1, 2)
 
 
 def engine_of(transfer: Transfer) -> Engine:

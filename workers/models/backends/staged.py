@@ -21,6 +21,7 @@ from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
+from dovetail.workers.kernels.states import placed
 from dovetail.workers.models.backends.blob import (
     Blob,
     Lying,
@@ -29,7 +30,7 @@ from dovetail.workers.models.backends.blob import (
     unpack,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
-from dovetail.workers.models.backends.device.layer import (
+from dovetail.workers.models.backends.device.products import (
     DeviceNorm,
     product,
     rounded_product,
@@ -75,6 +76,18 @@ class Staging:
     """True if the CPU computes the experts of the layers that the device computes."""
 
 
+def behind(plan: LayerPlan, before: Sequence[LayerPlan]) -> LayerPlan:
+    """Return a layer behind others in a cache, and in the states of a session."""
+    attending = [other for other in before if other.attends]
+    shapes = [other.scan.shape for other in before if other.scan is not None]
+    return replace(
+        plan,
+        index=len(attending),
+        cached_before=sum(other.kv_heads * other.head_dim for other in attending),
+        scan=None if plan.scan is None else placed(plan.scan, shapes),
+    )
+
+
 class Stage:
     """Some layers in a row on one device."""
 
@@ -91,7 +104,7 @@ class Stage:
 
     def take(self, plan: LayerPlan, blob: Blob, *, streamed: bool) -> None:
         """The next layer of the stage."""
-        plan = replace(plan, index=len(self._layers))
+        plan = behind(plan, self._plans)
         ready = self.engine.prepare(plan, blob)
         self._plans.append(plan)
         if streamed:
@@ -126,7 +139,7 @@ class Stage:
 
     def new_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache for `capacity` rows."""
-        return self.engine.new_cache(len(self._layers), self._plans[0], capacity, dtype)
+        return self.engine.new_cache(self._plans, capacity, dtype)
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
         """states [T, hidden] through all layers, on the stage's device."""
@@ -183,10 +196,13 @@ class Reader:
         self._engine, self._cache = engine_of(transfer), cache
         for _, blob in layers:
             transfer.pin(blob.memory)
-        self._plans = [replace(plan, index=0) for plan, _ in layers]
+        self._plans = [
+            behind(plan, [other for other, _ in layers[:i]]) for i, (plan, _) in enumerate(layers)
+        ]
+        self._alone = [behind(plan, ()) for plan in self._plans]
         self._layers = [
             self._engine.prepare(plan, blob)
-            for plan, (_, blob) in zip(self._plans, layers, strict=True)
+            for plan, (_, blob) in zip(self._alone, layers, strict=True)
         ]
         self._ring = Ring(transfer, [blob.memory for _, blob in layers], min(BUFFERS, len(layers)))
         self._made: dict[tuple[int, int], Run] = {}
@@ -196,18 +212,18 @@ class Reader:
         (segment,) = seen.segments
         cache = part_of(segment.cache, 0)
         assert isinstance(cache, BlockedCache)
-        own = self._engine.new_cache(1, self._plans[0], segment.count, self._cache)
-        parts = [
-            (rows, self._engine.see(seen.positions[rows], part))
-            for rows, part in chunks_of([replace(segment, cache=own)], self._engine.chunk)
-        ]
         there = states.to(self._engine.device)
         for index, layer in enumerate(self._layers):
             beat()
             kept.keep(index, there)
+            own = self._engine.new_cache([self._alone[index]], segment.count, self._cache)
+            parts = [
+                (rows, self._engine.see(seen.positions[rows], part))
+                for rows, part in chunks_of([replace(segment, cache=own)], self._engine.chunk)
+            ]
             with self._ring.next(index) as (slot, memory):
                 _run(_made(self._made, layer, index, slot, memory), parts, there)
-            self._engine.hand_over(own, cache, index, segment.count)
+            self._engine.hand_over(own, cache, self._plans[index], segment.count)
         return there.to(states.device)
 
 

@@ -43,7 +43,14 @@ def chunks_of(segments: Sequence[Segment], chunk: int) -> Iterator[tuple[slice, 
         count = min(chunk, segment.count - first)
         yield (
             slice(first, first + count),
-            [replace(segment, start=segment.start + first, count=count)],
+            [
+                replace(
+                    segment,
+                    start=segment.start + first,
+                    count=count,
+                    follows=segment.follows or first > 0,
+                )
+            ],
         )
 
 
@@ -68,11 +75,15 @@ class StagedCache:
         self.length = length
 
     def restorable(self, length: int) -> int:
-        """Return the greatest length up to this one to which `truncate` can go back: any."""
+        """Return the greatest length up to this one to which `truncate` can go back."""
+        while (least := min(part.restorable(length) for part in self.parts)) < length:
+            length = least
         return length
 
     def checkpoint(self) -> None:
-        """Nothing: every length is `restorable`."""
+        """Make the length `restorable`, or nearly: of states a copy is needed for that."""
+        for part in self.parts:
+            part.checkpoint()
 
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows."""
@@ -82,8 +93,8 @@ class StagedCache:
 
     @property
     def base_bytes(self) -> int:
-        """Memory of a session beside that of its rows: none."""
-        return 0
+        """Memory of a session beside that of its rows, of whatever device."""
+        return sum(part.base_bytes for part in self.parts)
 
     @property
     def row_bytes(self) -> int:

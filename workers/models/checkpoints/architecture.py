@@ -59,7 +59,7 @@ KERNELS_ALONE = {
     **dict.fromkeys(RECURRENT_FAMILIES, "layers with a state are"),
     **dict.fromkeys(LATENT_FAMILIES, "attention over latents is"),
 }
-"""Model types that the kernels alone compute, on one CPU, and what of them."""
+"""Model types that the library does not compute, by what of them the layers of the kernels do."""
 LAYER_TYPES = {
     "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
     "attention)",
@@ -241,12 +241,12 @@ def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
 
 
 def refuse_without_kernels(model_type: str, source: str, why: str) -> None:
-    """`CheckpointError` for a model of a type that the kernels alone compute where they do not, and
-    why they do not."""
+    """`CheckpointError` for a model of a type that the library does not compute where the kernels
+    do not either, and why they do not."""
     if (what := KERNELS_ALONE.get(model_type)) is not None:
         raise CheckpointError(
-            f"{source}: model type {model_type}: its {what} computed by the C++ kernels on one CPU "
-            f"alone, and {why}"
+            f"{source}: model type {model_type}: its {what} not computed by torch's library "
+            f"back end, and {why}"
         )
 
 

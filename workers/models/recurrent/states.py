@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dovetail.workers.kernels.states import StateRows, StateShape
 
+CPU = torch.device("cpu")
 CHAIN = 16
 """Rows of a chain that go into the states as they are computed, at least."""
 PENDING = 8
@@ -40,11 +41,13 @@ class _Checkpoint:
 class RecurrentStates:
     """The states of one session."""
 
-    def __init__(self, shapes: Sequence[StateShape]) -> None:
-        self.shapes = shapes
-        self.state = torch.zeros(sum(shape.state for shape in shapes))
+    def __init__(self, shapes: Sequence[StateShape], device: torch.device = CPU) -> None:
+        self.shapes, self._device = shapes, device
+        self.state = torch.zeros(sum(shape.state for shape in shapes), device=device)
         self.folded = torch.zeros(len(shapes), dtype=torch.int64)
-        self._ring, self._factors = 0, torch.empty(0)
+        self._ring, self._factors = 0, torch.empty(0, device=device)
+        self._ahead = 0
+        """The slot up to which a chain in parts goes into the states by the part last asked for."""
         self._checkpoints: list[_Checkpoint] = []
         self._window = max(shape.taps for shape in shapes) - 1
 
@@ -53,19 +56,25 @@ class RecurrentStates:
         """Return how many rows the states hold."""
         return int(self.folded.max())
 
-    def rows(self, committed: int, start: int, count: int, *, chain: bool) -> StateRows:
+    def rows(
+        self, committed: int, start: int, count: int, *, chain: bool, follows: bool = False
+    ) -> StateRows:
         """Return the states for a pass over the slots from `start` on, behind `committed` rows;
-        `chain`: one after the other. RuntimeError where they hold rows of a pass that failed."""
+        `chain`: one after the other; `follows`: behind the rows that were asked for last, and in
+        the same pass. RuntimeError where they hold rows of a pass that failed."""
         if self.length > start:
             raise RuntimeError(
                 f"the states of a session hold {self.length} rows, and slot {start} is to be "
                 "computed: a pass over them failed; read the session anew"
             )
         stop, oldest = start + count, int(self.folded.min())
-        whole = chain and start == committed and count >= CHAIN
+        on = follows and chain and start == self._ahead
+        whole = on or (chain and start == committed and count >= CHAIN)
         behind = committed - oldest >= PENDING
         fold = stop if whole else committed if behind else self.length
-        self._make_room((start if whole else stop) - oldest + self._window, start)
+        self._ahead = stop if whole else -1
+        if not on:
+            self._make_room((start if whole else stop) - oldest + self._window, start)
         return StateRows(self.state, self._factors, self.folded, self._ring, fold)
 
     @torch.inference_mode()
@@ -77,8 +86,10 @@ class RecurrentStates:
                 f"{length} rows are to be kept, where a chain of {self.length} is in the states"
             )
         if slots:
-            source = torch.tensor(slots) % self._ring
-            target = torch.arange(first, first + len(slots)) % self._ring
+            source, target = (
+                self._places(torch.tensor(part))
+                for part in (slots, range(first, first + len(slots)))
+            )
             for rows in self._layers(self._factors, self._ring):
                 rows[target] = rows[source]
         last = max((c.length for c in self._checkpoints if c.periodic), default=0)
@@ -105,9 +116,9 @@ class RecurrentStates:
             self.state.zero_()
             return
         self.state.copy_(found.state)
-        slots = self._seen(length)
+        places = self._places(self._seen(length))
         for rows, seen in zip(self._layers(self._factors, self._ring), found.window, strict=True):
-            rows[slots % self._ring] = seen
+            rows[places] = seen
 
     @torch.inference_mode()
     def checkpoint(self) -> None:
@@ -116,11 +127,28 @@ class RecurrentStates:
         if self.length and all(c.length != self.length for c in self._checkpoints):
             self._save(periodic=False)
 
+    @torch.inference_mode()
+    def take_over(self, layer: int, other: "RecurrentStates", rows: int) -> None:
+        """Have a layer hold the first `rows` rows of a session, none of which it has, as the first
+        layer of others does, which are on any device."""
+        shape, folded = self.shapes[layer], int(other.folded[0])
+        first = sum(shape.state for shape in self.shapes[:layer])
+        self.state[first : first + shape.state] = other.state[: shape.state].to(self._device)
+        self.folded[layer] = folded
+        self._make_room(rows - folded + self._window, 0)
+        slots = torch.arange(max(0, folded - self._window), rows)
+        own, given = (list(part._layers(part._factors, part._ring)) for part in (self, other))
+        own[layer][self._places(slots)] = given[0][other._places(slots)].to(self._device)
+
+    def _places(self, slots: Tensor) -> Tensor:
+        """The places of slots' factors in the ring."""
+        return (slots % max(1, self._ring)).to(self._device)
+
     def _save(self, *, periodic: bool) -> None:
         if int(self.folded.min()) != self.length:
             return
-        slots = self._seen(self.length) % max(1, self._ring)
-        window = [rows[slots].clone() for rows in self._layers(self._factors, self._ring)]
+        places = self._places(self._seen(self.length))
+        window = [rows[places].clone() for rows in self._layers(self._factors, self._ring)]
         self._checkpoints.append(_Checkpoint(self.length, self.state.clone(), window, periodic))
 
     def _seen(self, length: int) -> Tensor:
@@ -132,8 +160,8 @@ class RecurrentStates:
         if rows <= self._ring:
             return
         ring = -(-max(rows, 3 * self._ring // 2) // CHAIN) * CHAIN
-        factors = torch.empty(ring * sum(shape.row for shape in self.shapes))
-        slots = torch.arange(max(0, start - self._ring), start)
+        factors = torch.empty(ring * sum(shape.row for shape in self.shapes), device=self._device)
+        slots = torch.arange(max(0, start - self._ring), start, device=self._device)
         if self._ring:
             for new, old in zip(
                 self._layers(factors, ring), self._layers(self._factors, self._ring), strict=True

@@ -22,7 +22,9 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.assembly import assemble
-from dovetail.workers.models.backends.device.layer import DeviceLayer, FixedRows, rounded_product
+from dovetail.workers.models.backends.device.layer import DeviceLayer
+from dovetail.workers.models.backends.device.products import rounded_product
+from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.stage_engines import SettledLayer, TorchEngine
 from dovetail.workers.models.backends.staged import DeviceHead, Staged
@@ -168,9 +170,9 @@ class DeviceSubstitute(Kernels):
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` rows."""
-        return self._engine.new_cache(
-            len(self._plans), self._plans[0], capacity, self._target._cache
-        )
+        cache = self._engine.new_cache(self._plans, capacity, self._target._cache)
+        assert isinstance(cache, KVCache)
+        return cache
 
     def compute(
         self,
@@ -223,7 +225,7 @@ class DeviceSubstitute(Kernels):
         if plan.index in self._target.settled:
             self._coded.append(SharedLayer(self._target.settled[plan.index]))
         else:
-            self._engine.take_angles(plan)
+            self._engine.take(plan)
             products = dict(zip(("qkv", "output", "gate_up", "down"), self._products, strict=True))
             self._coded.append(CodedLayer(DeviceLayer(plan, self.device), products))
         self._plans.append(plan)

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, relu, silu
 from dovetail.workers.kernels.experts import mix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, RouterPlan, Score
-from dovetail.workers.models.backends.blob import EXPERTS, ROUTER, SHARED_GATE, expert_name
+from dovetail.workers.models.backends.blob import AROUND, EXPERTS, ROUTER, SHARED_GATE, numbered
 
 Multiply = Callable[[str, Tensor], Tensor]
 """A layer's matrix by its name and x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
@@ -53,7 +53,7 @@ class DeviceExperts:
         self._plan = plan
         self._router_norm, self._input_norm, self._output_norm = norms
         router = plan.experts.router
-        self._router = router
+        self._router, self._around = router, plan.experts.before is not None
         self._correction = None if router.correction is None else router.correction.to(device)
         self._scales = None if router.scales is None else router.scales.to(device)
 
@@ -65,7 +65,8 @@ class DeviceExperts:
         ids, weights = self._choose(multiply(ROUTER, self._router_norm(x)))
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self._router.logits.n).tolist()
-        given = self._input_norm(x)[order // self._router.chosen]
+        read, (before, behind) = self._input_norm(x), AROUND
+        given = (multiply(before, read) if self._around else read)[order // self._router.chosen]
         shares = weights.flatten()[order].unsqueeze(1)
         if self._router.scales_input:
             given, shares = given * shares, torch.ones_like(shares)
@@ -73,12 +74,13 @@ class DeviceExperts:
         for index, count in enumerate(counts):
             if count:
                 rows = slice(first, first + count)
-                gate_up, down = (expert_name(part, index) for part in EXPERTS)
+                gate_up, down = (numbered(part, index) for part in EXPERTS)
                 found[rows] = multiply(down, activate(self._plan, multiply(gate_up, given[rows])))
                 first += count
         outputs = torch.empty_like(found)
         outputs[order] = found * shares
-        return self._output_norm(outputs.view(*ids.shape, -1).sum(1))
+        total = outputs.view(*ids.shape, -1).sum(1)
+        return self._output_norm(multiply(behind, total) if self._around else total)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts [T, chosen] of rows, ascending, and their weights."""
@@ -99,7 +101,8 @@ class DeviceExperts:
         elif router.score is Score.SIGMOID_OF_CHOSEN:
             weights = weights.sigmoid()
         if router.normalised:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.least_sum)
+            total = weights.sum(-1, keepdim=True) + router.added_sum
+            weights = weights / total.clamp(min=router.least_sum)
         weights = weights * router.scale
         return ids, weights if self._scales is None else weights * self._scales[ids]
 
@@ -107,7 +110,8 @@ class DeviceExperts:
 def _within_groups(router: RouterPlan, values: Tensor) -> Tensor:
     """values [T, experts] with -inf for those of groups that are not among the best."""
     groups = values.view(len(values), router.groups, -1)
-    worth = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    counted = 1 if router.best_alone else min(2, groups.shape[-1])
+    worth = groups.topk(counted, dim=-1).values.sum(-1)
     best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : router.chosen_groups]
     closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, best, False)
     return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
@@ -132,6 +136,8 @@ def activate(plan: LayerPlan, x: Tensor) -> Tensor:
         beyond = torch.expm1(x.clamp(max=-1e-6)) - x
         return torch.where(x > 0, x * x * positive, beyond * negative) + 0.5 * x
     gate, up = x.chunk(2, dim=1)
+    if plan.activation is Activation.SILU_GATED and plan.activation_numbers[0] != 0.0:
+        gate = gate * plan.activation_numbers[0]
     if plan.activation is Activation.SWIGLU_CLAMPED:
         factor, limit = plan.activation_numbers
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -1,0 +1,90 @@
+"""Products with the matrices of a layer on a device, in each type of weights, and norms."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear, pad, rms_norm
+
+from dovetail.workers.kernels import Kind
+from dovetail.workers.kernels.layer_plan import Norm, NormKind
+from dovetail.workers.models.backends.blob import Matrix
+
+TILE_WEIGHTS = 1 << 24
+"""So many 16-bit weights are widened at a time: 64 MiB of fp32."""
+LEAST_ROWS, MULTIPLE = 32, 8
+"""torch's integer product on a GPU takes more than 16 rows, and inputs and outputs that are
+multiples of 8."""
+TINY = 1e-30
+"""A row whose largest magnitude is less is all zeros in int8 (`kernels/native/linear.inl`)."""
+
+
+class DeviceNorm:
+    """A norm with its weights on a device."""
+
+    def __init__(self, kind: NormKind, norm: Norm, epsilon: float, device: torch.device) -> None:
+        self._kind, self._epsilon = kind, epsilon
+        self._weight = norm.weight.to(device)
+        self._bias = None if norm.bias is None else norm.bias.to(device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., width], normalised."""
+        if self._kind is NormKind.LAYER_NORM:
+            return layer_norm(x, x.shape[-1:], self._weight, self._bias, self._epsilon)
+        return rms_norm(x, x.shape[-1:], self._weight, self._epsilon)
+
+
+def product(matrix: Matrix, x: Tensor) -> Tensor:
+    """x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
+    if matrix.kind is Kind.FP32:
+        return linear(x, matrix.weight, matrix.bias)
+    y = (
+        _integer_product(matrix, x)
+        if matrix.kind is Kind.INT8
+        else _widened_product(matrix.weight, x)
+    )
+    return y if matrix.bias is None else y + matrix.bias
+
+
+def rounded_product(matrix: Matrix, x: Tensor) -> Tensor:
+    """Return the layer for a draft, which may round: inputs meet 16-bit weights in their own type,
+    and nothing is widened."""
+    if matrix.kind not in (Kind.FP16, Kind.BF16):
+        return product(matrix, x)
+    limit = torch.finfo(matrix.weight.dtype).max
+    y = linear(x.clamp(-limit, limit).to(matrix.weight.dtype), matrix.weight).float()
+    return y if matrix.bias is None else y + matrix.bias
+
+
+def _widened_product(weight: Tensor, x: Tensor) -> Tensor:
+    rows = max(1, TILE_WEIGHTS // weight.shape[1])
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for first in range(0, weight.shape[0], rows):
+        torch.mm(x, weight[first : first + rows].float().t(), out=y[:, first : first + rows])
+    return y
+
+
+def _integer_product(matrix: Matrix, x: Tensor) -> Tensor:
+    """The inputs quantised with a scale of each row; what is not finite makes its row so."""
+    assert matrix.scales is not None
+    most = x.abs().amax(1, keepdim=True)
+    turned = torch.full_like(most, 127.0) / most  # 127.0 / most is 127 times a rounded reciprocal
+    to = torch.where(most < TINY, torch.zeros_like(most), turned)
+    scales = torch.where(most < TINY, torch.zeros_like(most), most / 127.0)
+    scales = torch.where(most.isfinite(), scales, torch.full_like(most, float("nan")))
+    quantised = torch.where(most.isfinite(), x * to, torch.zeros_like(x)).round().to(torch.int8)
+    rows, inputs, outputs = (
+        x.shape[0],
+        -(-matrix.weight.shape[1] // MULTIPLE) * MULTIPLE,
+        -(-matrix.weight.shape[0] // MULTIPLE) * MULTIPLE,
+    )
+    left = pad(quantised, (0, inputs - x.shape[1], 0, max(0, LEAST_ROWS - rows)))
+    right = (
+        matrix.weight
+        if matrix.weight.shape == (outputs, inputs)
+        else _padded(matrix.weight, outputs, inputs)
+    )
+    sums = torch._int_mm(left, right.t())[:rows, : matrix.weight.shape[0]]
+    return sums.float() * (scales * matrix.scales)
+
+
+def _padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
+    return pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))

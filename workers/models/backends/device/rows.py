@@ -1,0 +1,98 @@
+"""The rows of a pass as the layers on a device see them: their angles, what they attend to, and the
+states of their sessions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dovetail.workers.kernels.layer_plan import LayerPlan
+from dovetail.workers.models.attention import Block, attend_blocks, attend_by_scores
+from dovetail.workers.models.backends.device.angles import Turn
+from dovetail.workers.models.backends.device.scan import StatefulRows
+from dovetail.workers.models.cache import rounded
+
+
+class Seen(Protocol):
+    """The rows of a pass on the device."""
+
+    @property
+    def turn(self) -> Turn | None:
+        """The rotation of queries and keys; None if they are not rotated."""
+
+    @property
+    def stateful(self) -> Sequence[StatefulRows]:
+        """The rows and the states of their sessions, for layers that have any."""
+
+    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write key and value [kv_heads, T, head_dim], attend with query [heads, T, head_dim];
+        returns [T, heads, head_dim]."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of several sessions, in the shapes that their caches have."""
+
+    turn: Turn | None
+    blocks: Mapping[int, Sequence[Block]]
+    """By how many query heads share a key head."""
+    stateful: Sequence[StatefulRows] = ()
+    """The rows and the states of their sessions, if layers have any."""
+
+    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_blocks(
+            plan.index,
+            query,
+            key,
+            value,
+            self.blocks[plan.heads // plan.kv_heads],
+            scale_of(plan),
+            plan.window or None,
+            plan.softcap or None,
+            plan.sinks,
+            plan.chunk,
+        )
+
+
+@dataclass(frozen=True)
+class FixedRows:
+    """The rows of one session, in shapes that depend on nothing but how many rows and slots there
+    are: what is written and seen is told by tensors, for CUDA graphs."""
+
+    turn: Turn | None
+    cached: Tensor
+    """The rows of a `KVCache`."""
+    slots: Tensor
+    """int64 [T]: where the rows are written; rows that are the same may share one."""
+    masks: Mapping[int, Tensor]
+    """Window of a layer (0: none) -> [groups * T, S] of 0 and -inf for the first S slots, once for
+    each query head of a key head."""
+    stateful: Sequence[StatefulRows] = ()
+    """None: states are not in fixed shapes."""
+
+    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
+        keys.index_copy_(1, self.slots, rounded(key, keys.dtype))
+        values.index_copy_(1, self.slots, rounded(value, values.dtype))
+        heads, rows, size = query.shape
+        mask = self.masks[plan.window]
+        keys, values = (
+            keys[:, : mask.shape[1]].to(query.dtype).unsqueeze(0),
+            values[:, : mask.shape[1]].to(query.dtype).unsqueeze(0),
+        )
+        packed = query.reshape(1, plan.kv_heads, -1, size)
+        if plan.softcap:
+            output = attend_by_scores(packed, keys, values, mask, scale_of(plan), plan.softcap)
+        else:
+            output = scaled_dot_product_attention(
+                packed, keys, values, attn_mask=mask, scale=scale_of(plan)
+            )
+        return output.reshape(heads, rows, -1).transpose(0, 1)
+
+
+def scale_of(plan: LayerPlan) -> float:
+    """Return what the scores of a layer are multiplied by."""
+    scale: float = plan.head_dim**-0.5 if plan.scale is None else plan.scale
+    return scale
