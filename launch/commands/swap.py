@@ -330,9 +330,7 @@ def _command_for_another_machine(
         "draft": ("target", "draft"),
         "unified": SECTIONS["unified"],
     }[role]
-    settings = [
-        flag for flag in configuration.arguments(*sections) if _was_typed(configuration, flag)
-    ]
+    settings = [flag for flag in configuration.typed(*sections) if _was_typed(configuration, flag)]
     return shlex.join(
         [
             "dovetail",

@@ -142,7 +142,7 @@ class Subject:
             return ""
         target = [
             flag
-            for flag in self.configuration.arguments("target")
+            for flag in self.configuration.typed("target")
             if not flag.startswith("--target.split")
         ]
         return " ".join(

@@ -9,6 +9,7 @@ from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.runtime.planner import Link, Option
+from dovetail.workers.models.checkpoints.gguf.view import spelled
 
 MS = 1e3
 GIGA = 1e9
@@ -96,6 +97,8 @@ def settings(
             f"tree.{name}": getattr(option.tree, name)
             for name in ("policy", "gamma", "depth", "width")
         }
+    for name in found.keys() & {"target.model", "draft.model"}:
+        found[name] = spelled(found[name])
     return {name: found[name] for name in SETTINGS if name in found}
 
 

@@ -25,7 +25,7 @@ from dovetail.launch.settings.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import decode
 from dovetail.protocol.settings import Settings, misfit
-from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
+from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved, spelled
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
 BY_FILE = "the GGUF file"
@@ -64,6 +64,11 @@ class Configuration:
             n for n in SETTINGS if n.split(".")[0] in sections and self.origins[n] != "default"
         )
         return [f"--{name}={SETTINGS[name].flag_text(self.value(name))}" for name in names]
+
+    def typed(self, *sections: str) -> list[str]:
+        """Return these flags as a person types them: a GGUF file in the place of its view."""
+        parts = (flag.partition("=") for flag in self.arguments(*sections))
+        return [f"{name}={spelled(value)}" for name, _, value in parts]
 
     def over(self, origin: str, values: Mapping[str, Any]) -> "Configuration":
         """These settings with some replaced, by dotted name."""

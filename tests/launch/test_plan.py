@@ -200,6 +200,8 @@ def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     most = max(one["tokens_per_s"] for one in compared.values())
     assert compared[found["weights"]]["tokens_per_s"] >= 0.95 * most
     assert found["choice"]["settings"].get("target.weights", "fp32") == found["weights"]
+    assert found["choice"]["settings"]["target.model"] == str(file)
+    assert f"--target.model={file}" in found["measurable"]
     assert compared["file"]["gb"] == pytest.approx(34 / 32 * found["parameters"] / 1e9, rel=0.02)
     assert compared["fp32"]["gb"] == pytest.approx(4 * found["parameters"] / 1e9, rel=0.02)
     assert compared["file"]["computes"].startswith("the file's blocks; activations in int8")

@@ -53,6 +53,12 @@ def resolved(source: str) -> str:
     return source if folder is None or folder == path else str(folder)
 
 
+def spelled(source: str) -> str:
+    """Return the name of a model with a view replaced by its GGUF file, the first of several."""
+    files = files_of(Path(source)) if source else []
+    return str(files[0]) if files else source
+
+
 def view_of(file: Path) -> Path:
     """Return the view of the model that a GGUF file belongs to; `CheckpointError` in one sentence
     for one that is damaged, foreign or not read here."""
