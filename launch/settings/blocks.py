@@ -8,7 +8,7 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.view import blocks_kept, mix_of, packed_bytes
+from dovetail.workers.models.checkpoints.gguf.view import blocks_kept, mix_of
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
@@ -23,10 +23,8 @@ def why_not_blocks(target: TargetSettings) -> str:
     """Return why a target in a GGUF file is not computed from its blocks; empty: it can be, or
     there are none."""
     folder = Path(target.model)
-    if not packed_bytes(folder):
-        return ""
     if not blocks_kept(folder):
-        return "experts are not computed from blocks"
+        return ""
     if target.inflate:
         return "blocks cannot be inflated"
     local = target.prefill in ("auto", "local") and target.resident == "auto"
@@ -51,7 +49,7 @@ def blocks_in_words(target: TargetSettings) -> str:
     if mix := mix_of(folder):
         other = FUNCTIONS.get(weights, "another function")
         said = BLOCKS[target.activations] if weights == "file" else other
-        less = why_not_blocks(target) or (LESS if packed_bytes(folder) else "")
+        less = why_not_blocks(target) or (LESS if blocks_kept(folder) else "")
     elif (mix := _scheme_in(folder)) and weights != "half":  # which is refused
         said, less = EXACT if weights == "fp32" else ROUNDED, "--weights int8 takes a quarter"
     else:

@@ -3,6 +3,7 @@ checkpoint of the same numbers in safetensors. Names are the package's; blocks o
 and what they stand for is what the package says."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,13 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "granitemoe": "granitemoe",
+    "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "minimax_m2": "minimax-m2",
+    "lfm2_moe": "lfm2moe",
+    "olmoe": "olmoe",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
@@ -33,6 +41,29 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
 }
 """transformers' model types, and llama.cpp's architectures."""
+BARE = re.compile(r"(e_score_correction|expert_bias)(?:_bias)?$")
+"""Names of corrections, which have the end of a bias in files."""
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+MIXED_FACTS = {
+    "glm4moe": {
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
+    "ernie4_5-moe": {
+        "leading_dense_block_count": "moe_layer_start_index",
+        "interleave_moe_layer_step": "moe_layer_interval",
+        "expert_shared_count": "moe_num_shared_experts",
+    },
+    "lfm2moe": {
+        "leading_dense_block_count": "num_dense_layers",
+        "shortconv.l_cache": "conv_L_cache",
+    },
+}
+"""Keys of an architecture and the fields of configurations that they are."""
 HALVES = {
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -78,7 +109,8 @@ def write_gguf(
         numbers = change(torch.cat([weights[n].double().flatten() for n in own]))
         shift = 1.0 if _shifted(architecture, name) else 0.0
         kind = kinds(name, tuple(whole.shape)) if name.endswith(".weight") else Type.F32
-        kind = Type.F32 if whole.ndim < 2 or "ffn_gate_inp" in name else kind
+        exact = any(part in name for part in ("ffn_gate_inp", "shortconv.conv"))
+        kind = Type.F32 if whole.ndim < 2 or exact else kind
         data, found = coded(numbers.float().numpy() + shift, kind, seeds)
         writer.add_tensor(name, data, raw_dtype=kind)
         flat = torch.cat([same[n].float().flatten() for n in own])
@@ -139,16 +171,18 @@ def named(
             stem, _, rest = name.partition(".experts.")
             number, _, rest = rest.partition(".")
             if number == "0":
-                count = config.get("num_local_experts") or config["num_experts"]
+                count = _first(config, *EXPERT_COUNTS)
                 own = [f"{stem}.experts.{i}.{rest}" for i in range(count)]
                 instead = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
                 part = instead.get(rest.split(".")[0], rest.split(".")[0])
-                mlp = stem.replace("block_sparse_moe", "mlp")
+                mlp = stem.replace("block_sparse_moe", "mlp").replace("feed_forward", "mlp")
                 file_name = table.get_name(f"{mlp}.experts.{part}.weight", (".weight",))
                 found[file_name] = own, _shaped((count, *shape))
+        elif name.endswith("moe.input_linear.weight"):
+            found.update(_merged_experts(name.split(".")[2], name, shape))
         else:
-            sinks = name.endswith(".sinks")
-            known = table.get_name(f"{name}.weight" if sinks else name, (".weight", ".bias"))
+            in_file = BARE.sub(r"\1.bias", f"{name}.weight" if name.endswith(".sinks") else name)
+            known = table.get_name(in_file, (".weight", ".bias"))
             assert known is not None, name
             found[known] = [name], _changed(config, name, shape)
     return found
@@ -156,12 +190,14 @@ def named(
 
 def _changed(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
     kind = config["model_type"]
-    permuted = kind in ("llama", "mistral", "mixtral", "granite", "smollm3")
+    permuted = kind in ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
     heads = config.get("num_attention_heads", 0)
     if permuted and ".q_proj." in name:
         return _permuted(shape, heads)
     if permuted and ".k_proj." in name:
         return _permuted(shape, config.get("num_key_value_heads", heads))
+    if 1 in shape:  # as files have it that llama.cpp has quantised
+        return lambda flat: flat.view([count for count in shape if count > 1])
     if kind == "gpt2" and len(shape) == 2 and ".h." in name:
         return lambda flat: flat.view(shape).t().contiguous()
     return _shaped(shape)
@@ -176,6 +212,17 @@ def _permuted(shape: tuple[int, ...], heads: int) -> Any:
 
 def _shaped(shape: tuple[int, ...]) -> Any:
     return lambda flat: flat.view(shape)
+
+
+def _merged_experts(layer: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Gates and what they are for of all experts, which stand below each other."""
+    return {
+        f"blk.{layer}.ffn_{part}_exps.weight": (
+            [name],
+            lambda flat, index=index: flat.view(shape).chunk(2, dim=1)[index].contiguous(),
+        )
+        for index, part in enumerate(("gate", "up"))
+    }
 
 
 def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -202,11 +249,15 @@ def _shifted(architecture: str, name: str) -> bool:
     return architecture.startswith("gemma") and "norm" in name
 
 
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
 def _facts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The facts that llama.cpp's converter writes, by the end of its keys."""
 
     def has(*names: str) -> Any:
-        return next((config[name] for name in names if config.get(name) is not None), None)
+        return _first(config, *names)
 
     hidden, heads = has("hidden_size", "n_embd"), has("num_attention_heads", "n_head")
     rope = config.get("rope_parameters") or {}
@@ -218,13 +269,13 @@ def _facts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "feed_forward_length": has("intermediate_size", "n_inner") or 4 * hidden,
         "attention.head_count": heads,
         "attention.head_count_kv": has("num_key_value_heads"),
-        "attention.layer_norm_rms_epsilon": has("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": has("rms_norm_eps", "norm_eps"),
         "attention.layer_norm_epsilon": has("norm_epsilon", "layer_norm_epsilon"),
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
         "rope.freq_base": full.get("rope_theta"),
-        "expert_count": has("num_local_experts", "num_experts"),
-        "expert_used_count": has("num_experts_per_tok"),
+        "expert_count": has(*EXPERT_COUNTS),
+        "expert_used_count": has("num_experts_per_tok", "moe_k"),
         "attn_logit_softcapping": has("attn_logit_softcapping"),
         "final_logit_softcapping": has("final_logit_softcapping"),
         "attention.scale": has("attention_multiplier"),
@@ -241,8 +292,13 @@ def _facts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found["rope.scaling.original_context_length"] = full.get("original_max_position_embeddings")
     if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         found["attention.sliding_window"] = has("sliding_window")
-    if architecture in ("qwen3moe", "gpt-oss"):
+    if architecture in ("qwen3moe", "qwen2moe", "gpt-oss", "minimax-m2", *MIXED_FACTS):
         found["expert_feed_forward_length"] = has("moe_intermediate_size", "intermediate_size")
+    found |= {key: has(name) for key, name in MIXED_FACTS.get(architecture, {}).items()}
+    if architecture == "lfm2moe":
+        heads = config["num_key_value_heads"]
+        kinds = config["layer_types"]
+        found["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in kinds]
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 

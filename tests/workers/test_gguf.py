@@ -19,15 +19,24 @@ from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
+from dovetail.workers.kernels import Isa
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
-from dovetail.workers.models.checkpoints.footprint import read_tensors
+from dovetail.workers.models.checkpoints.footprint import (
+    PROCESS_BYTES,
+    PROOF_BYTES,
+    loading_bytes,
+    read_tensors,
+    weights_bytes,
+)
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
 from dovetail.workers.models.checkpoints.gguf.view import local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -46,7 +55,41 @@ FIELDS: dict[str, dict[str, Any]] = {
     "smollm3": {**WIDE, "num_hidden_layers": 4},
     "qwen2": WIDE,
     "qwen3": WIDE,
-    "qwen3_moe": {**WIDE, "num_experts": 8, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    "qwen3_moe": {
+        **WIDE,
+        "num_local_experts": 8,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {**WIDE, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
+    "olmoe": WIDE,
+    "granitemoe": WIDE,
+    "glm4_moe": {
+        **WIDE,
+        "num_hidden_layers": 3,
+        "num_local_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 256,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+    },
+    "ernie4_5_moe": {
+        **WIDE,
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 256,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    },
+    "minimax_m2": WIDE,
+    "lfm2_moe": {
+        **WIDE,
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 256,
+        "num_dense_layers": 1,
+    },
     "gemma": WIDE,
     "gemma2": {**WIDE, "query_pre_attn_scalar": 16},
     "gemma3_text": {
@@ -67,9 +110,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text")
 """Families that between them take every way of arranging rows, norms and experts."""
-IN_BLOCKS = [kind for kind in FIELDS if not {"num_local_experts", "num_experts"} & {*FIELDS[kind]}]
-"""Families without experts, which are not computed from blocks."""
-BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2")
+BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2", "gpt_oss")
 
 
 @pytest.fixture(autouse=True)
@@ -89,10 +130,13 @@ def write(folder: Path, kind: str = "llama", **more: Any) -> tuple[Path, Path]:
     return file, write_gguf(folder / kind, file, kinds, **more)
 
 
-def logits(model: LanguageModel) -> torch.Tensor:
-    tokens = torch.arange(2, 42)
-    cache = model.new_cache(len(tokens))
-    return model.forward(tokens, torch.arange(len(tokens)), [Segment(cache, 0, len(tokens))])
+def logits(model: LanguageModel, rows: int = 40) -> torch.Tensor:
+    """The logits of a text that is read so many rows at a time."""
+    tokens, cache, found = torch.arange(2, 42), model.new_cache(40), []
+    for part in torch.arange(40).split(rows):
+        found.append(model.forward(tokens[part], part, [Segment(cache, int(part[0]), len(part))]))
+        cache.keep(part.tolist(), len(part))
+    return torch.cat(found)
 
 
 def read_all(file: Path) -> None:
@@ -131,14 +175,71 @@ def test_a_family_computes_what_its_twin_in_safetensors_computes(tmp_path: Path,
 @needs_kernels
 @pytest.mark.parametrize(
     "kind",
-    [k if k in BLOCKS_EVERYDAY else pytest.param(k, marks=pytest.mark.slow) for k in IN_BLOCKS],
+    [k if k in BLOCKS_EVERYDAY else pytest.param(k, marks=pytest.mark.slow) for k in FIELDS],
 )
 def test_a_family_is_computed_from_blocks_as_from_their_numbers(tmp_path: Path, kind: str) -> None:
     file, twin = write(tmp_path, kind)
     exact = logits(load(twin))
     assert torch.equal(logits(load(file, "file", activations="fp32")), exact)
-    rounded = logits(load(file, "file"))
-    assert 0 < float((rounded - exact).norm()) < 0.3 * float(exact.norm())
+    moved = (logits(load(file, "file")) - exact).norm(dim=1) / exact.norm(dim=1)
+    assert 0 < float(moved.quantile(0.25)) < 0.2  # some rows go through another expert
+
+
+@needs_kernels
+@pytest.mark.usefixtures("kernels_as_before")
+def test_a_row_through_experts_of_blocks_has_the_same_bytes_in_any_company(tmp_path: Path) -> None:
+    """Gates of plain numbers stand above blocks in one matrix."""
+    kinds = {"ffn_gate_exps": Type.F16, "ffn_up_exps": Type.Q4_K, "ffn_down_exps": Type.Q6_K}
+    write_tiny("qwen3_moe", tmp_path / "model", **FIELDS["qwen3_moe"], num_experts_per_tok=3)
+    file = tmp_path / "model.gguf"
+
+    def kind_of(name: str, _: tuple[int, ...]) -> Type:
+        return kinds.get(name.split(".")[-2], Type.Q8_0)
+
+    twin = write_gguf(tmp_path / "model", file, kind_of)
+    assert torch.equal(logits(load(file, "file", activations="fp32")), logits(load(twin)))
+    model = load(file, "file")
+    alone = logits(model, 1)
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        for rows in (40,) if isa is Isa.PLAIN else (1, 2, 3, 7, 16, 40):
+            kernels.set_threads(1 + rows % 3)
+            assert torch.equal(logits(model, rows), alone), (isa, rows)
+
+
+@needs_kernels
+def test_experts_of_blocks_are_read_one_by_one(tmp_path: Path) -> None:
+    """Estimates count them so, and of numbers no more than one."""
+    file, _ = write(tmp_path, "qwen3_moe")
+    skeleton = open_skeleton(open_checkpoint(str(file)))
+    assert skeleton.experts is not None
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    unread = skeleton.experts(name)
+    assert unread.rows is not None
+    for index in (0, 7):
+        parts = unread.rows(index)
+        assert [len(part.content) for part in parts if isinstance(part, Rows)] == [256, 256]
+        numbers = torch.cat([part.numbers() for part in parts if isinstance(part, Rows)])
+        assert torch.equal(numbers, skeleton.read(name)[index])
+        assert torch.equal(numbers, unread.numbers(index))
+    tensors = read_tensors(view_of(file))
+    beside = loading_bytes(tensors, "file") - weights_bytes(tensors, "file")
+    layer = sum(tensor.stored_bytes for tensor in tensors if ".1.mlp.experts." in tensor.name)
+    assert beside - PROCESS_BYTES - PROOF_BYTES < layer / 2
+
+
+def test_layers_that_guess_the_tokens_that_follow_are_left_out(tmp_path: Path) -> None:
+    write_tiny("glm4_moe", tmp_path / "model", **FIELDS["glm4_moe"])
+    write_gguf(
+        tmp_path / "model",
+        tmp_path / "m.gguf",
+        lambda _, shape: Type.F32,
+        extra={f"blk.3.{name}.weight": np.ones(256, np.float32) for name in ("x", "nextn.enorm")},
+        **{"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1},
+    )
+    own = open_checkpoint(str(tmp_path / "m.gguf"))
+    assert own.tensors.keys() == open_checkpoint(str(tmp_path / "model")).tensors.keys()
+    assert json.loads((own.folder / "config.json").read_text())["num_hidden_layers"] == 3
 
 
 @needs_kernels

@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dovetail.protocol.errors import UserError
 
@@ -193,6 +193,9 @@ def threads() -> int:
 class PackedMatrix:
     """A matrix [n out, k in] in the layout of the kernels, packed once by rows, with its bias."""
 
+    head: bytes = b""
+    """Bytes in front of the packed rows, which say how these lie."""
+
     def __init__(
         self, kind: IntEnum, n: int, k: int, *, bias: Array | None = None, size: int | None = None
     ) -> None:
@@ -247,7 +250,7 @@ class PackedMatrix:
         library().dt_unpack_row(self._reference, index, _start(found))
         return found
 
-    def at(self, memory: Any, address: int) -> "PackedMatrix":
+    def at(self, memory: Any, address: int) -> Self:
         """Return the matrix with its `nbytes` at another address, which `memory` keeps; whoever
         calls this has copied them there, or will before it is used."""
         moved = copy(self)

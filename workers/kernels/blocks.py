@@ -88,8 +88,8 @@ class BlockMatrix(PackedMatrix):
             vectors += 0 if part.type in PLAIN else -(-part.count // VECTOR)
         super().__init__(kind, first, k, bias=bias, size=offset)
         self._structs = structs
-        whole = PartsStruct(len(parts), vectors)
-        memmove(self.struct.packed, bytes(whole) + bytes(structs), sizeof(whole) + sizeof(structs))
+        self.head = bytes(PartsStruct(len(parts), vectors)) + bytes(structs)
+        memmove(self.struct.packed, self.head, len(self.head))
 
     def pack_part(self, index: int, rows: Array) -> None:
         """Pack all rows of a part, by as many threads as share a call: uint8 [count, bytes] as a

@@ -17,7 +17,7 @@ from ctypes import (
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ from dovetail.workers.kernels.layer_plan import (
     Norm,
     RouterPlan,
 )
+
+MatrixT = TypeVar("MatrixT", bound=PackedMatrix)
 
 
 class NormStruct(Structure):
@@ -196,11 +198,19 @@ def stacked_matrices(
 ) -> list[PackedMatrix]:
     """Return `count` empty matrices [n, k] side by side in one memory, to be packed, with their
     biases [count, n]."""
-    one = PackedMatrix(kind, n, k, bias=None if biases is None else biases[0])
+    bias = None if biases is None else biases[0]
+    return stacked(PackedMatrix(kind, n, k, bias=bias), count, biases)
+
+
+def stacked(one: MatrixT, count: int, biases: Tensor | None = None) -> list[MatrixT]:
+    """Return `count` empty matrices like one side by side in one memory, to be packed, with their
+    biases [count, n]."""
     stride = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
     memory, start = fresh_memory(count * stride)
     matrices = [one.at(memory, start + index * stride) for index in range(count)]
+    for matrix in matrices:
+        memmove(matrix.struct.packed, one.head, len(one.head))
     if biases is not None:
         for matrix, bias in zip(matrices, biases, strict=True):
-            memmove(matrix.struct.bias, address_of(bias, (n,), ("float32",)), n * 4)
+            memmove(matrix.struct.bias, address_of(bias, (one.n,), ("float32",)), one.n * 4)
     return matrices

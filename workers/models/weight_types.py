@@ -54,7 +54,7 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
             f"{checkpoint.source}: weights file are the blocks of a GGUF file, and this model has "
             "none: use weights fp32, half or int8"
         )
-    in_blocks = checkpoint.has_blocks and not checkpoint.has_experts
+    in_blocks = checkpoint.has_blocks
     if weights == "file" or (
         weights == "stored" and in_blocks and not packing.reason_against(KINDS[own])
     ):

@@ -53,19 +53,23 @@ static void run_products(const Product* products, int64_t count) {
     });
 }
 
-// All parts of the matrices are of blocks.
+// The parts of the matrices are of the same types; those of plain numbers, which are few, one matrix after the other.
 static void run_block_products(const Product* products, int64_t count) {
     take_turns(count, [&](int64_t i) {
         const Product& p = products[i];
-        prepare_blocks(*p.matrix, p.x, p.matrix->k, p.rows, p.packed, 0, 1);
+        prepare_blocks(*p.matrix, p.x, p.x_stride, p.rows, p.packed, 0, 1);
     });
     const int64_t vectors = dovetail::parts_of(*products[0].matrix).vectors;  // all are of one shape
     const int64_t pieces = smaller(vectors, (UNITS * dovetail::threads() + count - 1) / count);
     take_turns(count * pieces, [&](int64_t unit) {
         const Product& p = products[unit / pieces];
         const int64_t piece = unit % pieces;
-        block_columns({*p.matrix, p.rows, p.packed, p.y, p.matrix->n}, vectors * piece / pieces, vectors * (piece + 1) / pieces);
+        block_columns({*p.matrix, p.rows, p.packed, p.y, p.y_stride}, vectors * piece / pieces, vectors * (piece + 1) / pieces);
     });
+    for (int64_t i = 0; i < count; i++) {
+        const Product& p = products[i];
+        plain_parts(*p.matrix, p.x, p.x_stride, p.y, p.y_stride, p.rows);
+    }
 }
 
 static void run_products(const Product* products, int64_t count) {

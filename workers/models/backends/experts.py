@@ -16,10 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix, threads
-from dovetail.workers.kernels.experts import route, stacked_matrices
+from dovetail.workers.kernels.blocks import BlockMatrix
+from dovetail.workers.kernels.experts import MatrixT, route, stacked, stacked_matrices
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, Norm, RouterPlan
-from dovetail.workers.models.backends.packing import BLOCK_KINDS, DTYPES, check_rows, pack
-from dovetail.workers.models.checkpoints.pieces import UNREAD
+from dovetail.workers.models.backends.packing import (
+    BLOCK_KINDS,
+    DTYPES,
+    EXACT_KINDS,
+    block_matrix,
+    check_contents,
+    check_rows,
+    pack,
+    pack_contents,
+    parts_of,
+)
+from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows, rows_of
+from dovetail.workers.models.checkpoints.pieces import Unread, unread_of
 from dovetail.workers.models.families.description import Experts, Router
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
 from dovetail.workers.progress import count_bytes
@@ -66,9 +78,8 @@ class ExpertParts:
 
     def stored(self, name: str, index: int) -> Tensor:
         """Return the matrix of an expert as transformers has it; it is read now if it was not."""
-        if (unread := getattr(self.module, UNREAD, {}).get(name)) is not None:
-            found: Tensor = unread(index)
-            return found
+        if (unread := unread_of(self.module, name)) is not None:
+            return unread.numbers(index)
         stack: Tensor = getattr(self.module, name)
         return stack[index].detach()
 
@@ -87,8 +98,6 @@ class ExpertParts:
 
     def pack(self, kind: Kind) -> ExpertsPlan:
         """Return the experts with matrices of a kind; `module` loses its weights."""
-        if kind in BLOCK_KINDS:
-            raise UnsupportedError("experts are not computed from blocks")
         gate_up, down = (self._pack_stack(kind, name) for name in self.said.stacks)
         gate = self.said.shared_gate
         inner, outer, dense = self.norms
@@ -98,25 +107,50 @@ class ExpertParts:
         )
 
     def _pack_stack(self, kind: Kind, name: str) -> list[PackedMatrix]:
-        shape, biases = getattr(self.module, name).shape[1:], self.biases(name)
-        outputs, inputs = reversed(shape) if self.transposed else shape
-        matrices = stacked_matrices(kind, self.count, outputs, inputs, biases)
-
-        def pack_one(index: int) -> int:
-            weight = self.matrix(name, index)
-            if kind in (Kind.FP16, Kind.BF16):
-                weight = weight.to(DTYPES[kind])
-            matrices[index].pack_alone(weight.contiguous())
-            check_rows(f"experts' {name}", matrices[index], weight)
-            return weight.nbytes
-
-        unread = name in getattr(self.module, UNREAD, {})
-        with ThreadPoolExecutor(threads(), "experts") as pool:
-            for size in pool.map(pack_one, range(self.count)):
-                if unread:
-                    count_bytes(size)
+        unread, biases = unread_of(self.module, name), self.biases(name)
+        rows = None if unread is None or kind not in BLOCK_KINDS else unread.rows
+        first, bias = () if rows is None else rows(0), None if biases is None else biases[0]
+        matrices: Sequence[PackedMatrix]
+        if rows is not None and any(isinstance(part, Rows) for part in first):
+            sample = self.matrix(name, self.count - 1)
+            matrices = self._pack_all(
+                stacked(block_matrix(kind, first, bias), self.count, biases),
+                partial(_pack_blocks, f"experts' {name}", rows),
+                unread,
+            )
+            check_rows(f"experts' {name}", matrices[-1], sample)
+        else:
+            kind = EXACT_KINDS[self.stored(name, 0).dtype] if kind in BLOCK_KINDS else kind
+            shape = getattr(self.module, name).shape[1:]
+            outputs, inputs = reversed(shape) if self.transposed else shape
+            matrices = self._pack_all(
+                stacked_matrices(kind, self.count, outputs, inputs, biases),
+                partial(self._pack_numbers, name),
+                unread,
+            )
         setattr(self.module, name, nn.Parameter(torch.empty(0), requires_grad=False))
+        return [*matrices]
+
+    def _pack_all(
+        self,
+        matrices: Sequence[MatrixT],
+        pack_one: Callable[[MatrixT, int], None],
+        unread: Unread | None,
+    ) -> Sequence[MatrixT]:
+        """Pack the matrices of all experts, several at a time."""
+        with ThreadPoolExecutor(threads(), "experts") as pool:
+            for _ in pool.map(pack_one, matrices, range(self.count)):
+                if unread is not None:
+                    count_bytes(unread.size_bytes)
         return matrices
+
+    def _pack_numbers(self, name: str, matrix: PackedMatrix, index: int) -> None:
+        """Pack the matrix of an expert by its numbers."""
+        weight = self.matrix(name, index)
+        if matrix.kind in (Kind.FP16, Kind.BF16):
+            weight = weight.to(DTYPES[Kind(matrix.kind)])
+        matrix.pack_alone(weight.contiguous())
+        check_rows(f"experts' {name}", matrix, weight)
 
     def _router(self, said: Router) -> RouterPlan:
         correction = None
@@ -151,11 +185,25 @@ class ExpertParts:
         return _exactly(tensor_of(self.layer, said.weight), bias)
 
 
+def _pack_blocks(
+    what: str, rows: Callable[[int], Sequence[Content]], matrix: BlockMatrix, index: int
+) -> None:
+    """Pack the matrix of an expert by the blocks of its file, called `what` in errors."""
+    contents = rows(index)
+    if parts_of(contents) != matrix.parts:
+        raise UnsupportedError(f"{what} are of other types than those of expert 0")
+    pack_contents(matrix, contents)
+    check_contents(what, matrix, contents)
+
+
 def tensor_of(layer: nn.Module, name: str) -> Tensor:
     """Return a parameter or a buffer of a layer by its name; `UnsupportedError` where there is
     none."""
-    part, _, own = name.rpartition(".")
-    found: Any = getattr(part_of(layer, part), own, None)
+    path, _, own = name.rpartition(".")
+    part = part_of(layer, path)
+    if own == "weight" and (rows := rows_of(part)) is not None:
+        return rows.numbers()
+    found: Any = getattr(part, own, None)
     if not isinstance(found, Tensor):
         raise UnsupportedError(f"{type(layer).__name__} has no {name}")
     if found.is_meta:

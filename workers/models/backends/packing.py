@@ -15,7 +15,7 @@ from dovetail.workers.kernels.experts import stacked_matrices
 from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
-from dovetail.workers.models.checkpoints.gguf.rows import Rows, drop_weight, rows_of
+from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows, drop_weight, rows_of
 from dovetail.workers.models.families.description import Latent
 from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
 from dovetail.workers.models.states import Kept
@@ -72,18 +72,35 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
 
 def _pack_parts(kind: Kind, linears: Sequence[nn.Linear], bias: Tensor | None) -> PackedMatrix:
     """One matrix of linears some of which have blocks."""
-    types = {own: number for number, own in PLAIN.items()}
-    contents, parts = [], []
-    for part in linears:
-        rows = rows_of(part)
-        content = part.weight.detach() if rows is None else rows.content
-        own = types[EXACT_KINDS[content.dtype]] if rows is None else rows.kind
-        contents.append(content.contiguous())
-        parts.append(Part(own, part.out_features))
-    matrix = BlockMatrix(kind, parts, linears[0].in_features, bias=bias)
-    for index, content in enumerate(contents):
-        matrix.pack_part(index, content)
+    contents = [rows_of(part) or part.weight.detach() for part in linears]
+    matrix = block_matrix(kind, contents, bias)
+    pack_contents(matrix, contents)
     return matrix
+
+
+def block_matrix(kind: Kind, contents: Sequence[Content], bias: Tensor | None) -> BlockMatrix:
+    """Return an empty matrix of a kind of blocks for rows one below the other."""
+    first = contents[0]
+    inputs = first.inputs if isinstance(first, Rows) else first.shape[1]
+    return BlockMatrix(kind, parts_of(contents), inputs, bias=bias)
+
+
+def parts_of(contents: Sequence[Content]) -> list[Part]:
+    """Return types and numbers of rows one below the other."""
+    types = {own: number for number, own in PLAIN.items()}
+    return [
+        Part(rows.kind, len(rows.content))
+        if isinstance(rows, Rows)
+        else Part(types[EXACT_KINDS[rows.dtype]], len(rows))
+        for rows in contents
+    ]
+
+
+def pack_contents(matrix: BlockMatrix, contents: Sequence[Content]) -> None:
+    """Pack rows one below the other."""
+    for index, rows in enumerate(contents):
+        own = rows.content if isinstance(rows, Rows) else rows
+        matrix.pack_part(index, own.contiguous())
 
 
 def sample_of(kind: Kind) -> tuple[PackedMatrix, Tensor]:
@@ -149,12 +166,26 @@ def check_rows(name: str, matrix: PackedMatrix, weight: Tensor) -> None:
     """`UnsupportedError` where rows of a packed matrix are not those of the weight [out, in] that
     it was packed from: to the bit, or of int8 to half a step. Needs one thread alone."""
     for index in sampled_rows(matrix.n).tolist():
-        found, expected = torch.from_numpy(matrix.row(index)), weight[index].float()
-        step = float(expected.abs().max()) / 127 if matrix.kind is Kind.INT8 else 0.0
-        if not float((found - expected).abs().max()) <= 0.5001 * step:
-            raise UnsupportedError(
-                f"row {index} of its {name} weights differs from the checkpoint's"
-            )
+        _check_row(name, matrix, index, weight[index].float())
+
+
+def check_contents(name: str, matrix: BlockMatrix, contents: Sequence[Content]) -> None:
+    """`UnsupportedError` where rows of a packed matrix are not those that it was packed from, to
+    the bit. Needs one thread alone."""
+    first = 0
+    for part, rows in zip(matrix.parts, contents, strict=True):
+        picked = sampled_rows(part.count)
+        numbers = rows.taken(picked).numbers() if isinstance(rows, Rows) else rows[picked].float()
+        for index, expected in zip(picked.tolist(), numbers, strict=True):
+            _check_row(name, matrix, first + index, expected)
+        first += part.count
+
+
+def _check_row(name: str, matrix: PackedMatrix, index: int, expected: Tensor) -> None:
+    found = torch.from_numpy(matrix.row(index))
+    step = float(expected.abs().max()) / 127 if matrix.kind is Kind.INT8 else 0.0
+    if not float((found - expected).abs().max()) <= 0.5001 * step:
+        raise UnsupportedError(f"row {index} of its {name} weights differs from the checkpoint's")
 
 
 def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Tensor) -> None:

@@ -195,7 +195,8 @@ class LayerProof:
         """`UnsupportedError` where the kernels' layer of a plan, with the matrices that are in use,
         differs from transformers'."""
         oracle, states = self._oracle, self._states
-        exact = all(matrix.kind in EXACT for matrix in plan.matrices)
+        experts = () if plan.experts is None else (plan.experts.gate_up[0], plan.experts.down[0])
+        exact = all(matrix.kind in EXACT for matrix in (*plan.matrices, *experts))
         tolerance = LAYER_TOLERANCE if exact else ROUNDED_TOLERANCE
         if self._experts is not None and plan.experts is not None:
             self._experts.use(plan.experts)

@@ -81,18 +81,14 @@ class Checkpoint:
         """The tensor of that name in the type it is stored in."""
         return self.tensors[name].read(name)
 
-    def rows(self, name: str, *, transposed: bool) -> Rows | None:
+    def rows(self, name: str, *others: str, transposed: bool) -> Rows | None:
         """The rows [out] of a matrix whose numbers are blocks as its file has them; None for any
-        other tensor. `transposed`: the tensor of that name is [in, out]."""
-        stored = self.tensors[name]
+        other tensor, or one of which there are others. `transposed`: it is [in, out] by that
+        name."""
+        stored = None if others else self.tensors[name]
         if not isinstance(stored, Blocks) or (stored.placed.change == TRANSPOSE) != transposed:
             return None
         return stored.rows(name)
-
-    @property
-    def has_experts(self) -> bool:
-        """Return whether any tensor is of experts."""
-        return any(".experts." in name for name in self.tensors)
 
     @property
     def has_blocks(self) -> bool:

@@ -61,8 +61,6 @@ class Tensor:
     name: str
     kind: str
     shape: tuple[int, ...]
-    blocks: bool = False
-    """True if it is read from blocks of GGUF, all experts of a layer together."""
     packed_bytes: int = 0
     """Bytes of its blocks as the kernels have them; 0: it has none."""
 
@@ -93,11 +91,6 @@ class Tensor:
         stacked = len(self.shape) > 2 and "conv" not in self.name
         return EXPERTS.search(self.name) is not None or stacked
 
-    @property
-    def is_alone(self) -> bool:
-        """Return whether each expert that this is of is read by itself."""
-        return self.is_expert and not self.blocks
-
 
 def read_tensors(folder: Path) -> list[Tensor]:
     """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
@@ -105,7 +98,7 @@ def read_tensors(folder: Path) -> list[Tensor]:
     if blocks := described_tensors(folder):
         sizes = packed_bytes(folder)
         return [
-            Tensor(name, kind, shape, blocks=True, packed_bytes=sizes.get(name, 0))
+            Tensor(name, kind, shape, packed_bytes=sizes.get(name, 0))
             for name, (kind, shape) in blocks.items()
         ]
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -198,9 +191,8 @@ def loading_bytes(
         grown = max(1.0, (inflate_bytes / 4 - of_heads) / matrices)
         whole += int((grown - 1.0) * matrices * WEIGHT_BYTES.get(weights, 4))
         grown = max(1.0, grown / 2)  # half of it are more layers
-    # experts are packed and proved one by one, and read so where they are no blocks
-    experts = [tensor for layer in layers for tensor in layer if tensor.is_alone]
-    layers = [[tensor for tensor in layer if not tensor.is_alone] for layer in layers]
+    # experts are read, packed and proved one by one
+    layers, expert = _without_experts(layers)
     packed = max(
         (int(grown * sum(_kept_bytes(tensor, weights) for tensor in layer)) for layer in layers),
         default=0,
@@ -226,7 +218,6 @@ def loading_bytes(
         ),
         default=0,
     )
-    expert = max((tensor.stored_bytes // _experts_in(tensor) for tensor in experts), default=0)
     at_layers = whole - of_heads - tables - packed + 2 * stored + widest + EXPERTS_READ * expert
     # embedding and head are read when all layers are packed
     widened = 4 * max((tensor.numbers for tensor in heads), default=0) if library else 0
@@ -236,11 +227,20 @@ def loading_bytes(
 
 def _file_loading_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the most that a process holds while it loads a model as the blocks of its file: beside
-    what is packed a layer as it is read, and the head."""
+    what is packed a layer as it is read, one of its experts in numbers, and the head."""
     heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or _tied_head(tensors)
-    layers = (sum(_kept_bytes(tensor, FILE) for tensor in layer) for layer in _layers(tensors))
-    read = max(layers, default=0) + sum(_kept_bytes(tensor, FILE) for tensor in heads)
-    return PROCESS_BYTES + PROOF_BYTES + weights_bytes(tensors, FILE) + read
+    layers, expert = _without_experts(_layers(tensors))
+    sizes = (sum(_kept_bytes(tensor, FILE) for tensor in layer) for layer in layers)
+    read = max(sizes, default=0) + sum(_kept_bytes(tensor, FILE) for tensor in heads)
+    whole = weights_bytes(tensors, FILE)
+    return PROCESS_BYTES + PROOF_BYTES + whole + read + EXPERTS_READ * expert
+
+
+def _without_experts(layers: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], int]:
+    """Return the layers without their experts, and the bytes of the largest matrix of one."""
+    experts = (tensor for layer in layers for tensor in layer if tensor.is_expert)
+    largest = max((tensor.stored_bytes // _experts_in(tensor) for tensor in experts), default=0)
+    return [[tensor for tensor in layer if not tensor.is_expert] for layer in layers], largest
 
 
 def substitute_loading_bytes(tensors: Sequence[Tensor], bits: int) -> int:

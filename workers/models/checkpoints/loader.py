@@ -30,7 +30,7 @@ from dovetail.workers.models.checkpoints.configured import (
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
-from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, leave_unread
+from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, Unread, leave_unread
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
 from dovetail.workers.progress import loading
@@ -67,9 +67,9 @@ class Skeleton:
     """Buffers that the checkpoint holds."""
     stored: Mapping[str, str] | None = None
     """Parameter -> tensor of the checkpoint; None: they are made of several, or by transformers."""
-    read_one: Callable[[str, int], Tensor] | None = None
-    """The tensor of one expert, by the name of the parameter that holds those of a layer; None:
-    experts are read together."""
+    experts: Callable[[str], Unread] | None = None
+    """The experts of a parameter that holds those of a layer, to be read one by one; None: they are
+    read together."""
     rows: Callable[[str], Rows | None] | None = None
     """The blocks of a parameter, None where it is none of blocks; None: there are no blocks."""
     size_bytes: int = 0
@@ -94,8 +94,8 @@ class Skeleton:
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.is_meta and not (name == "weight" and rows_of(part) is not None):
                     full = ".".join(filter(None, (prefix, path, name)))
-                    if one_by_one and STACK.match(full) and self.read_one is not None:
-                        leave_unread(part, name, full, self.read_one)
+                    if one_by_one and STACK.match(full) and self.experts is not None:
+                        leave_unread(part, name, self.experts(full), blocks=types.blocks)
                         continue
                     part.register_parameter(
                         name, nn.Parameter(self._tensor(full, part, types), requires_grad=False)
@@ -199,7 +199,8 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
         frozenset(),
         frozenset(shapes) - set(names),
         {name: of[0] for name, of in found.items()} if whole else None,
-        read_one=pieces.read_one if one_by_one else None,
+        experts=pieces.unread if one_by_one else None,
+        rows=lambda name: checkpoint.rows(*found[name], transposed=False),
     )
 
 

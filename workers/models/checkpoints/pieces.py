@@ -7,13 +7,15 @@ stored. Knows names and shapes; not what is computed with them.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.gguf.rows import Content
+from dovetail.workers.models.checkpoints.gguf.tensors import contents_of
 from dovetail.workers.models.checkpoints.namings import Naming
 from dovetail.workers.models.checkpoints.quantised.mxfp4 import packed_shapes, unpack
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
@@ -21,10 +23,24 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
 UNREAD = "unread_experts"
-"""The attribute of transformers' experts that has, for each stack that has not been read, how the
-matrix of one of them is."""
+"""The attribute of transformers' experts that has an `Unread` for each stack that has not been
+read."""
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 """Ends of the names of a stack in MXFP4."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The matrices of all experts of a layer, each of which is read when it is asked for."""
+
+    numbers: Callable[[int], Tensor]
+    """Reads the matrix of an expert as transformers has it."""
+    size_bytes: int
+    """The bytes that are read for one of them."""
+    rows: Callable[[int], Sequence[Content]] | None = None
+    """Reads the rows [out] of the matrix of an expert, those of gates first, in parts one below the
+    other of which those of blocks are as their file has them; None: nothing is computed from
+    blocks."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,28 @@ class Pieces:
             first += len(part)
         return whole
 
+    def unread(self, name: str) -> Unread:
+        """Return the experts of a tensor of the model, to be read one by one."""
+        size = sum(self.tensors[piece].size_bytes for piece in self.of(name))
+        return Unread(
+            lambda index: self.read_one(name, index),
+            size // self.shapes[name][0],
+            lambda index: self.contents_of_one(name, index),
+        )
+
+    def contents_of_one(self, name: str, index: int) -> Sequence[Content]:
+        """Return the rows [out] of the matrix of one expert, as `Unread.rows` does."""
+        pieces = self.of(name)
+        if pieces[0].endswith(BLOCKS):
+            return [self._unpack(pieces, index).t()]
+        if len(pieces) == 1:
+            return contents_of(self.tensors[pieces[0]].one(index), pieces[0])
+        return [
+            part
+            for piece in self._of_one(name, index)
+            for part in contents_of(self.tensors[piece], piece)
+        ]
+
     def read_one(self, name: str, index: int) -> Tensor:
         """Return the tensor of one expert, at an index of the first dimension of a tensor of the
         model; in the type as `read`, but that pieces of other experts are not looked at."""
@@ -82,10 +120,14 @@ class Pieces:
             return self._unpack(pieces, index)
         if len(pieces) == 1:
             return self.tensors[pieces[0]].read_one(pieces[0], index)
+        parts = [self.tensors[piece].read(piece) for piece in self._of_one(name, index)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _of_one(self, name: str, index: int) -> Sequence[str]:
+        """The pieces of one expert, where each has some of its own."""
+        pieces = self.of(name)
         each = len(pieces) // self.shapes[name][0]
-        own = pieces[index * each : (index + 1) * each]
-        parts = [self.tensors[piece].read(piece) for piece in own]
-        return parts[0] if each == 1 else torch.cat(parts)
+        return pieces[index * each : (index + 1) * each]
 
     def _unpack(self, pieces: Sequence[str], index: int | None = None) -> Tensor:
         """Return [experts, in, out], as transformers holds it, of blocks along `in`, or [in, out]
@@ -147,8 +189,14 @@ class Pieces:
             )
 
 
-def leave_unread(
-    part: nn.Module, name: str, full: str, read_one: Callable[[str, int], Tensor]
-) -> None:
-    """Have a stack of experts' matrices read one by one, each when it is asked for."""
-    part.__dict__.setdefault(UNREAD, {})[name] = lambda index: read_one(full, index)
+def leave_unread(part: nn.Module, name: str, experts: Unread, *, blocks: bool) -> None:
+    """Have a stack of experts' matrices read one by one, each when it is asked for, as `blocks` or
+    as numbers."""
+    own = experts if blocks else replace(experts, rows=None)
+    part.__dict__.setdefault(UNREAD, {})[name] = own
+
+
+def unread_of(part: nn.Module, name: str) -> Unread | None:
+    """Return a stack of experts' matrices that has not been read; None where it has."""
+    found: Unread | None = getattr(part, UNREAD, {}).get(name)
+    return found

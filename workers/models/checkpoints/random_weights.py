@@ -12,6 +12,7 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.configured import built, read_config, with_buffers
 from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.loader import Skeleton, linearise
+from dovetail.workers.models.checkpoints.pieces import Unread
 from dovetail.workers.progress import count_bytes
 
 RANDOM_NUMBERS = (1 << 20) + 7
@@ -60,7 +61,10 @@ def random_skeleton(
         model,
         read,
         transposed,
-        read_one=lambda name, index: fresh(f"{name}.{index}", shapes[name][1:]),
+        experts=lambda name: Unread(
+            lambda index: fresh(f"{name}.{index}", shapes[name][1:]),
+            math.prod(shapes[name][1:]) * stored.itemsize,
+        ),
         size_bytes=sum(map(math.prod, shapes.values())) * stored.itemsize,
     )
 

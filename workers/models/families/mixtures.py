@@ -73,6 +73,22 @@ def _qwen3_moe(config: Any, index: int) -> LayerSpec:
     return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
 
 
+def _qwen2_moe(config: Any, index: int) -> LayerSpec:
+    """Experts stand where Qwen 3 has them, beside a shared one with a gate of its own."""
+    mixed = attention(config, index, window=0)
+    sparse = (index + 1) % config.decoder_sparse_step == 0 and config.num_experts > 0
+    if index in config.mlp_only_layers or not sparse:
+        return _layer(config, mixed, gated(config.hidden_act))
+    experts = experts_of(
+        config,
+        config.num_experts_per_tok,
+        Router(normalised=config.norm_topk_prob),
+        shared=shared_mlp(config, "shared_expert"),
+        shared_gate="mlp.shared_expert_gate",
+    )
+    return _layer(config, mixed, experts)
+
+
 def _olmoe(config: Any, index: int) -> LayerSpec:
     """Queries are normed together, and so are keys."""
     if config.clip_qkv is not None:
@@ -193,6 +209,7 @@ def _llama4(config: Any, index: int) -> LayerSpec:
 FAMILIES = {
     "mixtral": Family(_mixtral),
     "qwen3_moe": Family(_qwen3_moe),
+    "qwen2_moe": Family(_qwen2_moe),
     "olmoe": Family(_olmoe),
     "granitemoe": Family(
         _granitemoe, embeddings="embedding_multiplier", logits="logits_scaling", divides=True

@@ -20,8 +20,9 @@ BIG_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose queries are scaled by another width."""
 
 
-def common(facts: Facts) -> Configuration:
-    """Return what all architectures but GPT-2 have in common."""
+def common(facts: Facts, kv_heads: int | None = None) -> Configuration:
+    """Return what all architectures but GPT-2 have in common; `kv_heads`: where the file has them
+    layer by layer."""
     hidden, heads = facts.whole("embedding_length"), facts.whole(HEADS)
     if not 0 < heads <= hidden:
         raise facts.refusal(f"it has {heads} heads in a width of {hidden}")
@@ -31,9 +32,9 @@ def common(facts: Facts) -> Configuration:
     return {
         **everywhere(facts),
         "hidden_size": hidden,
-        "num_hidden_layers": facts.whole("block_count"),
+        "num_hidden_layers": facts.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.whole(KV_HEADS, heads),
+        "num_key_value_heads": facts.whole(KV_HEADS, heads) if kv_heads is None else kv_heads,
         "head_dim": head,
         "intermediate_size": facts.whole("feed_forward_length"),
         "max_position_embeddings": facts.whole("context_length"),
@@ -107,14 +108,15 @@ def _yarn(facts: Facts) -> Configuration:
     return found
 
 
-def _rms(facts: Facts) -> Configuration:
+def with_rms(facts: Facts) -> Configuration:
+    """Return what architectures with RMS norms have in common."""
     return {**common(facts), "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon")}
 
 
 def llama(facts: Facts) -> Configuration:
     """Llama and Mistral; with experts, Mixtral."""
     found = {
-        **_rms(facts),
+        **with_rms(facts),
         "model_type": "llama",
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
@@ -132,33 +134,19 @@ def llama(facts: Facts) -> Configuration:
 
 
 def qwen2(facts: Facts) -> Configuration:
-    return {**_rms(facts), "model_type": "qwen2", "hidden_act": "silu"}
+    return {**with_rms(facts), "model_type": "qwen2", "hidden_act": "silu"}
 
 
 def qwen3(facts: Facts) -> Configuration:
-    return {**_rms(facts), "model_type": "qwen3", "hidden_act": "silu"}
-
-
-def qwen3moe(facts: Facts) -> Configuration:
-    return {
-        **_rms(facts),
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
-        "num_experts": facts.whole("expert_count"),
-        "num_experts_per_tok": facts.whole("expert_used_count"),
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-    }
+    return {**with_rms(facts), "model_type": "qwen3", "hidden_act": "silu"}
 
 
 def gemma(facts: Facts) -> Configuration:
-    return {**_rms(facts), "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+    return {**with_rms(facts), "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
 
 
 def gemma2(facts: Facts) -> Configuration:
-    found = _rms(facts)
+    found = with_rms(facts)
     layers = range(found["num_hidden_layers"])
     return {
         **found,
@@ -173,7 +161,7 @@ def gemma2(facts: Facts) -> Configuration:
 
 def gemma3(facts: Facts) -> Configuration:
     """Five of six layers have a window, and a rotation of their own that is not scaled."""
-    found = _rms(facts)
+    found = with_rms(facts)
     window = facts.whole("attention.sliding_window", 0)
     layers = range(found["num_hidden_layers"])
     cap = facts.real("final_logit_softcapping", 0.0)
@@ -204,7 +192,7 @@ def _gemmas(facts: Facts, found: Configuration) -> Configuration:
 
 
 def phi3(facts: Facts) -> Configuration:
-    found = _rms(facts)
+    found = with_rms(facts)
     original = facts.whole("rope.scaling.original_context_length", 0)
     attention = facts.real("rope.scaling.attn_factor", 1.0)
     if "rope_factors_short.weight" in facts.tensors:
@@ -235,25 +223,6 @@ def gpt2(facts: Facts) -> Configuration:
     }
 
 
-def gpt_oss(facts: Facts) -> Configuration:
-    """Layers with a window and without by turns; the ramp of its yarn is not rounded."""
-    found = _rms(facts)
-    found["rope_parameters"]["truncate"] = False
-    layers = range(found["num_hidden_layers"])
-    return {
-        **found,
-        "model_type": "gpt_oss",
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "intermediate_size": facts.whole("expert_feed_forward_length"),
-        "num_local_experts": facts.whole("expert_count"),
-        "num_experts_per_tok": facts.whole("expert_used_count"),
-        "sliding_window": facts.whole("attention.sliding_window"),
-        "layer_types": [FULL if index % 2 else SLIDING for index in layers],
-        "swiglu_limit": 7.0,
-    }
-
-
 def starcoder2(facts: Facts) -> Configuration:
     return {
         **common(facts),
@@ -267,11 +236,11 @@ def starcoder2(facts: Facts) -> Configuration:
 
 
 def olmo2(facts: Facts) -> Configuration:
-    return {**_rms(facts), "model_type": "olmo2", "hidden_act": "silu"}
+    return {**with_rms(facts), "model_type": "olmo2", "hidden_act": "silu"}
 
 
 def smollm3(facts: Facts) -> Configuration:
-    found = _rms(facts)
+    found = with_rms(facts)
     layers = range(found["num_hidden_layers"])
     return {
         **found,
@@ -284,7 +253,7 @@ def smollm3(facts: Facts) -> Configuration:
 
 
 def granite(facts: Facts) -> Configuration:
-    found = _rms(facts)
+    found = with_rms(facts)
     return {
         **found,
         "model_type": "granite",
@@ -297,17 +266,15 @@ def granite(facts: Facts) -> Configuration:
     }
 
 
-CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
+DENSE: Mapping[str, Callable[[Facts], Configuration]] = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
-    "qwen3moe": qwen3moe,
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "phi3": phi3,
     "gpt2": gpt2,
-    "gpt-oss": gpt_oss,
     "starcoder2": starcoder2,
     "olmo2": olmo2,
     "smollm3": smollm3,

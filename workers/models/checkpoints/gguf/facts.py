@@ -42,6 +42,33 @@ class Facts:
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no whole number")
         return value
 
+    def wholes(self, key: str) -> list[int]:
+        """Return whole numbers, one for each layer."""
+        value, layers = self._get(key, None), self.whole("block_count")
+        if (
+            not isinstance(value, np.ndarray)
+            or len(value) != layers
+            or value.dtype.kind not in "iu"
+        ):
+            raise self.refusal(f"{self._prefix}{key} is no list of {layers} whole numbers")
+        return [int(one) for one in value]
+
+    def truth(self, key: str, default: bool) -> bool:
+        """Return whether something is so."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, neither true nor false")
+        return value
+
+    @property
+    def layers(self) -> int:
+        """Return how many layers a token goes through; behind them a file may have others, which
+        guess the tokens that follow."""
+        found = self.whole("block_count") - self.whole("nextn_predict_layers", 0)
+        if found < 1:
+            raise self.refusal(f"it has {found} layers")
+        return found
+
     def real(self, key: str, default: float | None = None) -> float:
         """Return a number; one that the file has in 32 bits, as the decimal number of fewest digits
         that it stands for."""

@@ -45,11 +45,24 @@ class Naming:
     woven: bool = False
     """The rows of an expert's gate and up alternate, in one tensor of [experts, in, out]."""
     bare: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer whose names have no end in transformers."""
+    """Tensors of a layer, with their ends, whose names have none in transformers."""
+    single: Mapping[str, int] = field(default_factory=dict)
+    """Tensors of a layer that have one dimension more in transformers, of one number, and which."""
 
 
 _GATED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+MERGED = "ffn_gate_up_exps"
+"""Gates and what they are for of all experts of a layer, below each other."""
 _MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+_CORRECTION = "e_score_correction_bias"
+
+
+def _shared(part: str) -> Mapping[str, str]:
+    """The names of an MLP beside experts."""
+    linears = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    return {f"ffn_{name}_shexp": f"{part}.{linear}" for name, linear in linears.items()}
+
+
 NAMINGS: Mapping[str, Naming] = {
     "llama": Naming(_LLAMA, permuted=True),
     "granite": Naming(_LLAMA, permuted=True),
@@ -64,6 +77,71 @@ NAMINGS: Mapping[str, Naming] = {
     "qwen3": Naming({**_LLAMA, **_HEAD_NORMS}),
     "qwen3moe": Naming(
         {**_ATTENTION, **_NORMS, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, experts=_GATED
+    ),
+    "qwen2moe": Naming(
+        {
+            **_ATTENTION,
+            **_NORMS,
+            **_shared("mlp.shared_expert"),
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        experts=_GATED,
+        single={"ffn_gate_inp_shexp": 0},
+    ),
+    "olmoe": Naming(
+        {**_ATTENTION, **_NORMS, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, experts=_GATED
+    ),
+    "granitemoe": Naming(
+        {**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.router"},
+        permuted=True,
+        experts=_GATED,
+        expert_part="block_sparse_moe",
+    ),
+    "glm4moe": Naming(
+        {
+            **_LLAMA,
+            **_HEAD_NORMS,
+            **_shared("mlp.shared_experts"),
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+        },
+        experts=_GATED,
+        bare={"exp_probs_b.bias": f"mlp.gate.{_CORRECTION}"},
+    ),
+    "ernie4_5-moe": Naming(
+        {**_LLAMA, **_shared("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"},
+        experts=_GATED,
+        bare={"exp_probs_b.bias": f"mlp.moe_statics.{_CORRECTION}"},
+        single={"exp_probs_b": 0},
+    ),
+    "minimax-m2": Naming(
+        {**_ATTENTION, **_NORMS, **_HEAD_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        experts=_MIXTRAL,
+        expert_part="block_sparse_moe",
+        bare={"exp_probs_b.bias": f"block_sparse_moe.{_CORRECTION}"},
+    ),
+    "lfm2moe": Naming(
+        {
+            **_ATTENTION,
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "ffn_gate_inp": "feed_forward.gate",
+        },
+        outside={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm"},
+        experts=_MIXTRAL,
+        expert_part="feed_forward",
+        bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        single={"shortconv.conv": 1},
     ),
     "gemma": Naming(_LLAMA, plus_one=True),
     "gemma2": Naming(_GEMMA2, plus_one=True),
@@ -104,7 +182,7 @@ NAMINGS: Mapping[str, Naming] = {
         },
         experts=_GATED,
         woven=True,
-        bare={"attn_sinks": "self_attn.sinks"},
+        bare={"attn_sinks.weight": "self_attn.sinks"},
     ),
     "starcoder2": Naming({**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "olmo2": Naming({**_ATTENTION, **_HEAD_NORMS, **_MLP, **_POST_NORMS}),

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
-from dovetail.workers.models.checkpoints.gguf.naming import NAMINGS, NOT_READ, Naming
+from dovetail.workers.models.checkpoints.gguf.naming import MERGED, NAMINGS, NOT_READ, Naming
 from dovetail.workers.models.checkpoints.gguf.reader import Head, Place
 
-NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES = range(5)
+NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, RESHAPE = range(6)
 """Steps that make a tensor of a file that of transformers: 1 taken away, its two dimensions or its
-last two changed, rows whose neighbours are rotated together put into halves of a head."""
+last two changed, rows whose neighbours are rotated together put into halves of a head, a dimension
+of one number added."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Placed:
     change: int = NOTHING
     heads: int = 0
     """The number of heads that HALVES is about."""
+    single: int = 0
+    """The dimension that RESHAPE adds."""
     up: "Placed | None" = None
     """The other half of a tensor of which every second row stands elsewhere."""
 
@@ -47,6 +50,8 @@ class Placed:
             return (experts, *inputs, 2 * outputs)
         if self.change in (TRANSPOSE, TURN):
             return (*shape[:-2], shape[-1], shape[-2])
+        if self.change == RESHAPE:
+            return (*shape[: self.single], 1, *shape[self.single :])
         return shape
 
 
@@ -54,15 +59,22 @@ def placed_in(model: Model) -> dict[str, Placed]:
     """Return the tensors of a model by transformers' names; `CheckpointError` names one that is not
     known for its architecture."""
     facts = Facts(model)
-    naming = naming_of(facts)
+    naming, layers = naming_of(facts), facts.layers
     found = {
         name: placed
         for head in model.heads
         for place in head.tensors
-        if place.name not in NOT_READ
+        if place.name not in NOT_READ and _layer_of(place.name) < layers
         for name, placed in _named(Placed(head, place), facts, naming)
     }
     return _woven(found, facts) if naming.woven else found
+
+
+def _layer_of(name: str) -> int:
+    """The layer of a tensor; -1 for one of none."""
+    block, _, rest = name.partition(".")
+    index = rest.partition(".")[0]
+    return int(index) if block == "blk" and index.isdecimal() else -1
 
 
 def naming_of(facts: Facts) -> Naming:
@@ -85,31 +97,39 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
     layer = f"{naming.prefix}{index}."
     if known and name in naming.layer:
         yield f"{layer}{naming.layer[name]}.{end}", _changed(placed, name, facts, naming)
-    elif known and name in naming.bare and end == "weight":
-        yield f"{layer}{naming.bare[name]}", placed
+    elif known and f"{name}.{end}" in naming.bare:
+        yield f"{layer}{naming.bare[f'{name}.{end}']}", _changed(placed, name, facts, naming)
     elif known and name in naming.experts and naming.woven:
         yield f"{layer}mlp.experts.{name}.{end}", placed
     elif known and name in naming.experts and end == "weight" and len(place.shape) == 3:
         for expert, one in enumerate(_apart(placed)):
             yield f"{layer}{naming.expert_part}.experts.{expert}.{naming.experts[name]}.weight", one
+    elif known and name == MERGED and naming.experts and end == "weight" and not naming.woven:
+        yield f"{layer}{naming.expert_part}.experts.gate_up_proj", placed
     else:
         raise facts.refusal(f"tensor {place.name} is not known for this architecture here")
 
 
 def _apart(placed: Placed) -> Iterator[Placed]:
     """The matrices of a layer's experts, which lie behind each other."""
+    return (one_of(placed, index) for index in range(placed.place.shape[0]))
+
+
+def one_of(placed: Placed, index: int) -> Placed:
+    """Return the tensor of one expert within that of all experts of a layer."""
     place = placed.place
     experts, *shape = place.shape
-    size = place.size_bytes // experts
-    for expert in range(experts):
-        offset = place.offset + expert * size
-        yield Placed(placed.head, Place(place.name, tuple(shape), place.kind, offset))
+    offset = place.offset + index * (place.size_bytes // experts)
+    change = TRANSPOSE if placed.change == TURN else placed.change
+    return replace(placed, place=Place(place.name, tuple(shape), place.kind, offset), change=change)
 
 
 def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
     shape = placed.place.shape
     if naming.plus_one and name.endswith("norm"):
         return replace(placed, change=LESS_ONE)
+    if (axis := naming.single.get(name)) is not None and shape[axis : axis + 1] != (1,):
+        return replace(placed, change=RESHAPE, single=axis)
     if naming.transposed and len(shape) == 2 and name in naming.layer:
         return replace(placed, change=TRANSPOSE)
     if naming.permuted and name in ("attn_q", "attn_k"):

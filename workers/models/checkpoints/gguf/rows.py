@@ -42,6 +42,10 @@ class Rows:
         return unpacked(content, self.kind, (len(self.content), self.inputs)).float()
 
 
+Content = Rows | Tensor
+"""Rows of a matrix: blocks as a file has them, or plain numbers [rows, inputs]."""
+
+
 def keep_rows(part: nn.Module, rows: Rows | None) -> None:
     """Have a linear compute with these rows, once they are packed; None: it has no more."""
     part.__dict__[ROWS] = rows

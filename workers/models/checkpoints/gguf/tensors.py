@@ -1,7 +1,8 @@
 """The tensors of GGUF files as those of a checkpoint: each is read by itself, its blocks unpacked
 and its rows put in their places."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     HALVES,
     LESS_ONE,
     NOTHING,
+    RESHAPE,
     TRANSPOSE,
     TURN,
     Placed,
+    one_of,
     placed_in,
 )
 from dovetail.workers.models.checkpoints.gguf.reader import Head
-from dovetail.workers.models.checkpoints.gguf.rows import Rows
+from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20
@@ -36,10 +39,15 @@ class Blocks(Stored):
 
     placed: Placed
 
-    @property
-    def reads_one(self) -> bool:
-        """Return False: all experts of a layer are read together."""
-        return False
+    def read_one(self, name: str, index: int) -> Tensor:
+        """Return the tensor of one expert."""
+        return self.one(index).read(name)
+
+    def one(self, index: int) -> "Blocks":
+        """Return the place of the tensor of one expert."""
+        found = _stored(one_of(self.placed, index))
+        assert isinstance(found, Blocks)
+        return found
 
     def read(self, name: str) -> Tensor:
         """Return the tensor as transformers has it; `CheckpointError` where a block stands for NaN
@@ -83,10 +91,14 @@ class Woven(Stored):
     gate: Blocks
     up: Blocks
 
-    @property
-    def reads_one(self) -> bool:
-        """Return False: all experts of a layer are read together."""
-        return False
+    def read_one(self, name: str, index: int) -> Tensor:
+        """Return the tensor of one expert."""
+        gate, up = (part.one(index).read(name) for part in (self.gate, self.up))
+        return _weave(gate[None], up[None])[0]
+
+    def one(self, index: int) -> "Woven":
+        """Return the places of the tensor of one expert, of which contents alone are read."""
+        return replace(self, gate=self.gate.one(index), up=self.up.one(index))
 
     def read(self, name: str) -> Tensor:
         """Return [experts, in, 2 out], or biases [experts, 2 out]."""
@@ -95,6 +107,19 @@ class Woven(Stored):
     def read_checked(self, name: str) -> Tensor:
         """Read a tensor of files that have not been read as a whole."""
         return _weave(self.gate.read_checked(name), self.up.read_checked(name))
+
+
+def contents_of(stored: Stored, name: str) -> Sequence[Content]:
+    """Return the rows [out] of a matrix, called `name` in errors, in parts one below the other,
+    those of blocks as their file has them."""
+    if isinstance(stored, Woven):
+        return [*contents_of(stored.gate, name), *contents_of(stored.up, name)]
+    if isinstance(stored, Blocks):
+        if (rows := stored.rows(name)) is not None:
+            return [rows]
+        found = stored.read(name)
+        return [found.t() if stored.placed.change == TRANSPOSE else found]
+    return [stored.read(name)]
 
 
 def stored_in(model: Model) -> dict[str, Stored]:
@@ -145,7 +170,7 @@ def _changed(found: Tensor, placed: Placed) -> Tensor:
         return found.transpose(1, 2)
     if placed.change == HALVES:
         return _halves(found, placed.heads)
-    return found
+    return found.unsqueeze(placed.single) if placed.change == RESHAPE else found
 
 
 def _halves(found: Tensor, heads: int) -> Tensor:

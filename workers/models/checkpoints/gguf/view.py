@@ -122,10 +122,8 @@ def types_of(folder: Path) -> Mapping[str, int]:
 
 
 def blocks_kept(folder: Path) -> bool:
-    """Return whether a folder is the view of a model that weights `file` are there for: it has
-    blocks, and no experts."""
-    found = packed_bytes(folder)
-    return bool(found) and not any(".experts." in name for name in found)
+    """Return whether a folder is the view of a model that weights `file` are there for."""
+    return bool(packed_bytes(folder))
 
 
 def mix_of(folder: Path) -> str:
