@@ -60,9 +60,15 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
 # this when torch is imported, here and in child processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# no process of these tests writes to the caches of whoever runs them
-os.environ["XDG_CACHE_HOME"] = str(own / "cache")
-(own / "cache").mkdir()
+# no process of these tests writes to the caches of whoever runs them; pytest's workers share one
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = str(own / "cache")
+    (own / "cache").mkdir()
+
+# Without bytecode on disk each of hundreds of processes would compile dovetail's sources anew, and
+# each of pytest's workers would rewrite the assertions of all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A loaded machine fails no example and no strategy for taking long.
 hypothesis.settings.register_profile(

@@ -27,7 +27,7 @@ def page(browser: Browser) -> Iterator[Page]:
     opened.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # who talks ends with those who look
 def server(stack: Stack) -> Iterator[Api]:
     """The embedded pair over HTTP, with two chats that go on and on."""
     with (

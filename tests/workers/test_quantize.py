@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hqq.core.quantize import Quantizer
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.models.substitutes import quantize
@@ -24,6 +23,8 @@ def weight(rows: int = 48, inputs: int = 192) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", ERRORS)
 def test_codes_stand_for_what_hqq_dequantises(bits: int) -> None:
+    from hqq.core.quantize import Quantizer  # and all of torch's compiler: three seconds
+
     codes = quantise(weight(), bits)
     found, meta = Quantizer.quantize(
         weight(),

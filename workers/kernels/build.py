@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent
 FLAGS = (
     "-std=c++17",
     "-O3",
+    "-g0",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
