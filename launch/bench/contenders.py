@@ -12,6 +12,8 @@ from dovetail.launch.bench.assisted import AssistedPeer, Peer
 from dovetail.launch.bench.assisted import check as check_peer
 from dovetail.launch.bench.llama.peer import LlamaPeer, Preparation, python_for
 from dovetail.launch.bench.llama.peer import check as check_llama
+from dovetail.launch.bench.llama.served import ServedPeer, find_program
+from dovetail.launch.bench.llama.served import check as check_server
 from dovetail.launch.bench.methods import Method
 from dovetail.launch.console.terminal import spinner
 from dovetail.launch.files.prompts import Prompt
@@ -176,8 +178,11 @@ def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
     its models tell."""
     for method in methods:
         settings = method.configuration.settings
+        cores = sorted({*layout.target.cores, *layout.draft.cores})
         if method.llama is not None:
-            check_llama(settings, method.llama, sorted({*layout.target.cores, *layout.draft.cores}))
+            check_llama(settings, method.llama, cores)
+        if method.server is not None:
+            check_server(settings, method.server, cores)
         if not method.ours:
             check_peer(settings, method.name.partition(",")[0])
             continue
@@ -187,31 +192,30 @@ def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
 
 @contextmanager
 def contenders(
-    methods: Sequence[Method], *, llama_python: Path | None = None
+    methods: Sequence[Method], *, llama_python: Path | None = None, llama_server: Path | None = None
 ) -> Iterator[dict[str, Contender]]:
     """Start the processes of each method on the same cores, and yield them by the methods' labels
     once all are ready; the first method is `none`.
 
     All methods are looked at before a process is started. `llama_python`: the interpreter that has
-    llama.cpp, where it is not ours.
+    llama.cpp, where it is not ours; `llama_server`: the program, where it is not in the PATH.
     """
     layout = layout_of(methods[0].configuration.settings)
     check_methods(methods, layout)
     python = (
         python_for(llama_python) if any(method.llama is not None for method in methods) else None
     )
+    program = find_program(llama_server) if any(method.server for method in methods) else None
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
-        preparation = Preparation(supervisor, python) if python is not None else None
+        preparation = Preparation(supervisor, python)
         found: dict[str, Contender] = {}
         shared: dict[str, Connection] = {}
         with spinner() as say:
             for method in methods:
                 say(f"starting {method.name}")
                 if not method.ours:
-                    peer = owned.enter_context(
-                        closing(_peer(supervisor, preparation, method, layout))
-                    )
+                    peer = owned.enter_context(closing(_peer(preparation, program, method, layout)))
                     variants = [replace(method, threads=threads) for threads in peer.thread_counts]
                     found.update({variant.label: Theirs(variant, peer) for variant in variants})
                     continue
@@ -225,12 +229,15 @@ def contenders(
 
 
 def _peer(
-    supervisor: Supervisor, preparation: Preparation | None, method: Method, layout: CoreLayout
+    preparation: Preparation, program: Path | None, method: Method, layout: CoreLayout
 ) -> Peer:
+    configuration = method.configuration
+    if method.server is not None:
+        assert program is not None
+        return ServedPeer(preparation, program, configuration, layout, method.server)
     if method.llama is None:
-        return AssistedPeer(supervisor, method.configuration, layout)
-    assert preparation is not None
-    return LlamaPeer(preparation, method.configuration, layout, method.llama)
+        return AssistedPeer(preparation.supervisor, configuration, layout)
+    return LlamaPeer(preparation, configuration, layout, method.llama)
 
 
 def founder(methods: Sequence[Method], of: Method) -> Method:

@@ -216,6 +216,7 @@ def heading_of(
             method.name: {
                 **_settings(method),
                 "llama.cpp": vars(method.llama) if method.llama else None,
+                "llama-server": vars(method.server) if method.server else None,
             }
             for method in methods
         },

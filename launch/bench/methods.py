@@ -13,7 +13,9 @@ from pathlib import Path
 
 from dovetail.launch.bench.assisted import ASSISTED
 from dovetail.launch.bench.llama.kinds import read_config, type_of
-from dovetail.launch.bench.llama.peer import LLAMA, LlamaOptions, read_option
+from dovetail.launch.bench.llama.peer import LLAMA, SERVER, LlamaOptions, read_option
+from dovetail.launch.bench.llama.served import OWN, ServerOptions
+from dovetail.launch.bench.llama.served import read_option as read_server_option
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.settings.configure import Configuration, parse_setting, read_file
@@ -21,8 +23,11 @@ from dovetail.launch.settings.embedded import with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS
+from dovetail.workers.models.checkpoints.gguf.view import files_of, mix_of
 
 NONE = "none"
+PEERS = (ASSISTED, LLAMA, SERVER)
+"""Other engines."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Method:
     their own."""
     llama: LlamaOptions | None = None
     """The options of llama.cpp, if the method is that."""
+    server: ServerOptions | None = None
+    """The options of llama-server, if the method is that."""
 
     @property
     def ours(self) -> bool:
@@ -53,7 +60,7 @@ class Method:
     def exact(self) -> bool:
         """Return whether a token that differs from that of `none` is a fault, as it is unless
         another engine computes with types of its own."""
-        return self.llama is None
+        return self.llama is None and self.server is None
 
     @property
     def weights(self) -> str:
@@ -61,6 +68,8 @@ class Method:
         weights = self.configuration.settings.target.weights
         if self.ours:
             return weights
+        if self.server is not None:
+            return mix_of(Path(self.configuration.settings.target.model)).partition(" ")[0]
         if self.llama is not None:
             return type_of(
                 weights,
@@ -94,6 +103,14 @@ def read_methods(base: Configuration, texts: Sequence[str]) -> list[Method]:
     return [read_method(base, text) for text in texts]
 
 
+def beside_llama_server(base: Configuration) -> tuple[str, ...]:
+    """Return what is compared where llama-server is named and no method is: our target alone and
+    with its draft, llama-server with the same GGUF file alone, and where our draft is a GGUF file,
+    too, with that."""
+    drafted = bool(files_of(Path(base.settings.draft.model)))
+    return (NONE, "auto", SERVER, *([f"{SERVER},draft={OWN}"] if drafted else []))
+
+
 def tree_of(policy: str) -> dict[str, object]:
     """The settings of a tree that is compared with others by its policy: as it is, but for that
     which adapts itself."""
@@ -105,7 +122,7 @@ def read_method(base: Configuration, text: str) -> Method:
     is that of their draft's tree."""
     head, *settings = text.split(",")
     origin = f"--method {text}"
-    if head in (ASSISTED, LLAMA):
+    if head in PEERS:
         configuration = base.over(origin, {})
     elif head in POLICIES:
         if base.settings.draft.kind == NONE:
@@ -130,13 +147,17 @@ def read_method(base: Configuration, text: str) -> Method:
         raise UserError(
             f"--method {head!r} is not a method: name none, a kind of draft (small, dovetail, "
             "...), a tree policy (goodput, dynamic, ...), the folder of a draft, a settings file "
-            f"(.toml), {ASSISTED} or {LLAMA}"
+            f"(.toml), {', '.join(PEERS[:-1])} or {PEERS[-1]}"
         )
     values = {}
     options = LlamaOptions() if head == LLAMA else None
+    server = ServerOptions() if head == SERVER else None
     for setting in settings:
         if options is not None and (told := read_option(options, setting)) is not None:
             options = told
+            continue
+        if server is not None and (asked := read_server_option(server, setting)) is not None:
+            server = asked
             continue
         name, equals, value = setting.partition("=")
         if not equals:
@@ -148,8 +169,9 @@ def read_method(base: Configuration, text: str) -> Method:
     return Method(
         text,
         configuration.over(origin, values),
-        1 if head in (ASSISTED, LLAMA) else None,
+        1 if head in PEERS else None,
         llama=options,
+        server=server,
     )
 
 

@@ -25,7 +25,14 @@ from dovetail.launch.bench.contenders import Contender, contenders
 from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
 from dovetail.launch.bench.csv import csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
-from dovetail.launch.bench.methods import NONE, Method, PromptSet, read_methods, read_prompt_set
+from dovetail.launch.bench.methods import (
+    NONE,
+    Method,
+    PromptSet,
+    beside_llama_server,
+    read_methods,
+    read_prompt_set,
+)
 from dovetail.launch.bench.plot import draw_speedups
 from dovetail.launch.bench.sweep import VALUES, draw_sweep, points_of, read_sweep, show_sweep, swept
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes
@@ -35,7 +42,8 @@ from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_o
 from dovetail.launch.console.terminal import explained
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
-from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.processes.connection import with_choices
+from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import UserError
@@ -112,13 +120,20 @@ from dovetail.protocol.files import writing
     help="The Python that has llama-cpp-python and gguf, for --method llama.cpp.  [default: ours]",
 )
 @click.option(
+    "--llama-server",
+    type=click.Path(path_type=Path),
+    cls=Rare,
+    help="llama-server, for --method llama-server; without --method a GGUF target is compared with "
+    "it.  [default: that of the PATH]",
+)
+@click.option(
     "--out",
     type=FILE,
     help="Save every reply in this file, and the JSON object at its end; an interrupted run "
     "is continued from there.",
 )
 @json_instead_of("a table")
-@settings_flags(*DECODING_SECTIONS, without=("--temperature",))
+@settings_flags(*DECODING_SECTIONS, without=("--temperature",), named=True)
 @click.pass_context
 def command(
     context: click.Context,
@@ -134,20 +149,24 @@ def command(
     plot: Path | None,
     table: Path | None,
     llama_python: Path | None,
+    llama_server: Path | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
     """Measure methods on sets of prompts at several temperatures, alternating prompt by prompt.
 
-    METHOD is none, a kind of draft, a tree policy (the draft of the settings with this policy), the
-    folder of a draft, a settings file (NAME.toml), assisted (transformers' assisted generation with
-    the same two models) or llama.cpp (llama-cpp-python with the same target as GGUF), with settings
-    appended: --method small,tree.gamma=6,draft.ahead=false. llama.cpp also takes threads=N,
-    draft=lookup (its prompt lookup), lookup=N and cache=f16|f32.
+    MODEL is the target, as `dovetail serve` takes it. METHOD is none, a kind of draft, a tree
+    policy (the draft of the settings with this policy), the folder of a draft, a settings file
+    (NAME.toml), assisted (transformers' assisted generation with the same two models), llama-server
+    (with the very GGUF file of the target) or llama.cpp (llama-cpp-python with another target,
+    written as GGUF), with settings appended: --method small,tree.gamma=6,draft.ahead=false.
+    llama-server also takes draft=FILE.gguf or draft=own (our draft's file), and max=N, threads=N,
+    flash=on|off, of which it is given the fastest; llama.cpp threads=N, draft=lookup (its prompt
+    lookup), lookup=N and cache=f16|f32.
 
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
-    draft failed. llama.cpp computes with types of its own, so its differences are told with their
-    margin and count for nothing.
+    draft failed. llama.cpp and llama-server compute with types of their own, so their differences
+    are told with their margin and count for nothing.
     """
     check_chart(plot)
     if values is not None and sweep is None:
@@ -157,6 +176,10 @@ def command(
     _check_apart(out, plot, table)
     check_output(plot, "the plot")
     check_output(table, "the table")
+    if configuration.origins["target.model"] == POSITIONAL:
+        configuration = with_choices(configuration)
+    if llama_server is not None and not methods:
+        methods = beside_llama_server(configuration)
     chosen = read_methods(configuration, methods)
     sweeping = read_sweep(sweep, values) if sweep is not None else None
     every = points_of(sweeping, chosen) if sweeping is not None else chosen
@@ -168,7 +191,7 @@ def command(
     sets = _sets(files, limit)
     heats = _heats(configuration, temperatures)
     with open_journal(out, heading_of(every, sets, heats, repeat, seed)) as journal:
-        with _contenders(every, journal, llama_python) as found:
+        with _contenders(every, journal, llama_python, llama_server) as found:
             measured = list(measure(found, sets, heats, repeat, seed, journal))
             result, differs = _result(measured, found, seed)
         if sweeping is not None:
@@ -201,14 +224,17 @@ def command(
 
 @contextmanager
 def _contenders(
-    methods: Sequence[Method], journal: Journal, llama_python: Path | None
+    methods: Sequence[Method],
+    journal: Journal,
+    llama_python: Path | None,
+    llama_server: Path | None,
 ) -> Iterator[Mapping[str, Contender]]:
     """Return what decodes for each method; where all has already been measured, nothing is
     started."""
     if journal.whole:
         yield journal.remembered(methods)
         return
-    with contenders(methods, llama_python=llama_python) as found:
+    with contenders(methods, llama_python=llama_python, llama_server=llama_server) as found:
         yield journal.agree(found)
 
 

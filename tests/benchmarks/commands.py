@@ -8,6 +8,7 @@ import click
 
 from benchmarks.accuracy import accuracy
 from benchmarks.ahead import ahead
+from benchmarks.building import build_llama
 from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
 from benchmarks.experts import experts
@@ -53,6 +54,7 @@ for command in (
     experts,
     rest,
     bytes_command,
+    build_llama,
     accuracy,
     loading,
     loads,

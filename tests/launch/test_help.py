@@ -98,7 +98,7 @@ def test_the_words_of_a_table_stand_in_the_full_help_and_the_short_one_says_so(
         (("serve", "--max-model-len", "4096"), ("vLLM", "the context is the model's own")),
         (("serve", "--speculative-config", "{}"), ("vLLM", "--draft MODEL")),
         (("serve", "--port", "8080"), ("--port", "--http.port N")),
-        (("bench", "Qwen/Qwen3-0.6B"), ("Qwen/Qwen3-0.6B", "--target MODEL")),
+        (("calibrate", "Qwen/Qwen3-0.6B"), ("Qwen/Qwen3-0.6B", "--target MODEL")),
         (("generate", "--temp", "0.8", "hello"), ("--temp", "--temperature T")),
         (("generate", "-n", "64", "hello"), ("-n ", "--max-tokens N")),
         (("-m", "model.gguf"), ("-m ", "--target MODEL")),

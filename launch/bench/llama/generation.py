@@ -11,14 +11,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from dovetail.launch.bench.llama.conversion import write_once
+from dovetail.launch.bench.llama.lines import answer
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 
 CONTEXT_STEP = 512
@@ -123,16 +124,6 @@ def keep_silent() -> Any:
 
     llama_cpp.llama_log_set(log, None)
     return log
-
-
-def answer(said: TextIO, decode: Callable[..., Mapping[str, Any]]) -> None:
-    """Answer each line of standard input until it ends."""
-    for line in sys.stdin:
-        try:
-            told = decode(**json.loads(line))
-        except Exception as error:  # told to whoever asked
-            told = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
-        print(json.dumps(told), file=said, flush=True)
 
 
 def main() -> None:

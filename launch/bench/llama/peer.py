@@ -32,8 +32,9 @@ from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling, Settings, TargetSettings
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.baselines.generated import Generated, Round
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 
-LLAMA = "llama.cpp"
+LLAMA, SERVER = "llama.cpp", "llama-server"
 LOOKED_UP = 10
 """Tokens that llama-cpp-python's prompt lookup proposes at a time, unless told otherwise: its own
 default."""
@@ -90,6 +91,11 @@ def check(settings: Settings, options: LlamaOptions, cores: Sequence[int]) -> No
 
 
 def _check_kind(folder: Path, target: TargetSettings) -> None:
+    if target.weights == FILE:
+        raise UserError(
+            f"--method {LLAMA} is given models in safetensors, and {folder.name} is a GGUF file: "
+            f"take --method {SERVER}, which is given the very file"
+        )
     config = read_config(folder)
     reason = unfit(config) or uncut(
         config, type_of(target.weights, config), widened=bool(target.inflate)
@@ -133,7 +139,8 @@ class Preparation:
     """The files of one run, in a folder that goes with it; each is made once."""
 
     supervisor: Supervisor
-    python: Path
+    python: Path | None = None
+    """The Python that has llama.cpp; None: no method needs it."""
     _made: dict[str, _Prepared] = field(default_factory=dict)
 
     def of(self, configuration: Configuration) -> _Prepared:
@@ -145,6 +152,15 @@ class Preparation:
         return self._made[key]
 
     def _make(self, configuration: Configuration) -> _Prepared:
+        out, source, folder, codec = self.read(configuration)
+        target = configuration.settings.target
+        _check_kind(source, target)
+        kind = type_of(target.weights, read_config(source))
+        return _Prepared(folder, kind, out / f"{kind}.gguf", codec)
+
+    def read(self, configuration: Configuration) -> tuple[Path, Path, Path, TextCodec]:
+        """Return a folder for files of a target, its own folder, that of what is decoded, which is
+        another where it was inflated, and its tokenizer."""
         out = Path(tempfile.mkdtemp(prefix="dovetail-llama-"))
         self.supervisor.owns_folder(out)
         arguments = [f"--out={out / 'model'}", *configuration.arguments("target")]
@@ -154,57 +170,27 @@ class Preparation:
             module="dovetail.launch.bench.llama.prepare",
             reads=True,
         )
-        told = _heard(child)
+        told = heard(child)
         self.supervisor.end([child])
         source, folder = Path(told["source"]), Path(told["folder"])
-        target = configuration.settings.target
-        _check_kind(source, target)
-        kind = type_of(target.weights, read_config(source))
         codec = TextCodec(
             (folder / "tokenizer.json").read_bytes(),
             VocabularyFacts.model_validate_json(json.dumps(told["facts"])),
         )
-        return _Prepared(folder, kind, out / f"{kind}.gguf", codec)
+        return out, source, folder, codec
 
 
-class LlamaPeer(Peer):
-    """The process of llama.cpp, and the pipe to it."""
+class Talker(Peer):
+    """A process that is asked line by line, and the pipe to it."""
 
-    def __init__(
-        self,
-        preparation: Preparation,
-        configuration: Configuration,
-        layout: CoreLayout,
-        options: LlamaOptions,
-    ) -> None:
-        """Returns when the model is loaded; what the process has to say if it cannot be is
-        raised."""
-        self.cores = tuple(sorted({*layout.target.cores, *layout.draft.cores}))
-        self._prepared = preparation.of(configuration)
-        prepared, cores = self._prepared, ",".join(map(str, self.cores))
-        more = (f"--cores={cores}", f"--cache={options.cache}", f"--lookup={options.proposed}")
-        command = command_of(
-            preparation.python,
-            "dovetail.launch.bench.llama.generation",
-            (str(prepared.folder), prepared.kind, str(prepared.file), *more),
-        )
-        self._child = preparation.supervisor.start_command(
-            f"{LLAMA} process", command, reads=True, asks=True
-        )
-        self.identity = f"{_heard(self._child)['engine']} {prepared.kind}, cache {options.cache}"
-        if prepared.folder.parent == prepared.file.parent:
-            shutil.rmtree(
-                prepared.folder, ignore_errors=True
-            )  # the inflated target is in the GGUF now, and is as large
-        tried = (
-            (options.threads,) if options.threads is not None else thread_counts_of(len(self.cores))
-        )
-        self.thread_counts = near_the_fastest({threads: self._try(threads) for threads in tried})
+    codec: TextCodec
+    name: str
+    """The name of its method."""
 
     def decode(
         self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
     ) -> PeerReply:
-        codec = self._prepared.codec
+        codec = self.codec
         prompt = codec.encode_turns(turns)
         how = {
             "temp": sampling.temperature,
@@ -223,6 +209,7 @@ class LlamaPeer(Peer):
         generated = Generated(
             tuple(told["tokens"]), told["began_ns"], tuple(Round(*each) for each in told["rounds"])
         )
+        self._heard_of(told)
         return PeerReply(
             result_of(generated, codec, len(prompt), seed, codec.facts.end),
             generated.rounds[0].committed,
@@ -230,6 +217,9 @@ class LlamaPeer(Peer):
 
     def close(self) -> None:
         """The process ends with its supervisor."""
+
+    def _heard_of(self, told: Mapping[str, Any]) -> None:
+        """Hear what else a reply comes with."""
 
     def _asked(self, **question: Any) -> Mapping[str, Any]:
         asks = self._child.process.stdin
@@ -240,13 +230,51 @@ class LlamaPeer(Peer):
         except BrokenPipeError:
             self._child.process.wait()
             raise self._child.failure() from None
-        told = _heard(self._child)
+        told = heard(self._child)
         if "error" in told:
-            raise DovetailError(f"{LLAMA}: {told['error']}")
+            raise DovetailError(f"{self.name}: {told['error']}")
         return told
 
 
-def _heard(child: Child) -> Mapping[str, Any]:
+class LlamaPeer(Talker):
+    """The process of llama.cpp, and the pipe to it."""
+
+    name = LLAMA
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        configuration: Configuration,
+        layout: CoreLayout,
+        options: LlamaOptions,
+    ) -> None:
+        """Returns when the model is loaded; what the process has to say if it cannot be is
+        raised."""
+        self.cores = tuple(sorted({*layout.target.cores, *layout.draft.cores}))
+        assert preparation.python is not None
+        prepared = preparation.of(configuration)
+        self.codec, cores = prepared.codec, ",".join(map(str, self.cores))
+        more = (f"--cores={cores}", f"--cache={options.cache}", f"--lookup={options.proposed}")
+        command = command_of(
+            preparation.python,
+            "dovetail.launch.bench.llama.generation",
+            (str(prepared.folder), prepared.kind, str(prepared.file), *more),
+        )
+        self._child = preparation.supervisor.start_command(
+            f"{LLAMA} process", command, reads=True, asks=True
+        )
+        self.identity = f"{heard(self._child)['engine']} {prepared.kind}, cache {options.cache}"
+        if prepared.folder.parent == prepared.file.parent:
+            shutil.rmtree(
+                prepared.folder, ignore_errors=True
+            )  # the inflated target is in the GGUF now, and is as large
+        tried = (
+            (options.threads,) if options.threads is not None else thread_counts_of(len(self.cores))
+        )
+        self.thread_counts = near_the_fastest({threads: self._try(threads) for threads in tried})
+
+
+def heard(child: Child) -> Mapping[str, Any]:
     """The next line that a process says; what it has to say if it ends instead."""
     assert child.process.stdout is not None
     line = child.process.stdout.readline()
