@@ -31,6 +31,8 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "lfm2_moe": "lfm2moe",
     "olmoe": "olmoe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
@@ -44,7 +46,14 @@ ARCHITECTURES = {
 BARE = re.compile(r"(e_score_correction|expert_bias)(?:_bias)?$")
 """Names of corrections, which have the end of a bias in files."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+DELTA_FACTS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 MIXED_FACTS = {
+    "qwen35": DELTA_FACTS,
     "glm4moe": {
         "leading_dense_block_count": "first_k_dense_replace",
         "expert_shared_count": "n_shared_experts",
@@ -57,6 +66,10 @@ MIXED_FACTS = {
         "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval",
         "expert_shared_count": "moe_num_shared_experts",
+    },
+    "qwen35moe": {
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        **DELTA_FACTS,
     },
     "lfm2moe": {
         "leading_dense_block_count": "num_dense_layers",
@@ -109,10 +122,13 @@ def write_gguf(
         numbers = change(torch.cat([weights[n].double().flatten() for n in own]))
         shift = 1.0 if _shifted(architecture, name) else 0.0
         kind = kinds(name, tuple(whole.shape)) if name.endswith(".weight") else Type.F32
-        exact = any(part in name for part in ("ffn_gate_inp", "shortconv.conv"))
+        exact = any(part in name for part in ("ffn_gate_inp", "shortconv.conv", "conv1d"))
         kind = Type.F32 if whole.ndim < 2 or exact else kind
+        decays = name.endswith("ssm_a")
+        numbers = numbers.float().exp().neg() if decays else numbers
         data, found = coded(numbers.float().numpy() + shift, kind, seeds)
         writer.add_tensor(name, data, raw_dtype=kind)
+        found = torch.from_numpy(found).neg().log().numpy() if decays else found
         flat = torch.cat([same[n].float().flatten() for n in own])
         flat[whole.long().flatten()] = torch.from_numpy(found).flatten() - shift
         first = 0
@@ -182,6 +198,7 @@ def named(
             found.update(_merged_experts(name.split(".")[2], name, shape))
         else:
             in_file = BARE.sub(r"\1.bias", f"{name}.weight" if name.endswith(".sinks") else name)
+            in_file = in_file.replace(".dt_bias", ".dt_proj.bias")
             known = table.get_name(in_file, (".weight", ".bias"))
             assert known is not None, name
             found[known] = [name], _changed(config, name, shape)
@@ -196,6 +213,8 @@ def _changed(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> An
         return _permuted(shape, heads)
     if permuted and ".k_proj." in name:
         return _permuted(shape, config.get("num_key_value_heads", heads))
+    if kind.startswith("qwen3_5_") and ".linear_attn." in name and "norm" not in name:
+        return _tiled(config, name, tuple(count for count in shape if count > 1))
     if 1 in shape:  # as files have it that llama.cpp has quantised
         return lambda flat: flat.view([count for count in shape if count > 1])
     if kind == "gpt2" and len(shape) == 2 and ".h." in name:
@@ -208,6 +227,23 @@ def _permuted(shape: tuple[int, ...], heads: int) -> Any:
     return lambda flat: (
         flat.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
     )
+
+
+def _tiled(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+    """llama.cpp's order of value heads: the first of each key head, then the second of each."""
+    keys = config["linear_num_key_heads"]
+    first = 2 * keys * config["linear_key_head_dim"]
+    behind, inputs = any(part in name for part in ("qkv", "conv1d")), ".out_proj." in name
+
+    def tiled(flat: torch.Tensor) -> torch.Tensor:
+        whole = flat.view(shape).t() if inputs else flat.view(shape)
+        others, own = whole.split([first, len(whole) - first]) if behind else (whole[:0], whole)
+        each = config["linear_num_value_heads"] // keys
+        heads = own.reshape(keys, each, -1, *own.shape[1:]).transpose(0, 1).reshape(own.shape)
+        moved = torch.cat([others, heads])
+        return (moved.t() if inputs else moved).contiguous()
+
+    return tiled
 
 
 def _shaped(shape: tuple[int, ...]) -> Any:
@@ -246,7 +282,8 @@ def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str,
 
 
 def _shifted(architecture: str, name: str) -> bool:
-    return architecture.startswith("gemma") and "norm" in name
+    plus_one = architecture.startswith(("gemma", "qwen35"))
+    return plus_one and "norm" in name and "ssm_norm" not in name
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
@@ -294,7 +331,15 @@ def _facts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found["attention.sliding_window"] = has("sliding_window")
     if architecture in ("qwen3moe", "qwen2moe", "gpt-oss", "minimax-m2", *MIXED_FACTS):
         found["expert_feed_forward_length"] = has("moe_intermediate_size", "intermediate_size")
+    if architecture == "qwen35":
+        del found["expert_feed_forward_length"]
     found |= {key: has(name) for key, name in MIXED_FACTS.get(architecture, {}).items()}
+    if architecture.startswith("qwen35"):
+        width = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        found |= {"ssm.inner_size": width, "rope.dimension_sections": [2, 1, 1, 0]}
+        found["attention.recurrent_layers"] = [
+            kind == "linear_attention" for kind in config["layer_types"]
+        ]
     if architecture == "lfm2moe":
         heads = config["num_key_value_heads"]
         kinds = config["layer_types"]

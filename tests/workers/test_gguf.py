@@ -47,6 +47,13 @@ from support.gguf_files import BLOCKED, write_gguf
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 128,
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": WIDE,
     "mistral": {**WIDE, "sliding_window": None},
@@ -62,6 +69,13 @@ FIELDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "qwen2_moe": {**WIDE, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
+    "qwen3_5_text": {**WIDE, **DELTA},
+    "qwen3_5_moe_text": {
+        **WIDE,
+        **DELTA,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+    },
     "olmoe": WIDE,
     "granitemoe": WIDE,
     "glm4_moe": {

@@ -36,7 +36,11 @@ def common(facts: Facts, kv_heads: int | None = None) -> Configuration:
         "num_attention_heads": heads,
         "num_key_value_heads": facts.whole(KV_HEADS, heads) if kv_heads is None else kv_heads,
         "head_dim": head,
-        "intermediate_size": facts.whole("feed_forward_length"),
+        "intermediate_size": facts.whole(
+            "feed_forward_length"
+            if "feed_forward_length" in facts
+            else "expert_feed_forward_length"
+        ),
         "max_position_embeddings": facts.whole("context_length"),
         "rope_parameters": rotation(facts, head),
     }

@@ -1,7 +1,7 @@
 """The keys of a GGUF file that describe its architecture, taken one by one: a key that nobody asks
 for would be another function, and is refused."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,15 +42,13 @@ class Facts:
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no whole number")
         return value
 
-    def wholes(self, key: str) -> list[int]:
-        """Return whole numbers, one for each layer."""
-        value, layers = self._get(key, None), self.whole("block_count")
-        if (
-            not isinstance(value, np.ndarray)
-            or len(value) != layers
-            or value.dtype.kind not in "iu"
-        ):
-            raise self.refusal(f"{self._prefix}{key} is no list of {layers} whole numbers")
+    def numbers(self, key: str, default: Sequence[int] | None = None) -> list[int]:
+        """Return a list of whole numbers, or of truths."""
+        value = self._get(key, default)
+        if value is default and default is not None:
+            return [*default]
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iub":
+            raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no list of numbers")
         return [int(one) for one in value]
 
     def truth(self, key: str, default: bool) -> bool:

@@ -1,4 +1,5 @@
-"""The configurations of GGUF files of models with experts (see `configurations.py`).
+"""The configurations of GGUF files of models with experts (see `configurations.py`), and of one
+that is as its sister without them.
 
 How experts are chosen stands in llama.cpp's code for most architectures; what a file says beside is
 taken where the model of transformers knows it, and refused where it is something else.
@@ -62,6 +63,45 @@ def qwen2moe(facts: Facts) -> Configuration:
         "norm_topk_prob": False,
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
+    }
+
+
+def qwen35(facts: Facts) -> Configuration:
+    """Gated DeltaNets, and attention with a gate behind it in every so many layers."""
+    found = with_rms(facts)
+    layers, every = range(found["num_hidden_layers"]), facts.whole("full_attention_interval", 4)
+    sections = facts.numbers("rope.dimension_sections", [0, 0, 0])
+    values = facts.whole("ssm.time_step_rank")
+    if "attention.recurrent_layers" in facts:
+        states = facts.numbers("attention.recurrent_layers")[: len(layers)]
+    else:
+        states = [int((index + 1) % max(1, every) > 0) for index in layers]
+    if values < 1 or len(states) != len(layers):
+        raise facts.refusal("it does not say which layers have a state, or of how many heads")
+    found["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
+    return {
+        **found,
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "layer_types": ["linear_attention" if state else FULL for state in states],
+        "linear_conv_kernel_dim": facts.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.whole("ssm.state_size"),
+        "linear_num_key_heads": facts.whole("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": facts.whole("ssm.inner_size") // values,
+    }
+
+
+def qwen35moe(facts: Facts) -> Configuration:
+    """Layers as those without experts have them, and experts beside a shared one."""
+    return {
+        **qwen35(facts),
+        **_mixture(facts),
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": facts.whole("expert_shared_feed_forward_length"),
+        "mlp_only_layers": [],
     }
 
 
@@ -151,8 +191,8 @@ def minimax_m2(facts: Facts) -> Configuration:
 
 def lfm2moe(facts: Facts) -> Configuration:
     """Layers without key heads are convolutions; the first have no experts."""
-    heads = facts.wholes(KV_HEADS)
-    if len({count for count in heads if count}) != 1:
+    heads = facts.numbers(KV_HEADS)
+    if len({count for count in heads if count}) != 1 or len(heads) != facts.layers:
         raise facts.refusal("its layers have several numbers of key heads, or none")
     found = common(facts, max(heads))
     return {
@@ -175,6 +215,8 @@ CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
     **DENSE,
     "qwen3moe": qwen3moe,
     "qwen2moe": qwen2moe,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35moe,
     "gpt-oss": gpt_oss,
     "olmoe": olmoe,
     "granitemoe": granitemoe,

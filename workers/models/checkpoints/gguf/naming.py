@@ -1,8 +1,10 @@
 """The names of tensors in GGUF files and in transformers' models, by llama.cpp's architectures, and
 how their numbers are arranged. Names alone; needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
@@ -24,6 +26,17 @@ NOT_READ = frozenset(("rope_freqs.weight", "rope_factors_short.weight", "rope_fa
 """Tensors that the configuration has taken up."""
 
 
+class Tiled(Enum):
+    """A place of value heads, of which those of one key head do not stand together."""
+
+    ROWS = auto()
+    BEHIND_KEYS = auto()
+    """Rows behind those of queries and keys."""
+    INPUTS = auto()
+    DECAYS = auto()
+    """Numbers of which transformers has the logarithm of the negative."""
+
+
 @dataclass(frozen=True)
 class Naming:
     """The names of an architecture, without the ends `.weight` and `.bias`."""
@@ -37,6 +50,10 @@ class Naming:
     """Rows of queries and keys stand so that neighbours are rotated together."""
     plus_one: bool = False
     """Weights of norms have the one that transformers adds."""
+    plain_norms: Sequence[str] = ()
+    """Norms of layers that are no such."""
+    tiled: Mapping[str, Tiled] = field(default_factory=dict)
+    """Tensors of a layer with value heads."""
     transposed: bool = False
     """transformers has the matrices of layers as [in, out]."""
     experts: Mapping[str, str] = field(default_factory=dict)
@@ -63,6 +80,32 @@ def _shared(part: str) -> Mapping[str, str]:
     return {f"ffn_{name}_shexp": f"{part}.{linear}" for name, linear in linears.items()}
 
 
+_QWEN35 = {
+    **_ATTENTION,
+    **_HEAD_NORMS,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_DELTA: Mapping[str, Any] = {
+    "plus_one": True,
+    "plain_norms": ("ssm_norm",),
+    "tiled": {
+        "attn_qkv": Tiled.BEHIND_KEYS,
+        "ssm_conv1d": Tiled.BEHIND_KEYS,
+        **dict.fromkeys(("attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt"), Tiled.ROWS),
+        "ssm_a": Tiled.DECAYS,
+        "ssm_out": Tiled.INPUTS,
+    },
+    "bare": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    "single": {"ffn_gate_inp_shexp": 0, "ssm_conv1d": 1},
+}
 NAMINGS: Mapping[str, Naming] = {
     "llama": Naming(_LLAMA, permuted=True),
     "granite": Naming(_LLAMA, permuted=True),
@@ -88,6 +131,17 @@ NAMINGS: Mapping[str, Naming] = {
         },
         experts=_GATED,
         single={"ffn_gate_inp_shexp": 0},
+    ),
+    "qwen35": Naming({**_QWEN35, **_MLP}, **_DELTA),
+    "qwen35moe": Naming(
+        {
+            **_QWEN35,
+            **_shared("mlp.shared_expert"),
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        experts=_GATED,
+        **_DELTA,
     ),
     "olmoe": Naming(
         {**_ATTENTION, **_NORMS, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, experts=_GATED

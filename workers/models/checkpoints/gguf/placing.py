@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
-from dovetail.workers.models.checkpoints.gguf.naming import MERGED, NAMINGS, NOT_READ, Naming
+from dovetail.workers.models.checkpoints.gguf.naming import MERGED, NAMINGS, NOT_READ, Naming, Tiled
 from dovetail.workers.models.checkpoints.gguf.reader import Head, Place
 
-NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, RESHAPE = range(6)
+NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, VALUES, VALUE_INPUTS, DECAYS = range(8)
 """Steps that make a tensor of a file that of transformers: 1 taken away, its two dimensions or its
-last two changed, rows whose neighbours are rotated together put into halves of a head, a dimension
-of one number added."""
+last two changed, rows whose neighbours are rotated together put into halves of a head, rows or
+inputs of value heads put beside those of the same key head, and logarithms of decays taken."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,13 @@ class Placed:
     place: Place
     change: int = NOTHING
     heads: int = 0
-    """The number of heads that HALVES is about."""
-    single: int = 0
-    """The dimension that RESHAPE adds."""
+    """The number of heads that HALVES is about, or of key heads."""
+    values: int = 1
+    """The number of value heads for each key head."""
+    first: int = 0
+    """The first row of value heads."""
+    single: int | None = None
+    """A dimension of one number that transformers has beside those of the file."""
     up: "Placed | None" = None
     """The other half of a tensor of which every second row stands elsewhere."""
 
@@ -50,7 +54,7 @@ class Placed:
             return (experts, *inputs, 2 * outputs)
         if self.change in (TRANSPOSE, TURN):
             return (*shape[:-2], shape[-1], shape[-2])
-        if self.change == RESHAPE:
+        if self.single is not None:
             return (*shape[: self.single], 1, *shape[self.single :])
         return shape
 
@@ -88,6 +92,8 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
     place = placed.place
     stem, _, end = place.name.rpartition(".")
     known = end in ("weight", "bias")
+    if not known and place.name.count(".") == 2:  # it has no end
+        stem, end, known = place.name, "", place.name.rpartition(".")[2] in naming.bare
     if known and stem in naming.outside:
         yield f"{naming.outside[stem]}.{end}", _changed(placed, stem, facts, naming)
         return
@@ -97,8 +103,8 @@ def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, 
     layer = f"{naming.prefix}{index}."
     if known and name in naming.layer:
         yield f"{layer}{naming.layer[name]}.{end}", _changed(placed, name, facts, naming)
-    elif known and f"{name}.{end}" in naming.bare:
-        yield f"{layer}{naming.bare[f'{name}.{end}']}", _changed(placed, name, facts, naming)
+    elif known and (bare := naming.bare.get(f"{name}.{end}".removesuffix("."))) is not None:
+        yield f"{layer}{bare}", _changed(placed, name, facts, naming)
     elif known and name in naming.experts and naming.woven:
         yield f"{layer}mlp.experts.{name}.{end}", placed
     elif known and name in naming.experts and end == "weight" and len(place.shape) == 3:
@@ -126,10 +132,12 @@ def one_of(placed: Placed, index: int) -> Placed:
 
 def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
     shape = placed.place.shape
-    if naming.plus_one and name.endswith("norm"):
-        return replace(placed, change=LESS_ONE)
     if (axis := naming.single.get(name)) is not None and shape[axis : axis + 1] != (1,):
-        return replace(placed, change=RESHAPE, single=axis)
+        placed = replace(placed, single=axis)
+    if naming.plus_one and name.endswith("norm") and name not in naming.plain_norms:
+        return replace(placed, change=LESS_ONE)
+    if name in naming.tiled:
+        return _tiled(placed, naming.tiled[name], facts)
     if naming.transposed and len(shape) == 2 and name in naming.layer:
         return replace(placed, change=TRANSPOSE)
     if naming.permuted and name in ("attn_q", "attn_k"):
@@ -140,6 +148,20 @@ def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
             raise facts.refusal(f"tensor {placed.place.name} has {rows}")
         return replace(placed, change=HALVES, heads=heads)
     return placed
+
+
+def _tiled(placed: Placed, what: Tiled, facts: Facts) -> Placed:
+    """A tensor whose value heads stand one for each key head, then the next for each."""
+    keys, values = facts.whole("ssm.group_count"), facts.whole("ssm.time_step_rank")
+    first = 2 * keys * facts.whole("ssm.state_size") if what is Tiled.BEHIND_KEYS else 0
+    inputs = what is Tiled.INPUTS
+    count = placed.place.shape[-1 if inputs else 0] - first
+    if keys < 1 or values < 1 or values % keys or count < 1 or count % values:
+        raise facts.refusal(
+            f"tensor {placed.place.name} has {count} values for {values} heads, {keys} of keys"
+        )
+    change = {Tiled.INPUTS: VALUE_INPUTS, Tiled.DECAYS: DECAYS}.get(what, VALUES)
+    return replace(placed, change=change, heads=keys, values=values // keys, first=first)
 
 
 def _woven(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:

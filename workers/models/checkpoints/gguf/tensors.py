@@ -15,12 +15,14 @@ from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.formats import UNPACK, unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.placing import (
+    DECAYS,
     HALVES,
     LESS_ONE,
     NOTHING,
-    RESHAPE,
     TRANSPOSE,
     TURN,
+    VALUE_INPUTS,
+    VALUES,
     Placed,
     one_of,
     placed_in,
@@ -65,13 +67,15 @@ class Blocks(Stored):
         place, change = self.placed.place, self.placed.change
         if place.kind not in UNPACK or len(place.shape) != 2:
             return None
-        if change not in (NOTHING, HALVES, TRANSPOSE):
+        if change not in (NOTHING, HALVES, TRANSPOSE, VALUES) or self.placed.single is not None:
             return None
         content = torch.frombuffer(self.content(name), dtype=torch.uint8).view(place.shape[0], -1)
         if wrong_row(place.kind, content, place.shape[1]) is not None:
             raise self._not_finite(name)
         if change == HALVES:
             content = _halves(content, self.placed.heads)
+        if change == VALUES:
+            content = _values(content, self.placed)
         return Rows(place.kind, content)
 
     def _not_finite(self, name: str) -> CheckpointError:
@@ -162,6 +166,11 @@ def _stored(placed: Placed) -> Stored:
 
 
 def _changed(found: Tensor, placed: Placed) -> Tensor:
+    moved = _moved(found, placed)
+    return moved if placed.single is None else moved.unsqueeze(placed.single)
+
+
+def _moved(found: Tensor, placed: Placed) -> Tensor:
     if placed.change == LESS_ONE:
         return found.float() - 1
     if placed.change == TRANSPOSE:
@@ -170,7 +179,19 @@ def _changed(found: Tensor, placed: Placed) -> Tensor:
         return found.transpose(1, 2)
     if placed.change == HALVES:
         return _halves(found, placed.heads)
-    return found.unsqueeze(placed.single) if placed.change == RESHAPE else found
+    if placed.change == VALUES:
+        return _values(found, placed)
+    if placed.change == VALUE_INPUTS:
+        return _values(found.t(), placed).t()
+    return _values(found.float(), placed).neg().log() if placed.change == DECAYS else found
+
+
+def _values(found: Tensor, placed: Placed) -> Tensor:
+    """Rows of value heads, which stand one for each key head and then the next for each, beside
+    those of the same key head."""
+    others, own = found[: placed.first], found[placed.first :]
+    tiles = own.reshape(placed.values, placed.heads, -1, *own.shape[1:])
+    return torch.cat([others, tiles.transpose(0, 1).reshape(own.shape)])
 
 
 def _halves(found: Tensor, heads: int) -> Tensor:
