@@ -1,5 +1,6 @@
-"""Target and draft with states in their layers, in real processes: the same tokens with and without
-speculation, and after a worker was killed."""
+"""Targets and drafts with states in their layers, or with attention over latents, in real processes
+and wherever layers are: the same tokens with and without speculation, and after a worker was
+killed."""
 
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from support.architectures import VOCABULARY, write_tiny
+from support.architectures import VARIED, VOCABULARY, write_tiny
+from support.heads import write_head
 from support.kernels import needs_kernels
 from support.stacks import SILENCE_S, complete_all, growing
 
@@ -16,13 +18,6 @@ pytestmark = [needs_kernels, pytest.mark.slow]
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=12, depth=4, width=4)
 TOKENS = 60
-SIZES = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-    "max_position_embeddings": 256,
-}
 
 
 def ask(client: Client, temperature: float, *, speculate: bool) -> int:
@@ -37,17 +32,42 @@ def ask(client: Client, temperature: float, *, speculate: bool) -> int:
     )
 
 
-@pytest.mark.parametrize("weights", ["fp32", "int8"])
-def test_a_lost_worker_and_speculation_change_no_token(weights: str, tmp_path: Path) -> None:
+PLACED = {
+    "whole": {},
+    "split": {"target.split.device": "cpu", "target.split.layers": "3", "target.resident": "1"},
+    "streamed": {"target.resident": "1"},
+    "read": {"target.prefill": "cpu"},
+    "mixer": {"target.split.device": "cpu", "target.split.parts": "mixer"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "placed", "draft"),
+    [
+        ("qwen3_5_text", "fp32", "whole", "small"),
+        ("qwen3_5_text", "int8", "whole", "small"),
+        ("qwen3_5_text", "fp32", "split", "eagle"),
+        ("falcon_h1", "int8", "streamed", "small"),
+        ("nemotron_h", "fp32", "read", "ngram"),
+        ("qwen3_next", "fp32", "mixer", "small"),
+        ("deepseek_v3", "fp32", "split", "eagle3"),
+        ("youtu", "int8", "streamed", "small"),
+        ("deepseek_v2", "int8", "mixer", "ngram"),
+    ],
+)
+def test_a_lost_worker_and_speculation_change_no_token(
+    kind: str, weights: str, placed: str, draft: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
-    write_tiny("qwen3_5_text", folder, **SIZES)
-    flags = {
-        "target.model": str(folder),
-        "target.weights": weights,
-        "draft.model": str(folder),
-        "draft.weights": "int8",
-        "draft.device": "cpu",
-    }
+    write_tiny(kind, folder, **(VARIED[kind] | {"max_position_embeddings": 256}))
+    flags = {"target.model": str(folder), "target.weights": weights, **PLACED[placed]}
+    if draft == "small":
+        flags |= {"draft.model": str(folder), "draft.weights": "int8", "draft.device": "cpu"}
+    elif draft == "ngram":
+        flags |= {"draft.kind": "ngram"}
+    else:
+        head = write_head(tmp_path / "head", draft, hidden=64, vocabulary=VOCABULARY)
+        flags |= {"draft.kind": draft, "draft.model": str(head), "draft.device": "cpu"}
     with growing(flags) as (stack, client, another):
         temperatures = (0.0, 1.0)
         alone = complete_all(client, [ask(client, t, speculate=False) for t in temperatures])

@@ -23,6 +23,12 @@ from support.models import tiny_llama
 
 ONE_HALF = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 GRANITE = {"num_local_experts": 0, "embedding_multiplier": 12, "logits_scaling": 6.0}
+SPARSE = (
+    *("qwen3_moe", "qwen3_5_moe_text", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "nemotron_h"),
+    *("granitemoehybrid", "ernie4_5_moe", "gpt_oss", "mixtral", "llama4_text"),
+    *("hunyuan_v1_moe", "minimax_m2", "deepseek_v2", "axk1", "olmoe", "granitemoe"),
+)
+"""Model types with experts."""
 LOADED = """
 import sys
 import dovetail.workers.loop
@@ -77,13 +83,15 @@ def test_a_model_that_was_proved_before_is_the_same_bytes(
         pytest.param("granite", {}, marks=pytest.mark.slow),
         pytest.param("granitemoehybrid", GRANITE, marks=pytest.mark.slow),
         pytest.param("nemotron_h", ONE_HALF, marks=pytest.mark.slow),
+        ("deepseek_v3", {}),
+        *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in SPARSE),
     ],
 )
 def test_a_model_of_a_family_that_was_proved_before_is_the_same_bytes(
     kind: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_tiny(kind, tmp_path / "model", **(VARIED[kind] | fields))
+    write_tiny(kind, tmp_path / "model", **(VARIED.get(kind, {}) | fields))
     made, recalled = (load(tmp_path / "model", "auto") for _ in range(2))
     assert (made.proved, bool(recalled.proved)) == ("", True)
     assert torch.equal(logits(made), logits(recalled))
@@ -160,8 +168,14 @@ def test_a_damaged_file_counts_as_none(folder: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.slow
-def test_a_worker_whose_proof_is_remembered_imports_no_transformers() -> None:
+@pytest.mark.parametrize("kind", ["embedded", "qwen3_5_moe_text"])
+def test_a_worker_whose_proof_is_remembered_imports_no_transformers(
+    kind: str, tmp_path: Path
+) -> None:
     target = str(DEMO_FOLDER / "target")
+    if kind != "embedded":
+        target = str(tmp_path / "model")
+        write_tiny(kind, tmp_path / "model", **VARIED[kind])
     command = [sys.executable, "-P", "-W", "ignore", "-c", LOADED, target]
     subprocess.run([*command, "auto"], check=True, capture_output=True)
     told = subprocess.run([*command, "auto", "anew"], check=True, capture_output=True, text=True)

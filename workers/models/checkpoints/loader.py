@@ -70,6 +70,9 @@ class Skeleton:
     experts: Callable[[str], Unread] | None = None
     """The experts of a parameter that holds those of a layer, to be read one by one; None: they are
     read together."""
+    tied: Mapping[str, str] | None = None
+    """Tensor -> another that may stand for it in the checkpoint, where tensors are read from
+    pieces; None: they are not."""
     rows: Callable[[str], Rows | None] | None = None
     """The blocks of a parameter, None where it is none of blocks; None: there are no blocks."""
     size_bytes: int = 0
@@ -180,16 +183,37 @@ def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
 
 def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
     """The model of a checkpoint that holds the experts of a layer one by one."""
-    tied, tensors = _tied(model), checkpoint.tensors
+    tied = _tied(model)
+    pieces = _pieces_of(model, checkpoint, naming, tied)
+    pieces.refuse_misshapen(checkpoint.folder)
+    _report_unused(model, checkpoint, pieces.superfluous())
+    return _pieced(model, checkpoint, pieces, tied)
+
+
+def pieced_skeleton(model: Any, checkpoint: Checkpoint, tied: Mapping[str, str]) -> Skeleton:
+    """Return the skeleton of a model whose tensors are read from pieces, as one was that has been
+    checked."""
+    naming = NAMINGS[model.config.model_type]
+    return _pieced(model, checkpoint, _pieces_of(model, checkpoint, naming, tied), tied)
+
+
+def _pieces_of(
+    model: Any, checkpoint: Checkpoint, naming: Naming, tied: Mapping[str, str]
+) -> Pieces:
+    tensors = checkpoint.tensors
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in model.state_dict().items()
         if name in tensors or tied.get(name) not in tensors
     }
-    pieces = Pieces(naming, tensors, shapes)
-    pieces.refuse_misshapen(checkpoint.folder)
+    return Pieces(naming, tensors, shapes)
+
+
+def _pieced(
+    model: Any, checkpoint: Checkpoint, pieces: Pieces, tied: Mapping[str, str]
+) -> Skeleton:
+    tensors, shapes = checkpoint.tensors, pieces.shapes
     one_by_one = all(stored.reads_one for stored in tensors.values() if len(stored.shape) > 2)
-    _report_unused(model, checkpoint, pieces.superfluous())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = {name: pieces.of(name if name in shapes else tied[name]) for name in names}
     whole = set(names) == set(model.state_dict()) and all(len(of) == 1 for of in found.values())
@@ -201,6 +225,7 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
         {name: of[0] for name, of in found.items()} if whole else None,
         experts=pieces.unread if one_by_one else None,
         rows=lambda name: checkpoint.rows(*found[name], transposed=False),
+        tied=tied,
     )
 
 

@@ -2,6 +2,7 @@
 and by what transformers once said of them, and held against nothing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ class Recalled(Kernels):
         matrices = {
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
-        noted = self._known[index]
-        self._take(plan_of(parts, index, noted, matrices, self._tables, self._kind))
+        experts, noted = self._pack_experts(parts, matrices), self._known[index]
+        plan = plan_of(parts, index, noted, matrices, self._tables, self._kind)
+        self._take(replace(plan, experts=experts))
         self.noted.append(noted)
         self._taken += 1
         return nn.Identity()

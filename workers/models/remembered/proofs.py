@@ -51,8 +51,10 @@ class Proof:
     """The path of the part without the head."""
     embedding: str
     head: str
-    stored: Mapping[str, str]
-    """Parameter -> tensor of the checkpoint."""
+    stored: Mapping[str, str] | None
+    """Parameter -> tensor of the checkpoint; None: tensors are made of pieces."""
+    tied: Mapping[str, str]
+    """Tensor -> another that may stand for it in the checkpoint, of models in pieces."""
     transposed: Sequence[str]
     angles: Mapping[str, tuple[Sequence[float], float]]
     """Rotary table -> its frequencies and the factor of cosines and sines."""

@@ -20,11 +20,15 @@ from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.attention import Noted
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
-from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.inflate import Plan
-from dovetail.workers.models.checkpoints.loader import Skeleton, stored_skeleton
+from dovetail.workers.models.checkpoints.loader import (
+    Skeleton,
+    pieced_skeleton,
+    stored_skeleton,
+)
 from dovetail.workers.models.checkpoints.tables import WidenedEmbedding
 from dovetail.workers.models.families.description import Experts
 from dovetail.workers.models.families.registry import FAMILIES
@@ -39,8 +43,12 @@ from dovetail.workers.models.weight_types import KINDS
 
 log = logging.getLogger(__name__)
 
-FOLLOWING = ("num_hidden_layers", "layers_block_type")
+FOLLOWING = ("num_hidden_layers", "layers_block_type", "layer_types", "mlp_layer_types")
 """Fields that the configurations of some families have from others."""
+TRAITS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
+"""The attributes by which experts of transformers say how they are laid out."""
+GATE = "_apply_gate"
+"""The function of those that say it."""
 SAMPLED = 16
 """Rows whose logits are compared."""
 
@@ -113,15 +121,26 @@ def recall(
 
 
 class Part(nn.Module):
-    """A module that is only its parameters, such as a norm or a convolution, or only holds
-    others."""
+    """A module that is only its numbers, such as a norm, a convolution or the experts of a layer,
+    or only holds others."""
 
-    def __init__(self, shapes: Mapping[str, list[int]], normalized: list[int] | None) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, list[int]],
+        buffers: Mapping[str, list[int]],
+        normalized: list[int] | None,
+        traits: Mapping[str, bool],
+    ) -> None:
+        """`traits`: what experts say of their layout."""
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, _meta(shape))
+        for name, shape in buffers.items():
+            self.register_buffer(name, torch.empty(shape, device="meta"))
         if normalized is not None:
             self.normalized_shape = tuple(normalized)
+        for name, value in traits.items():
+            setattr(self, name, value)
 
 
 class Outline(nn.Module):
@@ -167,10 +186,18 @@ def outline_of(skeleton: Skeleton) -> Proof | None:
     config = _plain(_fields(model.config))
     paths = {module: path for path, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if stored is None or config is None or embedding not in paths or head not in paths:
+    read = stored is not None or skeleton.tied is not None
+    if not read or config is None or embedding not in paths or head not in paths:
         return None
-    modules = [_measured(path, module) for path, module in model.named_modules() if path]
-    if None in modules or not _described(model.config, config):
+    if not _described(model.config, config):
+        return None
+    sparse = _sparse(model)
+    modules = [
+        _measured(path, module, matrices=path.startswith(sparse))
+        for path, module in model.named_modules()
+        if path
+    ]
+    if None in modules:
         return None
     return Proof(
         config=config,
@@ -178,7 +205,8 @@ def outline_of(skeleton: Skeleton) -> Proof | None:
         base=paths[base_model(model)],
         embedding=paths[embedding],
         head=paths[head],
-        stored=dict(stored),
+        stored=None if stored is None or skeleton.tied is not None else dict(stored),
+        tied=dict(skeleton.tied or {}),
         transposed=sorted(skeleton.transposed),
         angles={},
         attention=(),
@@ -203,7 +231,10 @@ def completed(outline: Proof, model: LanguageModel) -> Proof | None:
 
 def skeleton_by(proof: Proof, checkpoint: Checkpoint) -> Skeleton:
     """Return the skeleton of a checkpoint by its proof."""
-    return stored_skeleton(Outline(proof), checkpoint, proof.stored, frozenset(proof.transposed))
+    model = Outline(proof)
+    if proof.stored is None:
+        return pieced_skeleton(model, checkpoint, proof.tied)
+    return stored_skeleton(model, checkpoint, proof.stored, frozenset(proof.transposed))
 
 
 def sample(model: LanguageModel) -> str:
@@ -216,8 +247,17 @@ def sample(model: LanguageModel) -> str:
     return digest_of_logits(model.forward(tokens, positions, [Segment(cache, 0, count)]))
 
 
-def _measured(path: str, module: nn.Module) -> tuple[str, str, Any] | None:
-    """Return path, kind and measures of a module; None for one that is more than its numbers."""
+def _sparse(model: Any) -> tuple[str, ...]:
+    """Return the beginnings of the paths of what is in layers with experts."""
+    name, layers = decoder_layers(model)
+    family = FAMILIES[model.config.model_type]
+    specs = (family.layer(model.config, index) for index in range(len(layers)))
+    return tuple(f"{name}.{i}." for i, spec in enumerate(specs) if isinstance(spec.mlp, Experts))
+
+
+def _measured(path: str, module: nn.Module, *, matrices: bool) -> tuple[str, str, Any] | None:
+    """Return path, kind and measures of a module; None for one that is more than its numbers.
+    `matrices`: experts and their routers are there, whose numbers are no linears."""
     shapes = {name: list(part.shape) for name, part in module.named_parameters(recurse=False)}
     if isinstance(module, nn.ModuleList):
         return path, "list", []
@@ -232,10 +272,17 @@ def _measured(path: str, module: nn.Module) -> tuple[str, str, Any] | None:
         if type(module) is not nn.Embedding and scale is None:
             return None
         return path, "embedding", [*shapes["weight"], None if scale is None else float(scale)]
-    if any(len(shape) > 1 for shape in shapes.values()) and type(module) is not nn.Conv1d:
+    several = any(len(shape) > 1 for shape in shapes.values())
+    if several and not matrices and type(module) is not nn.Conv1d:
         return None
     normalized = getattr(module, "normalized_shape", None)
-    return path, "part", [shapes, None if normalized is None else list(normalized)]
+    kept = module.state_dict()  # no buffers that follow from the configuration
+    buffers = {name: list(kept[name].shape) for name in module._buffers if name in kept}
+    traits = {name: value for name in TRAITS if type(value := getattr(module, name, None)) is bool}
+    if hasattr(module, GATE):
+        traits[GATE] = True
+    measures = [shapes, buffers, None if normalized is None else list(normalized), traits]
+    return path, "part", measures
 
 
 def _module(kind: str, measures: Any) -> nn.Module:
@@ -258,8 +305,9 @@ def _meta(shape: list[int]) -> nn.Parameter:
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration, and those that follow from others."""
-    follow = {name: value for name in FOLLOWING if (value := getattr(config, name, None))}
+    """Return the fields of a configuration, those that follow from others, and other names."""
+    names = (*FOLLOWING, *(getattr(config, "attribute_map", None) or {}))
+    follow = {name: value for name in names if (value := getattr(config, name, None))}
     return {**config.to_dict(), **follow}
 
 
@@ -274,7 +322,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _described(config: Any, plain: Mapping[str, Any]) -> bool:
     """Return whether a description says the same of all layers by the plain configuration as by
-    transformers', and nothing of experts, whose tensors are read in another way."""
+    transformers'."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         return False
@@ -284,6 +332,6 @@ def _described(config: Any, plain: Mapping[str, Any]) -> bool:
             (family.layer(config, index), family.layer(told, index))
             for index in range(config.num_hidden_layers)
         ]
-    except AttributeError:
+    except (AttributeError, LookupError, TypeError):
         return False
-    return all(own == other and not isinstance(own.mlp, Experts) for own, other in pairs)
+    return all(own == other for own, other in pairs)
