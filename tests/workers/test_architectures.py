@@ -21,7 +21,7 @@ from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VOCABULARY, classes, write_tiny
 from support.sentences import check_sentence
 
-EVERY = 8
+EVERY = 16
 """One in so many classes is tried every day, and all of them in the slow run."""
 PROMPT, TREE = 40, 12
 """Tokens that are read at once, beyond every tiny window, and then a path of a tree."""

@@ -1,8 +1,9 @@
 """Every described family on the kernels: the function of transformers in all weights and in trees,
 the same bytes wherever a token is computed, and wrong descriptions that the proof finds."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ def load(kind: str, folder: Path, weights: str, **given: Any) -> LanguageModel:
     )
 
 
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], LanguageModel]:
+    """Models by type and weights, each written and loaded once."""
+    return cache(lambda kind, weights: load(kind, tmp_path_factory.mktemp("model"), weights))
+
+
 def read(model: LanguageModel, ids: list[int], chunks: list[int]) -> Tensor:
     """The logits [T, V] of all tokens, read in chunks."""
     cache, start, found = model.new_cache(len(ids)), 0, []
@@ -107,36 +114,37 @@ def read_in_a_tree(model: LanguageModel, ids: list[int]) -> Tensor:
     ],
 )
 def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
-    kind: str, weights: str, tmp_path: Path
+    kind: str, weights: str, loaded: Callable[[str, str], LanguageModel]
 ) -> None:
-    model = load(kind, tmp_path / "model", weights)
+    model = loaded(kind, weights)
     assert model.backend == "kernels"
     ids = tokens()
     plain, tree = read(model, ids, [len(ids)]), read_in_a_tree(model, ids)
     assert torch.equal(plain, tree), "a token in a tree is the token in a text, to the last byte"
-    expected = reference_logits(tmp_path / "model", ids)
+    expected = reference_logits(model.checkpoint.folder, ids)
     shares = (plain - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(shares.mean() if weights == "int8" else shares.max()) < TOLERANCE[weights]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", NEW)
 def test_the_tokens_are_those_of_transformers(
-    kind: str, temperature: float, tmp_path: Path
+    kind: str, temperature: float, loaded: Callable[[str, str], LanguageModel]
 ) -> None:
-    model, log = load(kind, tmp_path / "model", "fp32"), tokens()[:PROMPT]
+    model, log = loaded(kind, "fp32"), tokens()[:PROMPT]
     key, sampling = bytes(range(16)), Sampling(temperature=temperature)
-    expected = reference_tokens(tmp_path / "model", log, PATH, key=key, sampling=sampling)
-    for token in expected:
-        logits = read(model, log, [len(log)])[-1].tolist()
-        assert reference_choice(logits, sampling, key, len(log)) == token
-        log.append(token)
+    expected = reference_tokens(model.checkpoint.folder, log, PATH, key=key, sampling=sampling)
+    chunks = [PROMPT, *[1] * PATH]
+    for place, logits in enumerate(read(model, log + expected, chunks)[PROMPT - 1 : -1].tolist()):
+        assert reference_choice(logits, sampling, key, PROMPT + place) == expected[place]
 
 
 @pytest.mark.parametrize("weights", WAYS)
 @pytest.mark.parametrize("kind", NEW)
-def test_a_row_has_the_same_bytes_in_any_chunk(kind: str, weights: str, tmp_path: Path) -> None:
-    model, ids = load(kind, tmp_path / "model", weights), tokens()
+def test_a_row_has_the_same_bytes_in_any_chunk(
+    kind: str, weights: str, loaded: Callable[[str, str], LanguageModel]
+) -> None:
+    model, ids = loaded(kind, weights), tokens()
     whole = read(model, ids, [len(ids)])
     for chunks in ([1] * len(ids), [7] * 8, [17, 1, 34]):
         assert torch.equal(read(model, ids, chunks), whole)

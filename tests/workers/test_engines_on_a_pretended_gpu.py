@@ -302,7 +302,7 @@ def test_a_target_there_is_drafted_for_from_there(
         sampling=DRAWN,
         tree=TreeSettings(policy="beam", insist=True, gamma=8, depth=4, width=2),
     )
-    rounds(pair, greedy, sampled, drawn)
+    rounds(pair, greedy, sampled, drawn, tokens=10)
     for run in (greedy, sampled, drawn):
         check(run, folder, run.sampling)
 

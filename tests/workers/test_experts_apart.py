@@ -101,17 +101,28 @@ def test_wherever_the_experts_are_the_bytes_are_the_same(kind: str, tmp_path: Pa
 
 
 @pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device")
+@pytest.mark.parametrize("name", ["streamed", pytest.param("split mixer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_computes_the_function_of_the_kernels_experts(kind: str, tmp_path: Path) -> None:
+def test_torch_computes_the_function_of_the_kernels_experts(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    check_torch(kind, name, tmp_path)
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device")
+def test_torch_computes_the_rest_of_a_layer_whose_experts_are_on_the_cpu(tmp_path: Path) -> None:
+    check_torch("gpt_oss", "split mixer", tmp_path)
+
+
+def check_torch(kind: str, name: str, folder: Path) -> None:
     weights = [*TYPES][[*FAMILIES, "gpt_oss"].index(kind) % 2]
-    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights])
-    expected = decode(load(tmp_path / "m", weights))
-    for name in ("streamed", "split mixer"):
-        model = load(tmp_path / "m", weights, WAYS[name], PretendedTransfer())
-        assert isinstance(model.back_end, Staged)
-        assert isinstance(model.back_end.engine, TorchEngine)
-        difference = float((decode(model) - expected).abs().max())
-        assert difference <= TOLERANCE[weights] * float(expected.abs().max()), name
+    write_tiny(kind, folder / "m", dtype=TYPES[weights])
+    expected = decode(load(folder / "m", weights))
+    model = load(folder / "m", weights, WAYS[name], PretendedTransfer())
+    assert isinstance(model.back_end, Staged)
+    assert isinstance(model.back_end.engine, TorchEngine)
+    difference = float((decode(model) - expected).abs().max())
+    assert difference <= TOLERANCE[weights] * float(expected.abs().max())
 
 
 def test_experts_on_the_cpu_take_none_of_the_devices_memory(tmp_path: Path) -> None:

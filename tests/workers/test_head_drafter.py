@@ -304,7 +304,7 @@ def walk(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([*SAMPLINGS.values()]))
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 def test_every_node_is_what_the_head_gives_over_its_path_wherever_the_root_moves(
     open_kind: Callable[..., Head], kind: str, seed: int, sampling: Sampling
 ) -> None:
@@ -335,7 +335,9 @@ def test_levels_in_fixed_shapes_are_the_same(
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "static", "beam", "budget"])
-@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "depth", [1, 3, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (2, 5))]
+)
 def test_the_last_level_comes_from_the_contrast_of_the_parents(
     contrasting: Head, policy: str, depth: int
 ) -> None:
