@@ -306,5 +306,7 @@ def test_a_wrong_description_of_one_layer_is_found(
 def test_what_the_kernels_do_not_compute_is_refused_in_a_sentence(
     given: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"its attention over latents is computed by the C"):
+    with pytest.raises(
+        CheckpointError, match=r"its attention over latents is not computed by torch"
+    ):
         load(tmp_path / "model", **given)
