@@ -85,6 +85,14 @@ def test_the_margin_tells_how_near_to_a_tie_a_choice_was() -> None:
     assert margins.tolist() == [0.5, 0.0]
 
 
+@pytest.mark.parametrize("score", [Score.SOFTMAX, Score.SIGMOID])
+def test_margins_of_scores_are_about_those_of_their_logits(score: Score) -> None:
+    """Scores of hundreds of experts lie so close together that their own margins tell nothing."""
+    rows = torch.tensor([[2.05, 2.0, 1.95, 0, 0, 0, 0, 0], [-2.5, -2.55, -2.6, -4, -4, -4, -4, -4]])
+    margins = route(router(score=score), rows).margins
+    assert all(0.03 < margin < 0.06 for margin in margins.tolist())
+
+
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("score", Score)
 def test_weights_are_those_of_the_plain_formula(score: Score, normalised: bool) -> None:

@@ -97,8 +97,8 @@ class Choice:
     weights: Tensor
     """float32 [rows, chosen]."""
     margins: Tensor
-    """float32 [rows]: how much the last that was chosen is above the next; a share of it where
-    scores are probabilities."""
+    """float32 [rows]: how much the last that was chosen is above the next, about as a difference of
+    logits, also where scores are probabilities or sigmoids."""
 
 
 @cache

@@ -89,8 +89,7 @@ static void weigh_experts(const dovetail::Router& r, const int32_t* ids, float* 
     for (int64_t i = 0; i < r.chosen; i++) weights[i] *= r.scales ? r.scale * r.scales[ids[i]] : r.scale;
 }
 
-// The experts of a row by its logits, ascending, and their weights; the margin of the choice: of probabilities, which may be small, as a share of the one that was
-// chosen last.
+// The experts of a row by its logits, ascending, and their weights; the margin of the choice, about as one of logits: scores of many experts lie close together.
 static float choose(const dovetail::Router& r, const Choice& c, int32_t* ids, float* weights) {
     const int64_t n = r.logits.n;
     if (r.score == dovetail::SOFTMAX) softmax(c.scores, c.scores, n);
@@ -98,14 +97,15 @@ static float choose(const dovetail::Router& r, const Choice& c, int32_t* ids, fl
     for (int64_t i = 0; i < n; i++) c.values[i] = r.correction ? c.scores[i] + r.correction[i] : c.scores[i];
     float margin = r.groups > 1 ? close_groups(r, c.values, c.worths, c.taken) : -NOTHING;
     margin = lesser(margin, mark_best(c.values, c.taken, n, r.chosen));
-    float least = -NOTHING;
+    float least = -NOTHING, score = 0.0f;  // of the one that was chosen last
     for (int64_t i = 0, found = 0; i < n; i++) {
         if (!c.taken[i]) continue;
-        least = lesser(least, c.values[i]);
+        if (c.values[i] < least) least = c.values[i], score = c.scores[i];
         weights[found] = c.scores[i];
         ids[found++] = (int32_t)i;
     }
     weigh_experts(r, ids, weights);
+    if (r.score == dovetail::SIGMOID) return margin / (score * (1.0f - score) + 0.01f);
     return r.score == dovetail::SOFTMAX && least > 0.0f ? margin / least : margin;
 }
 
