@@ -40,7 +40,14 @@ BEYOND = 16
 EXACT = 2e-3
 """Largest accepted difference of a log-probability where the checkpoint's own function is computed:
 rounding alone."""
-MEAN = {"int8": 0.1, "file-int8": 0.1, "bf16": 0.05, "fp16": 0.05}
+MEAN = {
+    "int8": 0.1,
+    "int4-int8": 0.5,
+    "int4-fp32": 0.5,
+    "file-int8": 0.1,
+    "bf16": 0.05,
+    "fp16": 0.05,
+}
 """Largest accepted mean difference, where matrices or states are rounded."""
 
 
@@ -169,7 +176,7 @@ def agreement_of(
     )
     near = max([LEAST_TEXT, *(mark + BEYOND for mark in marks if mark + BEYOND <= MOST_TEXT)])
     count = min(near if text_tokens is None else text_tokens, context - REPLY)
-    ids = _text(TextCodec(described.tokenizer.data, described.vocabulary), prompts, count)
+    ids = text_of(TextCodec(described.tokenizer.data, described.vocabulary), prompts, count)
     scores, reply = _scored(connection, ids)
     whole = [*ids, *reply]
     try:
@@ -201,7 +208,7 @@ def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
     return told in (digest[:16], digest_of_second(digest)[:16])
 
 
-def _text(codec: TextCodec, prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:
+def text_of(codec: TextCodec, prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:
     """So many tokens of what prompts say, over and over."""
     once = codec.encode("\n\n".join(turn for prompt in prompts for turn in prompt.turns)) or (0,)
     return tuple(once[index % len(once)] for index in range(max(2, count)))

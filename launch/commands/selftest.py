@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.checks.agreement import Agreement, agreement_of
+from dovetail.launch.checks.card import CARD_COLUMNS, card_cells, measure_card
 from dovetail.launch.console.draft_failure import first_failure
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.options import COUNT, FILE, json_option
@@ -22,7 +23,7 @@ from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.launch.settings.embedded import DEMO_FOLDER, with_target
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import DovetailError, UserError, printable
 from dovetail.protocol.messages import DraftFailure, Finished, WorkerState
@@ -30,6 +31,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.record.comparison import Difference, first_difference
 
 SEED = 20260101
+DEMO_PROMPTS = DEMO_FOLDER / "prompts.jsonl"
 TOKENS = 48
 """The length of each reply where the settings do not say otherwise: long enough for a dozen rounds,
 short enough for a coffee."""
@@ -117,6 +119,12 @@ class Check:
     help="Tokens of the text that is compared with transformers; 0: none is.  [default: past "
     "what the configuration names, 256 to 2064]",
 )
+@click.option(
+    "--card",
+    is_flag=True,
+    help="Instead, measure what each type of the target's weights changes on a text, here and "
+    "without a coordinator.",
+)
 @json_option()
 @settings_flags(*DECODING_SECTIONS)
 @click.pass_context
@@ -127,6 +135,7 @@ def command(
     prompts: Path | None,
     limit: int,
     text_tokens: int | None,
+    card: bool,
     as_json: bool,
 ) -> None:
     """Compare token ids with and without speculation, at several temperatures, truncations and tree
@@ -136,8 +145,11 @@ def command(
     A difference where the target's two best choices lay less than 1e-4 apart is a near-tie:
     rounding decided. It is reported and does not fail.
     """
+    if card:
+        _show_card(configuration, prompts, text_tokens, as_json=as_json)
+        return
     _check_settings(configuration)
-    chosen = read_prompts(prompts or DEMO_FOLDER / "prompts.jsonl")[:limit]
+    chosen = read_prompts(prompts or DEMO_PROMPTS)[:limit]
     tokens = (
         configuration.settings.sampling.max_tokens
         if configuration.given("sampling.max_tokens")
@@ -172,6 +184,18 @@ def command(
     ok = all(check.ok for check in checks) and agreement.ok is not False
     _show(checks, agreement, ok=ok, as_json=as_json)
     context.exit(0 if ok else 1)
+
+
+def _show_card(
+    configuration: Configuration, prompts: Path | None, text_tokens: int | None, *, as_json: bool
+) -> None:
+    """Print the card of the target's weights, on a text of prompts."""
+    target = with_target(configuration.settings.target)
+    lines = measure_card(target, read_prompts(prompts or DEMO_PROMPTS), text_tokens)
+    if as_json:
+        click.echo(json.dumps({"card": [asdict(line) for line in lines]}))
+    else:
+        print_table(CARD_COLUMNS, [card_cells(line) for line in lines])
 
 
 def _check_settings(configuration: Configuration) -> None:

@@ -10,7 +10,7 @@ from dovetail.protocol.settings.values import Frozen, one_of
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of one target and are trained for it."""
 DRAFT_KINDS = ("auto", "small", *HEAD_KINDS, "ngram", "substitute", "none")
-WEIGHTS = ("fp32", "half", "int8", "file", "bf16", "int8-per-tensor")
+WEIGHTS = ("fp32", "half", "int8", "int4", "file", "bf16", "int8-per-tensor")
 ACTIVATIONS = ("int8", "fp32")
 BACKENDS = ("auto", "kernels", "library")
 CACHES = ("auto", "fp32", "half")
@@ -38,7 +38,7 @@ def cache_of(cache: str, weights: str) -> str:
     """The type of keys and values, fp32 or half, that is asked for with weights of a type."""
     if cache != "auto":
         return cache
-    return "half" if weights in ("half", "int8", "file") else "fp32"
+    return "half" if weights in ("half", "int8", "int4", "file") else "fp32"
 
 
 class SplitSettings(Frozen):
@@ -78,14 +78,14 @@ class TargetSettings(Frozen):
     )
     weights: str = Field(
         "fp32",
-        description="fp32, half (the checkpoint's 16 bits), int8 or file (a GGUF file's own "
-        "blocks, and its default); bf16 and int8-per-tensor change the function, the last one is "
-        "not lossless",
+        description="fp32, half (the checkpoint's 16 bits), int8, int4 (blocks of 4 bits, which "
+        "are searched for once and kept) or file (a GGUF file's own blocks, and its default); bf16 "
+        "and int8-per-tensor change the function, the last one is not lossless",
     )
     activations: str = Field(
         "int8",
-        description="what weights file are multiplied with: int8 (each 32 numbers of a row are "
-        "rounded to 8 bits) or fp32 (the file's exact function, slower)",
+        description="what weights int4 and file are multiplied with: int8 (each 32 numbers of a "
+        "row are rounded to 8 bits) or fp32 (the blocks' exact function, slower)",
     )
     backend: str = Field(
         "auto",
@@ -95,7 +95,8 @@ class TargetSettings(Frozen):
     cache: str = Field(
         "auto",
         description="keys and values: fp32 or half (fp16, which takes half the memory and changes "
-        "logits by about a rounding); auto: half with half, int8 and file weights on the kernels",
+        "logits by about a rounding); auto: half with half, int8, int4 and file weights on the "
+        "kernels",
     )
     context: Annotated[int, Field(ge=2, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
@@ -204,9 +205,8 @@ class DraftSettings(Frozen):
     )
     weights: str = Field(
         "auto",
-        description="fp32, fp16, bf16, int8, file (the blocks of a GGUF file) or, for a head, "
-        "int4; of a substitute int8, int4, "
-        "int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
+        description="fp32, fp16, bf16, int8, int4 or file (the blocks of a GGUF file); of a "
+        "substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
         "a GPU; of a substitute int4",
     )
     device: str = Field(

@@ -26,6 +26,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, Spans
+from dovetail.workers import kernels
 from dovetail.workers.draft import MAX_OPEN, DraftWorker, Identity
 from dovetail.workers.drafters.model import Drafter, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
@@ -613,10 +614,10 @@ def test_a_kind_that_agrees_with_the_folder_is_taken(
     assert reads.row == row
 
 
-def test_four_bits_are_for_heads(llama_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"draft.weights = 'int4' is for heads"):
-        head_worker(llama_folder, llama_folder, weights="int4")
+def test_heads_and_smaller_models_can_have_four_bits(llama_folder: Path, tmp_path: Path) -> None:
     head_worker(write_head(tmp_path, "eagle"), llama_folder, weights="int4")
+    if kernels.available():
+        head_worker(llama_folder, llama_folder, weights="int4")
 
 
 def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there_is_none(

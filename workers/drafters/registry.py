@@ -181,11 +181,6 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.models.remembered.proofs import tell_proof
 
     settings = wanted.settings
-    if settings.weights == "int4":
-        raise SettingsError(
-            f"draft.weights = 'int4' is for heads, and {settings.model} is an ordinary "
-            "language model: use int8, fp16, bf16 or fp32"
-        )
     device = open_device(settings.device, wanted.threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
     model = load_language_model(

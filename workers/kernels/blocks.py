@@ -136,6 +136,17 @@ def wrong_row(type: int, rows: Array, inputs: int) -> int | None:
     return next((row for row in _in_turns(look, count) if row >= 0), None)
 
 
+def search(type: int, numbers: Array, out: Array) -> None:
+    """Turn rows float32 [count, k] into blocks of a type, uint8 out [count, bytes], as a file has
+    them: those of Q4_K, Q5_0, Q6_K or Q8_0 that are off by least, the same bytes for any
+    instruction set. The calling thread does it alone."""
+    count, inputs = numbers.shape
+    source = address_of(numbers, (count, inputs), ("float32",))
+    to = address_of(out, (count, out.shape[1]), ("uint8",))
+    if not library().dt_search(type, source, count * inputs, to):
+        raise ValueError(f"blocks of type {type} are not searched for")
+
+
 def unpack(type: int, rows: Array, out: Array) -> None:
     """Unpack rows uint8 [count, bytes] of a type of blocks, as a file has them, as float32 out
     [count, k]."""

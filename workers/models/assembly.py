@@ -25,7 +25,7 @@ from dovetail.workers.models.language_model import (
 )
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.proving import provable
-from dovetail.workers.models.weight_types import FILE_KINDS, LINEAR_TYPES
+from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, LINEAR_TYPES
 from dovetail.workers.progress import loading
 
 
@@ -48,7 +48,7 @@ def assemble(
     types = Types(  # dead units get numbers of the type that is wanted
         None if plan is None else LINEAR_TYPES.get(weights, torch.float32),
         None,
-        blocks=weights in FILE_KINDS,
+        blocks=weights in BLOCK_WEIGHTS,
     )
     name, layers = decoder_layers(model)
     prefixes = [

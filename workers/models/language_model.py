@@ -94,7 +94,8 @@ class LanguageModel:
         self.checkpoint = checkpoint
         self.checkpoint_digest = digest_within(digest, model.config)
         self.weights = weights
-        """fp32, fp16, bf16, int8 or int8-per-tensor; `half` is what the checkpoint has."""
+        """fp32, fp16, bf16, int8, int8-per-tensor, or int4 or file with the activations; `half` is
+        what the checkpoint has."""
         self.backend, self.kernels = back_end.backend, back_end.kernels
         self.cache = back_end.cache
         self.prompt_rows, self.reads_apart = back_end.prompt_rows, back_end.reads_apart

@@ -43,6 +43,7 @@ from dovetail.workers.models.checkpoints.loader import (
     load_transformers,
     open_skeleton,
 )
+from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.language_model import (
     ROUNDED_TOLERANCE,
@@ -63,7 +64,7 @@ from dovetail.workers.models.remembered.proofs import Proofs
 from dovetail.workers.models.remembered.recall import Memory, recall
 from dovetail.workers.models.wanted import Stager, Wanted
 from dovetail.workers.models.weight_types import (
-    FILE_KINDS,
+    BLOCK_WEIGHTS,
     GPU_TYPES,
     KINDS,
     LINEAR_TYPES,
@@ -96,8 +97,9 @@ def load_language_model(
     that remembers what was measured of the library. `stage`: how it is spread over devices, in
     place of `device`; only a model that the kernels can compute is. `cache`: the type of keys and
     values, one of `protocol.settings.CACHES`; None: fp32 on the CPU, that of the weights on a
-    device. `activations`: int8 or fp32, with weights `file`. `proof`: auto, a proof that is
-    remembered is enough; anew, it is made anew and remembered; off, it is made and not remembered.
+    device. `activations`: int8 or fp32, with weights `int4` and `file`. `proof`: auto, a proof that
+    is remembered is enough; anew, it is made anew and remembered; off, it is made and not
+    remembered.
     `context`: the longest sequence; None: what the model has.
     """
     check_names(weights, backend)
@@ -113,7 +115,12 @@ def load_language_model(
         inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
     )
     if on_cpu:
-        return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, digest, wanted)
+        return _on_cpu(
+            lambda: in_blocks(open_skeleton(checkpoint), checkpoint, own),
+            checkpoint,
+            digest,
+            wanted,
+        )
     return _on_gpu(checkpoint, digest, wanted, torch.device(device))
 
 
@@ -133,12 +140,14 @@ def random_language_model(
     the model has."""
     check_names(weights, backend)
     folder = Path(config_folder)
-    wanted = Wanted(weights, _configured_type(weights, folder), backend, 0, profile, stage, cache)
+    own = _configured_type(weights, folder)
+    wanted = Wanted(weights, own, backend, 0, profile, stage, cache)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
+    stored = LINEAR_TYPES[own]
     checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
     return _on_cpu(
-        lambda: random_skeleton(
-            folder, layers=layers, stored=LINEAR_TYPES[wanted.weights], context=context
+        lambda: in_blocks(
+            random_skeleton(folder, layers=layers, stored=stored, context=context), None, own
         ),
         checkpoint,
         "random",
@@ -197,10 +206,10 @@ def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
         "computed by the library": wanted.backend == "library",
     }
     what = next((what for what, asked in found.items() if asked), None)
-    if what is not None and wanted.weights in FILE_KINDS:
+    if what is not None and wanted.weights in BLOCK_WEIGHTS:
         raise CheckpointError(
-            f"{checkpoint.source}: a model with weights file is not {what}: use weights fp32 or "
-            "int8"
+            f"{checkpoint.source}: a model with weights {wanted.asked} is not {what}: use weights "
+            "fp32 or int8"
         )
 
 

@@ -12,7 +12,7 @@ from dovetail.protocol.settings import cache_of
 from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.cache import HALF
-from dovetail.workers.models.weight_types import FILE_KINDS
+from dovetail.workers.models.weight_types import BLOCK_WEIGHTS
 
 Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
 """A function that says how a model of a configuration (config.json's) with weights of a type (fp32,
@@ -44,7 +44,7 @@ class Wanted:
     @property
     def rounded(self) -> bool:
         """Return whether the kernels alone have weights of this type, of those that they have."""
-        return self.weights in ("int8", *FILE_KINDS) or (
+        return self.weights in ("int8", *BLOCK_WEIGHTS) or (
             self.weights == "bf16" and self.asked == "half"
         )
 
@@ -69,18 +69,15 @@ class Wanted:
         if self.backend == "kernels":
             other = "backend library and weights fp32" if self.rounded else "backend library"
             raise CheckpointError(f"{source}: {why_not}; or use {other}")
-        if self.weights in FILE_KINDS:
-            raise CheckpointError(
-                f"{source}: weights file need the C++ kernels, and {why_not}; or use weights fp32"
-            )
         if self.weights == "int8" and self.backend == "library":
             raise CheckpointError(
                 f"{source}: target.backend = 'library' has no int8 weights: leave it out, or use "
                 "weights fp32"
             )
-        if self.weights == "int8":
+        if self.weights == "int8" or self.weights in BLOCK_WEIGHTS:
             raise CheckpointError(
-                f"{source}: int8 weights need the C++ kernels, and {why_not}; or use weights fp32"
+                f"{source}: {self.asked} weights need the C++ kernels, and {why_not}; or use "
+                "weights fp32"
             )
         if self.weights == "bf16":
             raise CheckpointError(

@@ -11,20 +11,24 @@ from dovetail.workers.models.backends import packing
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.footprint import is_expert
+from dovetail.workers.models.checkpoints.quantised.searched import TYPES
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
-WEIGHTS = ("fp32", "half", "int8", "file", "bf16", "fp16", "int8-per-tensor", "stored")
+WEIGHTS = ("fp32", "half", "int8", "int4", "file", "bf16", "fp16", "int8-per-tensor", "stored")
 """`stored` is for a draft: the blocks or the 16 bits of the checkpoint where it has them and the
 kernels compute with them, else fp32."""
 GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FILE_KINDS = {"file-int8": Kind.BLOCKS, "file-fp32": Kind.EXACT_BLOCKS}
 """The kinds of matrices for weights `file`, by the activations that they are multiplied with."""
+BLOCK_WEIGHTS = {**FILE_KINDS, **dict(zip(TYPES, FILE_KINDS.values(), strict=True))}
+"""The kinds of matrices for weights `file` and `int4`, by what these are multiplied with."""
 KINDS = {
     "fp32": Kind.FP32,
     "fp16": Kind.FP16,
     "bf16": Kind.BF16,
     "int8": Kind.INT8,
-    **FILE_KINDS,
+    **BLOCK_WEIGHTS,
 }
 """The kernels' kind of matrix for weights of a type; `half` is one of the two 16-bit types."""
 LINEAR_TYPES = {
@@ -33,6 +37,7 @@ LINEAR_TYPES = {
     "bf16": torch.bfloat16,
     "int8": torch.float32,
     "int8-per-tensor": torch.float32,
+    **dict.fromkeys(TYPES, torch.float16),
 }
 
 
@@ -46,9 +51,12 @@ def check_names(weights: str, backend: str) -> None:
 
 
 def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> str:
-    """`weights` with `half`, `file` and `stored` put into the words of what the checkpoint's
-    matrices are; half weights of others would be another function."""
+    """`weights` with `half`, `file`, `int4` and `stored` put into the words of what the
+    checkpoint's matrices are; half weights of others would be another function."""
     own = f"file-{activations}"
+    if weights == "int4":
+        _refuse_search(checkpoint)
+        return f"int4-{activations}"
     if weights == "file" and not checkpoint.has_blocks:
         raise CheckpointError(
             f"{checkpoint.source}: weights file are the blocks of a GGUF file, and this model has "
@@ -79,6 +87,19 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
     )
 
 
+def _refuse_search(checkpoint: Checkpoint) -> None:
+    """`CheckpointError` for a checkpoint that is not quantised to 4 bits here."""
+    if checkpoint.has_blocks:
+        raise CheckpointError(
+            f"{checkpoint.source}: its numbers are blocks of a GGUF file already, which weights "
+            "int4 would round once more: use weights file"
+        )
+    if any(is_expert(name, stored.shape) for name, stored in checkpoint.tensors.items()):
+        raise CheckpointError(
+            f"{checkpoint.source}: weights int4 are not made of experts: use weights int8"
+        )
+
+
 def _configured_type(weights: str, folder: Path) -> str:
     """Return the type for a config.json alone, by the type that it names for the checkpoint's
     matrices; 16 bits where it names none."""
@@ -87,6 +108,8 @@ def _configured_type(weights: str, folder: Path) -> str:
             f"{folder}: weights file are the blocks of a file, and random weights, as a "
             "calibration takes them, are in none; use weights int8"
         )
+    if weights == "int4":
+        return "int4-int8"
     if weights not in ("half", "stored"):
         return weights
     file = folder if folder.is_file() else folder / "config.json"

@@ -16,6 +16,7 @@ from dovetail.workers.calibration.subject import Subject, read_design
 from dovetail.workers.calibration.target import calibration_key
 from dovetail.workers.devices import Device, open_device
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
+from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.remembered.proofs import tell_proof
@@ -115,9 +116,11 @@ def _fingerprint(
     instruction set and any number of threads, torch does not."""
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
+    if settings.weights == "int4":
+        family = f"{family}+{SEARCH}"
     return Fingerprint(
         checkpoint=model.checkpoint_digest,
-        weights=model.weights if settings.weights == "file" else settings.weights,
+        weights=model.weights if settings.weights in ("file", "int4") else settings.weights,
         kernels=family,
         cache=model.cache,
         **others,

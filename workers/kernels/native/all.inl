@@ -21,8 +21,10 @@
 
 #include "ranking.inl"
 
+#include "search.inl"
+
 namespace DT_NS {
 
-static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, route, experts, latent, likeliest}; }
+static constexpr dovetail::Kernels table(dovetail::Isa isa) { return {isa, linear, layer, place, attention, norm, gate, route, experts, latent, likeliest, search}; }
 
 }  // namespace DT_NS

@@ -118,6 +118,9 @@ void dt_pack_blocks(int type, const uint8_t* source, int64_t first, int64_t coun
 int64_t dt_wrong_row(int type, const uint8_t* source, int64_t count, int64_t k) { return wrong_row(type, source, count, k); }
 void dt_unpack_blocks(int type, const uint8_t* source, int64_t count, int64_t k, float* out) { unpack_blocks(type, source, count, k, out); }
 
+// Shares nothing with another caller either. 0: the type is not searched for.
+int dt_search(int type, const float* x, int64_t numbers, uint8_t* to) { return active().search(type, x, numbers, to); }
+
 void dt_pack_codes(
     int kind, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int64_t first_row, int64_t count, int64_t k, void* packed) {
     const Turn mine;

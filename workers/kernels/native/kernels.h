@@ -52,6 +52,8 @@ struct Kernels {
     int64_t (*experts)(const Layer& layer, const float* x, float* y, int64_t rows);
     void (*latent)(const Layer& layer, const Pass& pass, float* given, float* queries, float* out);
     void (*likeliest)(const Ranking& ranking);
+    // Whole blocks of a type of GGUF for so many numbers; false, and nothing happens, for a type that is not searched for.
+    bool (*search)(int type, const float* x, int64_t numbers, uint8_t* to);
 };
 
 extern const Kernels plain_kernels;

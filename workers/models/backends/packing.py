@@ -294,7 +294,7 @@ class LatentParts:
         """Return the plan with matrices of a kind; of int8 weights they are as they are stored:
         they are few, and what they are multiplied with would be rounded once more."""
         said, (latent_norm, query_norm) = self.said, self._norms
-        exact = EXACT_KINDS[self._weights.dtype] if kind is Kind.INT8 else kind
+        exact = EXACT_KINDS[self._weights.dtype] if kind in (Kind.INT8, *BLOCK_KINDS) else kind
         keys, values = self._weights[:, : said.plain], self._weights[:, said.plain :]
         return LatentPlan(
             rank=said.rank,

@@ -18,6 +18,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, matrix_bytes
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.checkpoints.gguf.view import (
     FILE,
     described_tensors,
@@ -43,10 +44,14 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursio
 """Errors of a file that is not what it should be."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
+INT4 = "int4"
+"""Weights that become blocks of 4 bits, and of more at both ends."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
 )
+PLACES = re.compile(r"(^|\.)(embed_positions|wpe)\.weight$")
+"""Tables of positions."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 UNROUNDED = re.compile(r"\.kv_b_proj\.weight$")
 """Matrices of attention over latents, which are as they are stored where others are int8."""
@@ -88,8 +93,12 @@ class Tensor:
     @property
     def is_expert(self) -> bool:
         """Return whether this is of one expert of a layer, or of all of them."""
-        stacked = len(self.shape) > 2 and "conv" not in self.name
-        return EXPERTS.search(self.name) is not None or stacked
+        return is_expert(self.name, self.shape)
+
+
+def is_expert(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is of one expert of a layer, or of all of them."""
+    return EXPERTS.search(name) is not None or (len(shape) > 2 and "conv" not in name)
 
 
 def read_tensors(folder: Path) -> list[Tensor]:
@@ -279,6 +288,8 @@ def head_loading_bytes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> i
 def _kept_bytes(tensor: Tensor, weights: str) -> int:
     if weights == FILE:
         return tensor.packed_bytes or tensor.stored_bytes
+    if weights == INT4 and len(tensor.shape) == 2:
+        return _int4_bytes(tensor)
     if tensor.is_table:
         return tensor.numbers * min(4, STORED_BYTES.get(tensor.kind, 4))
     kind = weights if weights in WEIGHT_BYTES else "int8" if weights.startswith("int8") else "fp32"
@@ -289,6 +300,15 @@ def _kept_bytes(tensor: Tensor, weights: str) -> int:
     if len(tensor.shape) == 3:
         return tensor.shape[0] * matrix_bytes(kind, *tensor.shape[1:])
     return 4 * tensor.numbers
+
+
+def _int4_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a table or a matrix with weights int4, and of a bias."""
+    end = tensor.is_table or HEAD.search(tensor.name) is not None
+    kind = int4_kind(tensor.shape[1], end=end)
+    if kind is None or UNROUNDED.search(tensor.name) or PLACES.search(tensor.name):
+        return tensor.stored_bytes
+    return KINDS[kind].packed_size_of(tensor.shape) + (0 if end else 4 * tensor.shape[0])
 
 
 def _experts_in(tensor: Tensor) -> int:
@@ -366,11 +386,14 @@ def types_below(weights: str, tensors: Sequence[Tensor], *, library: bool) -> li
     """Return the types of weights of a target that take less than these and can be computed, the
     most exact first."""
     smaller: Mapping[str, tuple[str, ...]] = {
-        "fp32": ("half", FILE, "int8"),
-        "half": ("int8",),
-        "bf16": ("int8",),
+        "fp32": ("half", FILE, "int8", INT4),
+        "half": ("int8", INT4),
+        "bf16": ("int8", INT4),
+        "int8": (INT4,),
     }
     if library:
         return [] if rearranged(tensors) else ["bf16"] if weights == "fp32" else []
-    able = {"half": half_of(tensors), FILE: any(tensor.packed_bytes for tensor in tensors)}
+    in_file = any(tensor.packed_bytes for tensor in tensors)
+    floats = not in_file and not rearranged(tensors)
+    able = {"half": half_of(tensors), FILE: in_file, INT4: floats}
     return [name for name in smaller.get(weights, ()) if able.get(name, True)]

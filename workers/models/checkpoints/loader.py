@@ -73,8 +73,9 @@ class Skeleton:
     tied: Mapping[str, str] | None = None
     """Tensor -> another that may stand for it in the checkpoint, where tensors are read from
     pieces; None: they are not."""
-    rows: Callable[[str], Rows | None] | None = None
-    """The blocks of a parameter, None where it is none of blocks; None: there are no blocks."""
+    rows: Callable[[str, nn.Module], Rows | None] | None = None
+    """The blocks of the weight of a module, by its name, None where it is none of blocks; None:
+    there are no blocks."""
     size_bytes: int = 0
     """The bytes of all of it where there is no checkpoint."""
 
@@ -111,13 +112,15 @@ class Skeleton:
     def _fill_blocks(self, module: nn.Module, prefix: str, path: str) -> bool:
         """Give a part of a module its weight as blocks, if it has one of these; a table becomes
         another part. True if nothing else of it is left to be filled."""
-        part, full = module.get_submodule(path), ".".join(filter(None, (prefix, path, "weight")))
-        able = ((table := is_table(part)) or type(part) is nn.Linear) and part.weight.is_meta
-        if self.rows is None or not able or (rows := self.rows(full)) is None:
+        full = ".".join(filter(None, (prefix, path, "weight")))
+        part: Any = module.get_submodule(path)
+        able = ((table := is_table(part)) or type(part) is nn.Linear) and rows_of(part) is None
+        if self.rows is None or not able or (rows := self.rows(full, part)) is None:
             return False
         if table:
             module.set_submodule(path, BlockEmbedding(rows, scale_of(part)))
             return True
+        part.weight = nn.Parameter(torch.empty_like(part.weight, device="meta"), False)
         keep_rows(part, rows)
         return part.bias is None
 
@@ -161,12 +164,13 @@ def stored_skeleton(
     model: Any, checkpoint: Checkpoint, stored: Mapping[str, str], transposed: frozenset[str]
 ) -> Skeleton:
     """Return the skeleton of a model whose parameters are tensors of a checkpoint one by one."""
+
+    def rows(name: str, part: Any) -> Rows | None:
+        meant = part.weight.is_meta
+        return checkpoint.rows(stored[name], transposed=name in transposed) if meant else None
+
     return Skeleton(
-        model,
-        lambda name: checkpoint.read(stored[name]),
-        transposed,
-        stored=stored,
-        rows=lambda name: checkpoint.rows(stored[name], transposed=name in transposed),
+        model, lambda name: checkpoint.read(stored[name]), transposed, stored=stored, rows=rows
     )
 
 
@@ -224,7 +228,7 @@ def _pieced(
         frozenset(shapes) - set(names),
         {name: of[0] for name, of in found.items()} if whole else None,
         experts=pieces.unread if one_by_one else None,
-        rows=lambda name: checkpoint.rows(*found[name], transposed=False),
+        rows=lambda name, _: checkpoint.rows(*found[name], transposed=False),
         tied=tied,
     )
 

@@ -29,6 +29,7 @@ from dovetail.workers.models.checkpoints.loader import (
     pieced_skeleton,
     stored_skeleton,
 )
+from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.checkpoints.tables import WidenedEmbedding
 from dovetail.workers.models.families.description import Experts
 from dovetail.workers.models.families.registry import FAMILIES
@@ -102,7 +103,7 @@ def recall(
 
     try:
         model = assemble(
-            skeleton_by(proof, checkpoint),
+            skeleton_by(proof, checkpoint, wanted),
             checkpoint,
             digest,
             weights=wanted.weights,
@@ -229,12 +230,14 @@ def completed(outline: Proof, model: LanguageModel) -> Proof | None:
     )
 
 
-def skeleton_by(proof: Proof, checkpoint: Checkpoint) -> Skeleton:
+def skeleton_by(proof: Proof, checkpoint: Checkpoint, wanted: Wanted) -> Skeleton:
     """Return the skeleton of a checkpoint by its proof."""
     model = Outline(proof)
     if proof.stored is None:
-        return pieced_skeleton(model, checkpoint, proof.tied)
-    return stored_skeleton(model, checkpoint, proof.stored, frozenset(proof.transposed))
+        plain = pieced_skeleton(model, checkpoint, proof.tied)
+    else:
+        plain = stored_skeleton(model, checkpoint, proof.stored, frozenset(proof.transposed))
+    return in_blocks(plain, checkpoint, wanted.weights)
 
 
 def sample(model: LanguageModel) -> str:

@@ -33,19 +33,20 @@ class Kind:
 
 
 F32, F16, BF16, MXFP4 = 0, 1, 30, 39
+Q5_0, Q8_0, Q4_K, Q6_K = 6, 8, 12, 14
 KINDS = {
     F32: Kind("F32", 1, 4),
     F16: Kind("F16", 1, 2),
     2: Kind("Q4_0", 32, 18),
     3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
+    Q5_0: Kind("Q5_0", 32, 22),
     7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
+    Q8_0: Kind("Q8_0", 32, 34),
     10: Kind("Q2_K", 256, 84, 100),
     11: Kind("Q3_K", 256, 110, 114),
-    12: Kind("Q4_K", 256, 144, 148),
+    Q4_K: Kind("Q4_K", 256, 144, 148),
     13: Kind("Q5_K", 256, 176, 180),
-    14: Kind("Q6_K", 256, 210),
+    Q6_K: Kind("Q6_K", 256, 210),
     20: Kind("IQ4_NL", 32, 18),
     23: Kind("IQ4_XS", 256, 136, 138),
     BF16: Kind("BF16", 1, 2),
@@ -73,3 +74,13 @@ UNREAD = {
 """Types that ggml has and that are not read here."""
 STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16"}
 """safetensors' name of the smallest type that has every number of a kind; of others F32."""
+
+
+def int4_kind(width: int, *, end: bool) -> int | None:
+    """Return the type of blocks that rows of a width have with weights `int4`; None: the width has
+    none. `end`: of tables of tokens and the head, on which logits hang most."""
+    if width % 256 == 0:
+        return Q6_K if end else Q4_K
+    if width % 32 == 0:
+        return Q8_0 if end else Q5_0
+    return None

@@ -1,0 +1,191 @@
+"""Weights int4: the matrices of a checkpoint of floats become blocks of GGUF, which are searched
+for when the model is loaded for the first time, and kept on disk.
+
+Matrices of layers become Q4_K, or Q5_0 where 256 does not divide their width; head and tables of
+tokens, on which logits hang most, Q6_K, or Q8_0. Everything else stays as it is stored, and so does
+a matrix whose width 32 does not divide. What is kept is named by the checkpoint's digest and the
+version of the search, a file a matrix, which is put in its place whole. Knows matrices and files;
+how blocks are searched for, and computed with, the kernels know.
+"""
+
+import hashlib
+import logging
+import shutil
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.files import cache_folder, refusal
+from dovetail.workers.kernels.blocks import search
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, load_tensors, save_tensors
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
+from dovetail.workers.models.checkpoints.gguf.rows import Rows
+from dovetail.workers.models.checkpoints.loader import Skeleton
+from dovetail.workers.models.families.matrices import layer_matrices, tables_and_head
+from dovetail.workers.progress import count_bytes
+
+SEARCH = "search-1"
+"""The version of what is searched for, and of its types: part of fingerprints and of the names of
+what is kept."""
+TYPES = ("int4-int8", "int4-fp32")
+"""Types of weights that are searched for, with the activations that they are multiplied with."""
+FOLDER = "int4"
+MOST_KEPT = 8
+"""Checkpoints whose blocks are kept; those that were not used for longest go."""
+PIECE_WEIGHTS = 1 << 19
+"""Weights that a thread quantises at a time."""
+SAMPLED = 16
+"""Rows of a matrix that are compared with the blocks found for them."""
+MOST_OFF = 0.3
+"""The distance of blocks from a matrix, relative to it, from which on they do not stand for it:
+0.07 is usual, and numbers beyond what 16 bits hold are off by all they are."""
+
+log = logging.getLogger(__name__)
+
+
+def in_blocks(skeleton: Skeleton, checkpoint: Checkpoint | None, weights: str) -> Skeleton:
+    """Return a skeleton whose matrices are read as blocks that are searched for, if weights of a
+    type are; `checkpoint`: where it is from, None: nothing is kept."""
+    if weights not in TYPES:
+        return skeleton
+    return replace(skeleton, rows=Searched(skeleton, checkpoint).rows)
+
+
+class Searched:
+    """The blocks of a model's matrices: searched for where they are not there, and kept."""
+
+    def __init__(self, skeleton: Skeleton, checkpoint: Checkpoint | None) -> None:
+        self._skeleton, self._tensors = skeleton, {} if checkpoint is None else checkpoint.tensors
+        self._layers = frozenset(layer_matrices(skeleton.model))
+        self._ends = frozenset(tables_and_head(skeleton.model))
+        self._folder = None if checkpoint is None else _open_folder(checkpoint.digest)
+
+    def rows(self, name: str, part: nn.Module) -> Rows | None:
+        """Return the rows of the weight of a module, called `name`; None for one that stays as it
+        is stored."""
+        weight: Any = part.weight
+        count, width = weight.shape
+        end = name in self._ends
+        if not (end or name in self._layers) or (kind := int4_kind(width, end=end)) is None:
+            return None
+        shape = (count, KINDS[kind].size_of((width,)))
+        stored = (self._skeleton.stored or {}).get(name, name)  # a tied head is kept once
+        content = self._kept(stored, kind, shape)
+        if content is None:
+            content = _found(name, kind, self._numbers(name, weight))
+            self._keep(stored, kind, content)
+        elif stored in self._tensors:
+            count_bytes(self._tensors[stored].size_bytes)
+        return Rows(kind, content)
+
+    def _numbers(self, name: str, weight: Tensor) -> Tensor:
+        """Return a matrix [out, in] in the type that it is stored in."""
+        if not weight.is_meta:
+            return weight.detach()
+        found = self._skeleton.read(name)
+        return found.t() if name in self._skeleton.transposed else found
+
+    def _file(self, name: str, kind: int) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / f"{name}.{KINDS[kind].name}.safetensors"
+
+    def _kept(self, name: str, kind: int, shape: tuple[int, int]) -> Tensor | None:
+        """Return the blocks that are kept of a matrix; None where there are none, and a line in the
+        log where they cannot be used."""
+        file = self._file(name, kind)
+        if file is None or not file.exists():
+            return None
+        try:
+            tensors = load_tensors(file)
+            content, check = tensors["blocks"], tensors["check"]
+            if content.dtype != torch.uint8 or tuple(content.shape) != shape:
+                raise ValueError("it holds blocks of another matrix")
+            if check.tolist() != [_check(file, content)]:
+                raise ValueError("it is not what was written")
+        except (CheckpointError, KeyError, ValueError) as error:
+            log.warning("%s is made again: %s", file, error)
+            return None
+        return content
+
+    def _keep(self, name: str, kind: int, content: Tensor) -> None:
+        """Keep the blocks of a matrix; where that cannot be, say so in the log once."""
+        if (file := self._file(name, kind)) is None:
+            return
+        try:
+            check = torch.tensor([_check(file, content)], dtype=torch.int64)
+            save_tensors(file, {"blocks": content, "check": check})
+        except OSError as error:
+            _not_kept(file.parent, error)
+            self._folder = None
+
+
+def _open_folder(digest: str) -> Path | None:
+    """Return the folder of what is kept of a checkpoint, which only this user can read."""
+    whole = cache_folder() / FOLDER
+    folder = whole / hashlib.sha256(f"{digest}\0{SEARCH}".encode()).hexdigest()[:32]
+    try:
+        if not folder.is_absolute():
+            raise FileNotFoundError(2, "this user has no home, and XDG_CACHE_HOME names no folder")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.touch()
+        used = sorted(whole.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for old in used[MOST_KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        _not_kept(folder, error)
+        return None
+    return folder
+
+
+def _not_kept(folder: Path, error: OSError) -> None:
+    log.warning(
+        "int4 weights cannot be saved in %s (%s): every start quantises them once more",
+        folder,
+        refusal(error),
+    )
+
+
+def _check(file: Path, content: Tensor) -> int:
+    """Return what shows that blocks belong to a file and are whole."""
+    return zlib.crc32(content.numpy().data, zlib.crc32(file.name.encode()))
+
+
+@torch.inference_mode()
+def _found(name: str, kind: int, weight: Tensor) -> Tensor:
+    """Return the blocks, uint8 [out, bytes], of a matrix [out, in]; `CheckpointError` where none
+    stand for it."""
+    count, width = weight.shape
+    content = torch.empty(count, KINDS[kind].size_of((width,)), dtype=torch.uint8)
+    step = max(1, PIECE_WEIGHTS // width)
+
+    def find(first: int) -> None:
+        rows = slice(first, first + step)
+        search(kind, weight[rows].float().contiguous(), content[rows])
+
+    _in_pieces(find, range(0, count, step))
+    places = torch.linspace(0, count - 1, min(SAMPLED, count)).long()
+    expected, rows = weight[places].double(), Rows(kind, content).taken(places)
+    if not float((rows.numbers() - expected).norm()) <= MOST_OFF * float(expected.norm()):
+        raise CheckpointError(
+            f"the numbers of {name} are too large or too small for blocks of 4 bits, whose scales "
+            "are halves: use weights int8"
+        )
+    return content
+
+
+def _in_pieces(find: Callable[[int], None], firsts: range) -> None:
+    """Run a function for each piece, by as many threads as torch has."""
+    if len(firsts) == 1:
+        find(firsts[0])
+        return
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for done in pool.map(find, firsts):
+            assert done is None
