@@ -17,8 +17,14 @@ Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
 Rate = Annotated[float, Field(gt=0.0)]
 CROSSOVER_STEPS = 64
-WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1, "int8-per-tensor": 1}
-"""Bytes that a pass reads of each weight of a type."""
+WEIGHT_BYTES: Mapping[str, float] = {
+    "fp32": 4,
+    **dict.fromkeys(("half", "fp16", "bf16"), 2),
+    **dict.fromkeys(("int8", "int8-per-tensor"), 1),
+    **dict.fromkeys(("int4", "int4-int8", "int4-fp32"), 148 / 256),
+}
+"""Bytes that a pass reads of each weight of a type; of int4 those of Q4_K, as the kernels have
+it."""
 
 
 class RowsSeconds(Frozen):
@@ -157,7 +163,7 @@ class MachineLimits(Frozen):
     def peak_of(self, weights: str, *, library: bool) -> float:
         """Return the peak of the arithmetic that multiplies such weights: 16-bit weights are
         multiplied in fp32, but by a library's bf16, where there are instructions for it."""
-        rounding = ("int8", "int8-per-tensor", "file", "file-int8")
+        rounding = ("int8", "int8-per-tensor", "int4", "int4-int8", "file", "file-int8")
         own = {**dict.fromkeys(rounding, "int8"), "bf16": "bf16" if library else "fp32"}
         fp32 = self.peak_gflop_s["fp32"]
         return self.peak_gflop_s.get(own.get(weights, "fp32"), fp32)

@@ -56,7 +56,7 @@ class Model:
     @property
     def bytes(self) -> int:
         """Return the bytes of all of them."""
-        return self.size or self.parameters * WEIGHT_BYTES.get(self.weights, FP32_BYTES)
+        return self.size or round(self.parameters * WEIGHT_BYTES.get(self.weights, FP32_BYTES))
 
     @property
     def active(self) -> int:
