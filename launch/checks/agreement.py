@@ -111,7 +111,8 @@ def compare(
 ) -> Agreement:
     """Scores of tokens[1:], of which the last `replied` were chosen greedily, beside reference
     logits [part, V] of all tokens, a part after the other."""
-    rounded = MEAN if cache == "fp32" else {"fp32": HALF_CACHE, "half": HALF_CACHE, **MEAN}
+    exact = {} if cache == "fp32" else dict.fromkeys(("fp32", "half", "file-fp32"), HALF_CACHE)
+    rounded = {**exact, **MEAN}
     of_mean, tolerance = weights in rounded, rounded.get(weights, EXACT)
     largest = total = 0.0
     count, first = 0, None

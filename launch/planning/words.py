@@ -74,7 +74,9 @@ def settings(
 ) -> dict[str, Any]:
     """Dotted names and values of all that starts it, in the order of the settings."""
     option = one.option
-    about = ("target.model", "target.weights", "target.inflate", "target.threads")
+    about = ["target.model", "target.weights", "target.inflate", "target.threads"]
+    if base.settings.target.weights in ("int4", "file"):
+        about.append("target.activations")
     found: dict[str, Any] = {
         name: base.value(name) for name in about if base.value(name) != SETTINGS[name].default
     }

@@ -123,6 +123,18 @@ def test_a_choice_that_the_reference_would_not_make_is_found_though_its_score_is
     assert compare(tokens, scores, 2, iter([laws[:2], laws[2:]]), "half").first == 2
 
 
+@pytest.mark.parametrize("weights", ["fp32", "half", "file-fp32"])
+def test_of_exact_weights_with_rounded_keys_and_values_the_mean_difference_is_bounded(
+    weights: str,
+) -> None:
+    """A token that goes through another expert because of them may differ by more."""
+    tokens, laws = [0] * 40, torch.zeros(39, 4).log_softmax(-1)
+    scores = [TokenLogprobs(logprob=float(law[0])) for law in laws]
+    laws = (laws + torch.eye(4)[0] * 0.1 * (torch.arange(39) == 20)[:, None]).log_softmax(-1)
+    assert compare(tokens, scores, 0, iter([laws]), weights).first == 21
+    assert compare(tokens, scores, 0, iter([laws]), weights, "half").ok
+
+
 def test_a_checkpoint_that_is_not_here_is_said_and_not_passed_over() -> None:
     nothing = Agreement(why="the target's model cannot be read here")
     assert nothing.ok is None

@@ -205,6 +205,9 @@ def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     assert compared["file"]["gb"] == pytest.approx(34 / 32 * found["parameters"] / 1e9, rel=0.02)
     assert compared["fp32"]["gb"] == pytest.approx(4 * found["parameters"] / 1e9, rel=0.02)
     assert compared["file"]["computes"].startswith("the file's blocks; activations in int8")
+    exact = ("--weights", "file", "--target.activations", "fp32")
+    found = plan("--target", str(file), "--draft", "none", *exact)
+    assert found["choice"]["settings"]["target.activations"] == "fp32"
 
 
 @pytest.mark.parametrize(
