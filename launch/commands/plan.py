@@ -32,7 +32,7 @@ from dovetail.launch.simulation.machines import SIZES, read_machine
 from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
-from dovetail.workers.models.backends.sizes import WEIGHT_BYTES
+from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 WIDTH = TreeSettings.model_fields["width"].default
@@ -124,7 +124,7 @@ def command(
     chosen = next(i for i, rate in enumerate(rates) if rate >= AS_FAST * max(rates))
     found, every = subjects[chosen], searched[chosen]
     if not every:
-        less = "take smaller weights (--weights half, int8), or raise them"
+        less = "take smaller weights (--weights half, int8, int4), or raise them"
         needs = min((one.target.host_bytes(0, 0), one.needs) for one in subjects)[1]
         raise UserError(
             "nothing fits: the target needs more than memory.vram and memory.ram leave it "
@@ -161,10 +161,10 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
             f"--target-size {target_size} goes with --machine: name the folder of a "
             "config.json with --target, or a machine"
         )
-    if target.weights not in (*WEIGHT_BYTES, FILE):
+    if target.weights not in (*WEIGHT_BYTES, FILE, INT4):
         raise UserError(
             f"target.weights = {target.weights!r} cannot be split or streamed, and is not "
-            "planned with: use fp32, half, int8 or bf16"
+            "planned with: use fp32, half, int8, int4 or bf16"
         )
     if machine is not None and (target.split.device or target.device != "cpu" or target.inflate):
         raise UserError(

@@ -20,7 +20,8 @@ from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import MODELLESS_KINDS
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
+from dovetail.workers.models.backends.sizes import INT4
+from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors, types_below
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
 from dovetail.workers.models.checkpoints.gguf.view import FILE
@@ -57,7 +58,7 @@ def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration,
 def _with_weights(
     configuration: Configuration, folder: Path | None
 ) -> tuple[Configuration, list[str]]:
-    """The checkpoint's own numbers, if they fit, else int8."""
+    """The checkpoint's own numbers, if they fit, else int8, or int4 where only that does."""
     named_alone = configuration.origins["target.model"] == POSITIONAL
     if not named_alone or configuration.given("target.weights"):
         return configuration, []
@@ -70,9 +71,17 @@ def _with_weights(
         own = FILE if in_blocks else "half" if half_of(tensors) else "fp32"
     chosen, why = configuration.over("chosen", {"target.weights": own}), OWN[own]
     if own != FILE and not _fits(chosen):  # blocks are no larger than int8
-        chosen = configuration.over("chosen", {"target.weights": "int8"})
-        why = f"{own} does not fit into memory"
+        chosen, why = _in_less(configuration, folder, own)
     return chosen, [f"weights {chosen.settings.target.weights}: {why}; --weights names others"]
+
+
+def _in_less(configuration: Configuration, folder: Path, own: str) -> tuple[Configuration, str]:
+    """Return settings with weights that take less than a checkpoint's own, and why these."""
+    int8, int4 = (configuration.over("chosen", {"target.weights": name}) for name in ("int8", INT4))
+    able = INT4 in types_below("int8", read_tensors(folder), library=not on_kernels(folder))
+    if not able or _fits(int8) or not _fits(int4):
+        return int8, f"{own} does not fit into memory"
+    return int4, f"neither {own} nor int8 fits into memory"
 
 
 def _fits(configuration: Configuration) -> bool:

@@ -26,6 +26,7 @@ from dovetail.workers.models.backends.placement import (
     substitute_bytes,
 )
 from dovetail.workers.models.backends.sizes import (
+    INT4,
     WEIGHT_BYTES,
     Sizes,
     has_sizes,
@@ -173,9 +174,9 @@ class Design:
 
     def width(self, weights: str) -> float:
         """Return the bytes of one weight of a type, of blocks on an average."""
-        if weights != FILE:
+        if weights not in (FILE, INT4):
             return WEIGHT_BYTES[weights]
-        sizes = self.sizes(FILE)
+        sizes = self.sizes(weights)
         return (sizes.layers * sizes.layer + sizes.head) / self.parameters
 
     def target(
@@ -293,7 +294,7 @@ def substitute_size(target: Design, bits: int, weights: str, cache: str = "fp32"
     """A target's own layers in a few bits, and its head in 16; `weights` and `cache`: the
     target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
-    own = "int8" if weights == FILE else weights
+    own = "int8" if weights in (FILE, INT4) else weights
     shared = coded_bytes(sizes_of(target.config, own, cache), own, bits)
     beside = (
         substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE)

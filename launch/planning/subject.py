@@ -27,10 +27,13 @@ from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.runtime.planner import Option, Planner
+from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
 GPU = "cuda:0"
 """The GPU of a described machine."""
+BY_ONE_CPU = {FILE: "in the blocks of a file", INT4: "in blocks of 4 bits"}
+"""Weights with which one CPU computes all layers, and how these lie there."""
 
 
 class Subject:
@@ -65,7 +68,7 @@ class Subject:
     @property
     def planner(self) -> Planner:
         """Return what places the target, and places it with its experts on the CPU."""
-        alone = bool(self.design.alone) or self.weights == FILE
+        alone = bool(self.design.alone) or self.weights in BY_ONE_CPU
         whole = Planner(self.target, self.prices.machine, cpu_alone=alone)
         if alone:
             return whole
@@ -206,7 +209,7 @@ class Subject:
 
     def _device_says(self) -> str:
         if self.device:
-            alone = "in the blocks of a file" if self.weights == FILE else self.design.alone
+            alone = BY_ONE_CPU.get(self.weights, self.design.alone)
             return f"layers {alone} are computed by the CPU alone" if alone else ""
         said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
         if self.configuration.settings.memory.vram == "auto":

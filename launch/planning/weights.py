@@ -5,7 +5,9 @@ from pathlib import Path
 
 from dovetail.launch.planning.designs import read_config
 from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.experts import count_experts
 from dovetail.workers import kernels
+from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import Tensor, half_of, read_tensors
@@ -15,10 +17,11 @@ LOSSES = {
     "fp32": "the checkpoint's function",
     "half": "the checkpoint's function; keys and values in fp16 move logits by 1e-4 to 2e-3",
     "int8": "another function: logits move by about 4 %",
+    INT4: "another function: logits move by about 10 %; the first load takes longer",
     FILE: "the file's blocks; activations in int8 move logits by about 1 %",
 }
 """Types of weights, and in words what is lost with them: measured on the embedded target
-(`python tests/benchmarks accuracy`)."""
+(`python tests/benchmarks accuracy`, `dovetail selftest --card`)."""
 AS_FAST = 0.95
 """Weights are proposed before others of more loss if they reach this share of the tokens/s."""
 EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
@@ -44,7 +47,12 @@ def planned_types(configuration: Configuration, folder: Path) -> list[str]:
         return ["fp32"]
     half = _in_16_bits(folder, read_tensors(folder))
     plain = [*(["half"] if half else []), "fp32", "int8"]
-    return [FILE, *plain] if blocks_kept(folder) and not target.inflate else plain
+    if target.inflate:
+        return plain
+    if blocks_kept(folder):
+        return [FILE, *plain]
+    dense = count_experts(read_config(folder, "target model"))[0] <= 1
+    return [*plain, *([INT4] if dense else [])]
 
 
 def _in_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:

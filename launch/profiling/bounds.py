@@ -25,6 +25,7 @@ from dovetail.protocol.calibration import (
 )
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.settings import byte_count
+from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.composite import is_composite, renamed, text_part
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
 from dovetail.workers.models.checkpoints.gguf.view import FILE
@@ -108,7 +109,7 @@ def linears_of(folder: Path, weights: str) -> Model | None:
             stacked |= {tensor.name} if len(tensor.shape) > 2 else set()
     file = folder / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if is_composite(content):
+    if composite := is_composite(content):
         sizes = {n: size for n, size in renamed(content, sizes).items() if n.startswith(TEXT)}
         content = text_part(content)
     tied = not any(name.endswith(HEADS) for name in sizes)
@@ -122,7 +123,9 @@ def linears_of(folder: Path, weights: str) -> Model | None:
         return None
     count, chosen = count_experts(content)
     mixture = Mixture(count, chosen, routed / total) if count > 1 and routed else DENSE
-    size = linears_bytes(tensors) if weights.startswith(FILE) else 0
+    own = [FILE] if composite else [FILE, INT4]  # whose other parts stay out of its layers
+    blocks = next((name for name in own if weights.startswith(name)), "")
+    size = linears_bytes(tensors, blocks) if blocks else 0
     return Model(total, weights, mixture, traffic_of(content), size)
 
 

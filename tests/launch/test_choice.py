@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,53 @@ def test_weights_are_the_checkpoints_own_if_they_fit(target: Path) -> None:
         "int8",
         "weights int8: fp32 does not fit into memory; --weights names others",
     )
+
+
+def write_outline(folder: Path) -> None:
+    """Write the config.json of a model of a billion weights in 16 bits, and the header of its
+    weights alone."""
+    layers, hidden, units, vocabulary = 16, 2048, 8192, 32000
+    shapes = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
+    for index in range(layers):
+        own = f"model.layers.{index}"
+        shapes |= {f"{own}.self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        shapes |= {f"{own}.mlp.{name}_proj": (units, hidden) for name in ("gate", "up")}
+        shapes[f"{own}.mlp.down_proj"] = (hidden, units)
+    entries, place = {}, 0
+    for name, shape in shapes.items():
+        end = place + 2 * prod(shape)
+        entries[f"{name}.weight"] = {"dtype": "F16", "shape": shape, "data_offsets": (place, end)}
+        place = end
+    header = json.dumps(entries).encode()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": units,
+        "num_attention_heads": 16,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@needs_kernels
+def test_weights_are_int4_where_only_these_fit(tmp_path: Path) -> None:
+    target = tmp_path / "large"
+    write_outline(target)
+    found = {}
+    for limit in ("4GB", "1.8GB", "1.2GB", "0.7GB"):
+        configuration, said = chosen(target, memory__ram=limit, draft__kind="none")
+        found[limit] = configuration.settings.target.weights, said[0].split("; ")[0]
+    assert found == {
+        "4GB": ("half", "weights half: the checkpoint's own 16 bits"),
+        "1.8GB": ("int8", "weights int8: half does not fit into memory"),
+        "1.2GB": ("int4", "weights int4: neither half nor int8 fits into memory"),
+        "0.7GB": ("int8", "weights int8: half does not fit into memory"),
+    }
 
 
 def test_a_gguf_file_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

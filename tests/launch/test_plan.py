@@ -12,6 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
 from support.gguf_files import tokens_of, write_gguf
 from support.kernels import needs_kernels
 
@@ -208,6 +209,20 @@ def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     exact = ("--weights", "file", "--target.activations", "fp32")
     found = plan("--target", str(file), "--draft", "none", *exact)
     assert found["choice"]["settings"]["target.activations"] == "fp32"
+
+
+@needs_kernels
+def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
+    plan: Callable[..., dict[str, Any]],
+) -> None:
+    folder = DEMO_FOLDER / "target"
+    found = plan("--target", str(folder), "--draft", "none")
+    compared = {one["weights"]: one for one in found["weights_compared"]}
+    assert list(compared) == ["half", "fp32", "int8", "int4"]
+    assert compared["int4"]["computes"].startswith("another function: logits move by about 10 %")
+    taken = linears_bytes(read_tensors(folder), "int4")
+    assert compared["int4"]["gb"] == pytest.approx(taken / 1e9, rel=0.02)
+    assert compared["int4"]["gb"] < compared["int8"]["gb"]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_plans_and_limits_count_the_states_of_a_pass(tmp_path: Path) -> None:
     engine = Engine(bandwidth_gb_s=1.0, gflop_s=1e9)
     hardware = Hardware("a machine", engine, None, engine)
     found, without = (
-        price(hardware, one, "fp32").machine.host
+        price(hardware, one, 4.0).machine.host
         for one in (target, replace(target, states=STATELESS))
     )
     assert found is not None

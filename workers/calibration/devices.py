@@ -29,7 +29,7 @@ from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.linear import CANDIDATES
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.selection import profile_key
-from dovetail.workers.models.backends.sizes import has_sizes, mixed, sizes_of
+from dovetail.workers.models.backends.sizes import INT4, has_sizes, mixed, sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.gguf.view import FILE
@@ -92,7 +92,10 @@ def known_costs(settings: TargetSettings, profile: Path, *, device: str) -> Know
 def keys_of(settings: TargetSettings) -> Iterator[ProfileKey]:
     """Under which its calibration may be: with the kernels, else with the library."""
     design = read_design(settings)
-    types = {"half": ("fp16", "bf16"), FILE: (f"file-{settings.activations}",)}
+    types = {
+        "half": ("fp16", "bf16"),
+        **{name: (f"{name}-{settings.activations}",) for name in (FILE, INT4)},
+    }
     for weights in types.get(settings.weights, (settings.weights,)):
         if kernels.available():
             software = f"{VERSION}-{kernels.isa().name.lower()}"

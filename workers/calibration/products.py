@@ -14,9 +14,10 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import PLAIN, BlockMatrix, Part
 from dovetail.workers.models.backends.packing import DTYPES
+from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.footprint import numbers_by_type
-from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
-from dovetail.workers.models.weight_types import FILE_KINDS
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Q4_K
+from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
 from dovetail.workers.models.weight_types import KINDS as WEIGHT_KINDS
 
 SHAPE = (1024, 2048)
@@ -27,10 +28,12 @@ TRIES = 5
 
 def product_seconds(weights: str, folder: Path, activations: str = "int8") -> RowsSeconds | None:
     """Return the seconds of one weight of a type over rows, on the threads in use; of the blocks of
-    a GGUF file, of the mean one of a model's folder. None: the kernels have no such weights
-    here."""
+    a GGUF file, of the mean one of a model's folder; of int4, of one in Q4_K. None: the kernels
+    have no such weights here."""
     if not kernels.available():
         return None
+    if weights == INT4:
+        return _seconds({_matrix(BLOCK_WEIGHTS[f"{INT4}-{activations}"], Q4_K): 1})
     if weights != "file":
         kind = WEIGHT_KINDS.get("fp16" if weights == "half" else weights)
         return None if kind is None or weights == "bf16" else _seconds({_plain(kind): 1})

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.recurrent.sizes import StateSizes, count_layers, state_sizes
 
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
+INT4 = "int4"
+"""Weights that become blocks of 4 bits, and of more at both ends."""
 NUMBER_BYTES = 4
 """Bytes of states, norms and biases: fp32."""
 CACHE_BYTES = {"fp32": 4, "half": 2}
@@ -55,7 +58,7 @@ class Sizes:
     """The bytes of a layer on a device that stay with the CPU, which computes that part."""
     unrounded: int = 0
     """Bytes that matrices of a layer take beyond those of their type, which are as they are stored
-    where others are int8."""
+    where others are int8 or int4."""
 
 
 Shapes = Sequence[tuple[int, int]]
@@ -189,8 +192,9 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         + sum(matrices[-2:])
         + 4 * hidden * NUMBER_BYTES,
         matrix=max(matrices),
-        head=matrix_bytes(weights, vocabulary, hidden) + 2 * hidden * NUMBER_BYTES,
-        embedding=(vocabulary * hidden + _own_inputs(config)) * stored,
+        head=matrix_bytes(weights, vocabulary, hidden, end=True) + 2 * hidden * NUMBER_BYTES,
+        embedding=_table_bytes(weights, vocabulary, hidden, stored)
+        + _own_inputs_bytes(config, weights, stored),
         row=mix.average(mixer.cached * CACHE_BYTES[cache], mix.token_bytes),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
@@ -231,7 +235,7 @@ def _heads(
 
 def _latents(config: Mapping[str, Any], weights: str, stored: int) -> _Mixer:
     """Attention over latents; the matrices of keys and values are as they are stored, `stored`
-    bytes a number, where others are int8."""
+    bytes a number, where others are int8 or int4."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     rank, plain, rotated = (int(config[name]) for name in LATENT)
     value_dim = int(config.get("v_head_dim") or hidden // heads)
@@ -239,7 +243,7 @@ def _latents(config: Mapping[str, Any], weights: str, stored: int) -> _Mixer:
     first = queries if low is None else int(low)
     shapes = [(first + width, hidden), (hidden, heads * value_dim)]
     shapes += [] if low is None else [(queries, first)]
-    exact = weights if weights != "int8" else "half" if stored == 2 else "fp32"
+    exact = weights if weights not in ("int8", INT4) else "half" if stored == 2 else "fp32"
     up = matrix_bytes(exact, heads * (plain + value_dim), rank)
     return _Mixer(
         [*(matrix_bytes(weights, n, k) for n, k in shapes), up],
@@ -263,11 +267,18 @@ def _cached(config: Mapping[str, Any], kv_heads: int, head_dim: int) -> int:
     return -(-total // layers)
 
 
-def _own_inputs(config: Mapping[str, Any]) -> int:
-    """Return the numbers of the table of inputs that each layer has of its own."""
+def _own_inputs_bytes(config: Mapping[str, Any], weights: str, stored: int) -> int:
+    """Return the bytes of the table of inputs that each layer has of its own."""
     width = config.get("hidden_size_per_layer_input") or 0
     rows = config.get("vocab_size_per_layer_input") or config["vocab_size"]
-    return int(rows) * int(config["num_hidden_layers"]) * int(width) if width else 0
+    whole = int(config["num_hidden_layers"]) * int(width) if width else 0
+    return _table_bytes(weights, int(rows), whole, stored) if whole else 0
+
+
+def _table_bytes(weights: str, rows: int, width: int, stored: int) -> int:
+    """Return the bytes of a table of tokens, `stored` bytes a number but for int4."""
+    kind = int4_kind(width, end=True) if weights == INT4 else None
+    return rows * width * stored if kind is None else KINDS[kind].size_of((rows, width))
 
 
 class _Mix:
@@ -305,10 +316,15 @@ class _Mix:
         return -(-(attending * attended + count * recurrent) // self._layers)
 
 
-def matrix_bytes(weights: str, outputs: int, inputs: int) -> int:
-    """A packed matrix with a bias, and what is missing to a whole line of a cache."""
+def matrix_bytes(weights: str, outputs: int, inputs: int, *, end: bool = False) -> int:
+    """A packed matrix with a bias, and what is missing to a whole line of a cache; of int4 one that
+    has no blocks takes fp32's at most. `end`: it is the head's."""
     columns = -(-outputs // VECTOR) * VECTOR
-    packed = columns * inputs * WEIGHT_BYTES[weights]
+    kind = int4_kind(inputs, end=end) if weights == INT4 else None
+    if kind is not None:
+        packed = KINDS[kind].packed_size_of((columns, inputs))
+    else:
+        packed = columns * inputs * WEIGHT_BYTES["fp32" if weights == INT4 else weights]
     if weights == "int8":
         packed = (
             columns * -(-inputs // STEP) * STEP + columns * NUMBER_BYTES + outputs * NUMBER_BYTES

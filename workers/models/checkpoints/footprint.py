@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, matrix_bytes
+from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES, Sizes, matrix_bytes
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
@@ -44,8 +44,6 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursio
 """Errors of a file that is not what it should be."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
-INT4 = "int4"
-"""Weights that become blocks of 4 bits, and of more at both ends."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
@@ -347,10 +345,10 @@ def sizes_in_blocks(sizes: Sizes, tensors: Sequence[Tensor]) -> Sizes:
     )
 
 
-def linears_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return what the matrices of a GGUF file take as the kernels have them, the head's
-    included."""
-    return _in_bytes(_matrices(tensors))
+def linears_bytes(tensors: Sequence[Tensor], weights: str = FILE) -> int:
+    """Return what the matrices of a checkpoint take as blocks, the head's included: those of its
+    GGUF file, or with weights int4 those that are searched for."""
+    return sum(_kept_bytes(tensor, weights) for tensor in _matrices(tensors))
 
 
 def numbers_by_type(folder: Path) -> Counter[int]:
