@@ -15,6 +15,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
+from support.gguf_facts import EXPERT_COUNTS, facts_of, first_of
+
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -27,6 +29,9 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "granitemoe": "granitemoe",
     "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
     "minimax_m2": "minimax-m2",
     "lfm2_moe": "lfm2moe",
@@ -45,38 +50,6 @@ ARCHITECTURES = {
 """transformers' model types, and llama.cpp's architectures."""
 BARE = re.compile(r"(e_score_correction|expert_bias)(?:_bias)?$")
 """Names of corrections, which have the end of a bias in files."""
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-DELTA_FACTS = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
-MIXED_FACTS = {
-    "qwen35": DELTA_FACTS,
-    "glm4moe": {
-        "leading_dense_block_count": "first_k_dense_replace",
-        "expert_shared_count": "n_shared_experts",
-        "expert_weights_scale": "routed_scaling_factor",
-        "expert_weights_norm": "norm_topk_prob",
-        "expert_group_count": "n_group",
-        "expert_group_used_count": "topk_group",
-    },
-    "ernie4_5-moe": {
-        "leading_dense_block_count": "moe_layer_start_index",
-        "interleave_moe_layer_step": "moe_layer_interval",
-        "expert_shared_count": "moe_num_shared_experts",
-    },
-    "qwen35moe": {
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        **DELTA_FACTS,
-    },
-    "lfm2moe": {
-        "leading_dense_block_count": "num_dense_layers",
-        "shortconv.l_cache": "conv_L_cache",
-    },
-}
-"""Keys of an architecture and the fields of configurations that they are."""
 HALVES = {
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -101,6 +74,7 @@ def write_gguf(
     kinds: Kinds,
     *,
     extra: Mapping[str, np.ndarray] | None = None,
+    whole_latents: bool = False,
     **more: Any,
 ) -> Path:
     """Write the checkpoint of a folder as a GGUF file whose tensors have the types that `kinds`
@@ -111,13 +85,13 @@ def write_gguf(
     weights = load_file(folder / "model.safetensors")
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(file, architecture)
-    facts = {**_facts(config, architecture), **_tokens(config), **more}
+    facts = {**facts_of(config, architecture), **_tokens(config), **more}
     for key, value in facts.items():
         if value is not None:
             _add(writer, key, value)
     seeds = np.random.default_rng(0)
     same = dict(weights)
-    for name, (own, change) in named(config, weights).items():
+    for name, (own, change) in named(config, weights, whole_latents).items():
         whole = change(torch.arange(sum(weights[n].numel() for n in own)).double())
         numbers = change(torch.cat([weights[n].double().flatten() for n in own]))
         shift = 1.0 if _shifted(architecture, name) else 0.0
@@ -167,7 +141,7 @@ def coded(numbers: np.ndarray, kind: Type, seeds: np.random.Generator) -> tuple[
 
 
 def named(
-    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], whole_latents: bool = False
 ) -> dict[str, tuple[Sequence[str], Callable[[torch.Tensor], torch.Tensor]]]:
     """By the name of a tensor of the file, the checkpoint's tensors that it is made of, and how it
     is made of their numbers behind each other."""
@@ -187,13 +161,15 @@ def named(
             stem, _, rest = name.partition(".experts.")
             number, _, rest = rest.partition(".")
             if number == "0":
-                count = _first(config, *EXPERT_COUNTS)
+                count = first_of(config, *EXPERT_COUNTS)
                 own = [f"{stem}.experts.{i}.{rest}" for i in range(count)]
                 instead = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
                 part = instead.get(rest.split(".")[0], rest.split(".")[0])
                 mlp = stem.replace("block_sparse_moe", "mlp").replace("feed_forward", "mlp")
                 file_name = table.get_name(f"{mlp}.experts.{part}.weight", (".weight",))
                 found[file_name] = own, _shaped((count, *shape))
+        elif name.endswith("kv_b_proj.weight") and not whole_latents:
+            found.update(_latents_apart(table, config, name, shape))
         elif name.endswith("moe.input_linear.weight"):
             found.update(_merged_experts(name.split(".")[2], name, shape))
         else:
@@ -261,6 +237,26 @@ def _merged_experts(layer: str, name: str, shape: tuple[int, ...]) -> dict[str, 
     }
 
 
+def _latents_apart(
+    table: Any, config: Mapping[str, Any], name: str, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """The matrix that makes keys of latents, its dimensions changed, and that of values."""
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+
+    def part(flat: torch.Tensor, keys: bool) -> torch.Tensor:
+        by_head = flat.view(heads, -1, shape[-1])
+        found = by_head[:, :plain].transpose(1, 2) if keys else by_head[:, plain:]
+        return found.contiguous()
+
+    return {
+        table.get_name(name.replace("kv_b_proj", own), (".weight",)): (
+            [name],
+            lambda flat, keys=keys: part(flat, keys),
+        )
+        for own, keys in (("k_b_proj", True), ("v_b_proj", False))
+    }
+
+
 def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     bias = name.endswith("_bias")
     end, stem = ("bias" if bias else "weight"), name.removesuffix("_bias")
@@ -284,67 +280,6 @@ def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str,
 def _shifted(architecture: str, name: str) -> bool:
     plus_one = architecture.startswith(("gemma", "qwen35"))
     return plus_one and "norm" in name and "ssm_norm" not in name
-
-
-def _first(config: Mapping[str, Any], *names: str) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _facts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The facts that llama.cpp's converter writes, by the end of its keys."""
-
-    def has(*names: str) -> Any:
-        return _first(config, *names)
-
-    hidden, heads = has("hidden_size", "n_embd"), has("num_attention_heads", "n_head")
-    rope = config.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)
-    found = {
-        "block_count": has("num_hidden_layers", "n_layer"),
-        "context_length": has("max_position_embeddings", "n_positions"),
-        "embedding_length": hidden,
-        "feed_forward_length": has("intermediate_size", "n_inner") or 4 * hidden,
-        "attention.head_count": heads,
-        "attention.head_count_kv": has("num_key_value_heads"),
-        "attention.layer_norm_rms_epsilon": has("rms_norm_eps", "norm_eps"),
-        "attention.layer_norm_epsilon": has("norm_epsilon", "layer_norm_epsilon"),
-        "attention.key_length": config.get("head_dim"),
-        "attention.value_length": config.get("head_dim"),
-        "rope.freq_base": full.get("rope_theta"),
-        "expert_count": has(*EXPERT_COUNTS),
-        "expert_used_count": has("num_experts_per_tok", "moe_k"),
-        "attn_logit_softcapping": has("attn_logit_softcapping"),
-        "final_logit_softcapping": has("final_logit_softcapping"),
-        "attention.scale": has("attention_multiplier"),
-        "embedding_scale": has("embedding_multiplier"),
-        "residual_scale": has("residual_multiplier"),
-        "logit_scale": has("logits_scaling"),
-    }
-    if "rope.freq_base" in found and full.get("partial_rotary_factor"):
-        head = config.get("head_dim") or hidden // heads
-        found["rope.dimension_count"] = int(head * full["partial_rotary_factor"])
-    if full.get("rope_type") in ("yarn", "linear"):
-        found["rope.scaling.type"] = full["rope_type"]
-        found["rope.scaling.factor"] = float(full["factor"])
-        found["rope.scaling.original_context_length"] = full.get("original_max_position_embeddings")
-    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
-        found["attention.sliding_window"] = has("sliding_window")
-    if architecture in ("qwen3moe", "qwen2moe", "gpt-oss", "minimax-m2", *MIXED_FACTS):
-        found["expert_feed_forward_length"] = has("moe_intermediate_size", "intermediate_size")
-    if architecture == "qwen35":
-        del found["expert_feed_forward_length"]
-    found |= {key: has(name) for key, name in MIXED_FACTS.get(architecture, {}).items()}
-    if architecture.startswith("qwen35"):
-        width = config["linear_value_head_dim"] * config["linear_num_value_heads"]
-        found |= {"ssm.inner_size": width, "rope.dimension_sections": [2, 1, 1, 0]}
-        found["attention.recurrent_layers"] = [
-            kind == "linear_attention" for kind in config["layer_types"]
-        ]
-    if architecture == "lfm2moe":
-        heads = config["num_key_value_heads"]
-        kinds = config["layer_types"]
-        found["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in kinds]
-    return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,26 @@ DELTA = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 128,
 }
+LATENT = {
+    **WIDE,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 256,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 256,
+    "routed_scaling_factor": 1.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 6.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 16,
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": WIDE,
     "mistral": {**WIDE, "sliding_window": None},
@@ -90,6 +110,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "routed_scaling_factor": 1.5,
     },
+    "deepseek_v2": {
+        **LATENT,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    "glm4_moe_lite": LATENT,
     "ernie4_5_moe": {
         **WIDE,
         "num_hidden_layers": 3,
@@ -240,6 +269,36 @@ def test_experts_of_blocks_are_read_one_by_one(tmp_path: Path) -> None:
     beside = loading_bytes(tensors, "file") - weights_bytes(tensors, "file")
     layer = sum(tensor.stored_bytes for tensor in tensors if ".1.mlp.experts." in tensor.name)
     assert beside - PROCESS_BYTES - PROOF_BYTES < layer / 2
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_latents_of_an_older_file_are_one_matrix_and_one_of_two_kinds_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Without gating functions, corrections say which; widths of heads stand where newer files
+    have those of latents."""
+    write_tiny("deepseek_v3", tmp_path / "model", **FIELDS["deepseek_v3"])
+    older = {
+        "deepseek2.attention.key_length": 264,
+        "deepseek2.attention.value_length": 64,
+        "deepseek2.attention.head_count_kv": 4,
+        **{f"deepseek2.attention.{part}_length_mla": None for part in ("key", "value")},
+    }
+
+    def wrote(name: str, **more: Any) -> tuple[Path, Path]:
+        file = tmp_path / f"{name}.gguf"
+        return file, write_gguf(tmp_path / "model", file, lambda *_: Type.Q8_0, **more)
+
+    file, twin = wrote("old", whole_latents=True, **older)
+    assert torch.equal(logits(load(file, "file", activations="fp32")), logits(load(twin)))
+    both = {"blk.0.attn_kv_b.weight": np.ones((4 * 320, 256), np.float32)}
+    file, _ = wrote("both", extra=both)
+    with pytest.raises(CheckpointError, match="or has attn_kv_b beside it"):
+        view_of(file)
+    file, _ = wrote("softmax", **{"deepseek2.expert_gating_func": 1})
+    with pytest.raises(CheckpointError, match="by gating function 1 with corrections"):
+        view_of(file)
 
 
 def test_layers_that_guess_the_tokens_that_follow_are_left_out(tmp_path: Path) -> None:

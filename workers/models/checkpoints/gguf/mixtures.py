@@ -13,10 +13,12 @@ from dovetail.workers.models.checkpoints.gguf.configurations import (
     SLIDING,
     Configuration,
     common,
+    everywhere,
     granite,
+    rotation,
     with_rms,
 )
-from dovetail.workers.models.checkpoints.gguf.facts import KV_HEADS, Facts
+from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 
 SOFTMAX, SIGMOID = 1, 2
 """Functions that make scores of a router's logits, by llama.cpp's numbers."""
@@ -160,6 +162,78 @@ def glm4moe(facts: Facts) -> Configuration:
     }
 
 
+def deepseek2(facts: Facts) -> Configuration:
+    """Attention is over latents. Experts that are chosen by sigmoids, with a correction, are those
+    of DeepSeek-V3 (GLM-4.7-Flash, too), and by shares those of DeepSeek-V2; a file that does not
+    say which has the first if it has corrections."""
+    first = facts.whole("leading_dense_block_count", 0)
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in facts.tensors)
+    score = facts.whole("expert_gating_func", NOTHING) or (SIGMOID if corrected else SOFTMAX)
+    if score not in (SOFTMAX, SIGMOID) or corrected != (score == SIGMOID):
+        said = "with" if corrected else "without"
+        raise facts.refusal(f"its experts are chosen by gating function {score} {said} corrections")
+    found = {**_latents(facts), **_mixture(facts, score)}
+    groups = facts.whole("expert_group_count", 1)
+    normalised = facts.truth("expert_weights_norm", False)
+    found |= {
+        "model_type": "deepseek_v3",
+        "n_routed_experts": found.pop("num_experts"),
+        "intermediate_size": facts.whole("feed_forward_length"),
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "n_shared_experts": facts.whole("expert_shared_count"),
+        "first_k_dense_replace": first,
+        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": normalised,
+        "n_group": groups,
+        "topk_group": facts.whole("expert_group_used_count", 1),
+        "num_nextn_predict_layers": 0,
+    }
+    if score == SIGMOID:
+        return found
+    if normalised:
+        raise facts.refusal("its experts' shares are normalised, which DeepSeek-V2's are not")
+    method = "group_limited_greedy" if groups > 1 else "greedy"
+    return {**found, "model_type": "deepseek_v2", "topk_method": method}
+
+
+def _latents(facts: Facts) -> Configuration:
+    """Heads of attention over latents; neighbours are rotated together. Files in which keys and
+    values of a latent are one matrix have the widths of heads where others have that of a
+    latent."""
+    heads, rotated = facts.whole(HEADS), facts.whole("rope.dimension_count")
+    rank = facts.whole("attention.kv_lora_rank")
+    keys, values = facts.whole("attention.key_length"), facts.whole("attention.value_length")
+    if "attention.key_length_mla" in facts:
+        keys = facts.whole("attention.key_length_mla")
+        values = facts.whole("attention.value_length_mla")
+    facts.whole(KV_HEADS, heads)  # of latents there is one
+    if min(heads, rotated, keys - rotated, values) < 1:
+        raise facts.refusal(f"it has {heads} heads of {keys}, of which {rotated} are rotated")
+    rope = rotation(facts, rotated)
+    if rope["rope_type"] == "yarn":  # the file has a tenth of it, and one number for both
+        magnitude = round(10 * facts.real("rope.scaling.yarn_log_multiplier"), 6)
+        rope |= {"mscale": magnitude, "mscale_all_dim": magnitude}
+    asked = "blk.0.attn_q_a.weight" in facts.tensors
+    query_rank = facts.whole("attention.q_lora_rank", 0)
+    return {
+        **everywhere(facts),
+        "hidden_size": facts.whole("embedding_length"),
+        "num_hidden_layers": facts.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "q_lora_rank": query_rank if asked else None,
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": keys - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": values,
+        "rope_interleave": True,
+        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": facts.whole("context_length"),
+        "rope_parameters": rope,
+    }
+
+
 def ernie4_5_moe(facts: Facts) -> Configuration:
     """Experts from a layer on, in steps; neighbours are rotated together."""
     found = {**with_rms(facts), **_mixture(facts)}
@@ -221,6 +295,7 @@ CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
     "olmoe": olmoe,
     "granitemoe": granitemoe,
     "glm4moe": glm4moe,
+    "deepseek2": deepseek2,
     "ernie4_5-moe": ernie4_5_moe,
     "minimax-m2": minimax_m2,
     "lfm2moe": lfm2moe,

@@ -65,12 +65,16 @@ class Naming:
     """Tensors of a layer, with their ends, whose names have none in transformers."""
     single: Mapping[str, int] = field(default_factory=dict)
     """Tensors of a layer that have one dimension more in transformers, of one number, and which."""
+    latents: bool = False
+    """Matrices that make keys and values of latents are numbers, in files of one or two tensors."""
 
 
 _GATED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 MERGED = "ffn_gate_up_exps"
 """Gates and what they are for of all experts of a layer, below each other."""
 _MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+BOTH_UP, KEYS_UP, VALUES_UP = (f"self_attn.{part}_b_proj" for part in ("kv", "k", "v"))
+"""Names of matrices that make keys and values of latents; files alone have the last two."""
 _CORRECTION = "e_score_correction_bias"
 
 
@@ -162,6 +166,27 @@ NAMINGS: Mapping[str, Naming] = {
         },
         experts=_GATED,
         bare={"exp_probs_b.bias": f"mlp.gate.{_CORRECTION}"},
+    ),
+    "deepseek2": Naming(
+        {
+            **_NORMS,
+            **_MLP,
+            **_shared("mlp.shared_experts"),
+            "attn_q": "self_attn.q_proj",
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": BOTH_UP,
+            "attn_k_b": KEYS_UP,
+            "attn_v_b": VALUES_UP,
+            "attn_output": "self_attn.o_proj",
+            "ffn_gate_inp": "mlp.gate",
+        },
+        experts=_GATED,
+        bare={"exp_probs_b.bias": f"mlp.gate.{_CORRECTION}"},
+        latents=True,
     ),
     "ernie4_5-moe": Naming(
         {**_LLAMA, **_shared("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"},

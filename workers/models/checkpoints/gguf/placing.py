@@ -7,13 +7,23 @@ from dataclasses import dataclass, replace
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
-from dovetail.workers.models.checkpoints.gguf.naming import MERGED, NAMINGS, NOT_READ, Naming, Tiled
+from dovetail.workers.models.checkpoints.gguf.naming import (
+    BOTH_UP,
+    KEYS_UP,
+    MERGED,
+    NAMINGS,
+    NOT_READ,
+    VALUES_UP,
+    Naming,
+    Tiled,
+)
 from dovetail.workers.models.checkpoints.gguf.reader import Head, Place
 
-NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, VALUES, VALUE_INPUTS, DECAYS = range(8)
+NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, VALUES, VALUE_INPUTS, DECAYS, NUMBERS = range(9)
 """Steps that make a tensor of a file that of transformers: 1 taken away, its two dimensions or its
 last two changed, rows whose neighbours are rotated together put into halves of a head, rows or
-inputs of value heads put beside those of the same key head, and logarithms of decays taken."""
+inputs of value heads put beside those of the same key head, logarithms of decays taken, and
+blocks unpacked with any weights."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +42,20 @@ class Placed:
     single: int | None = None
     """A dimension of one number that transformers has beside those of the file."""
     up: "Placed | None" = None
-    """The other half of a tensor of which every second row stands elsewhere."""
+    """The other half of a tensor of which every second row stands elsewhere, or for each head of
+    latents those of its values."""
 
     @property
     def kind(self) -> str:
         """Return safetensors' name of the type of its numbers."""
-        return STORED.get(self.place.kind, "F32")
+        kinds = {STORED.get(one.place.kind, "F32") for one in (self, self.up) if one is not None}
+        return kinds.pop() if len(kinds) == 1 else "F32"
 
     @property
     def packed_bytes(self) -> int:
         """Return the bytes of what the kernels make of its blocks; 0 for plain numbers."""
+        if self.change in (NUMBERS, VALUE_INPUTS):
+            return 0
         own = KINDS[self.place.kind].packed_size_of(self.place.shape)
         return own if self.up is None else own + self.up.packed_bytes
 
@@ -49,6 +63,9 @@ class Placed:
     def shape(self) -> tuple[int, ...]:
         """Return the shape that transformers has."""
         shape = self.place.shape
+        if self.up is not None and self.change == NUMBERS:
+            heads, rank, plain = shape
+            return (heads * (plain + self.up.place.shape[1]), rank)
         if self.up is not None:
             experts, outputs, *inputs = shape
             return (experts, *inputs, 2 * outputs)
@@ -71,6 +88,8 @@ def placed_in(model: Model) -> dict[str, Placed]:
         if place.name not in NOT_READ and _layer_of(place.name) < layers
         for name, placed in _named(Placed(head, place), facts, naming)
     }
+    if naming.latents:
+        return _joined(found, facts)
     return _woven(found, facts) if naming.woven else found
 
 
@@ -185,3 +204,30 @@ def _woven(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
                 )
             woven[f"{stem}.experts.gate_up_proj{end}"] = replace(placed, up=up)
     return woven
+
+
+def _joined(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
+    """The matrix that makes keys and values of latents, as transformers has it: [heads (plain +
+    values), rank], for each head the rows of its keys and then those of its values."""
+    joined: dict[str, Placed] = {}
+    for name, placed in found.items():
+        layer, keys, end = name.partition(KEYS_UP)
+        if BOTH_UP in name:
+            joined[name] = replace(placed, change=NUMBERS)
+        elif keys:
+            values, whole = found.get(f"{layer}{VALUES_UP}{end}"), f"{layer}{BOTH_UP}{end}"
+            if values is None or whole in found or not _fit(placed.place, values.place):
+                raise facts.refusal(
+                    f"tensor {placed.place.name} does not fit attn_v_b, or has attn_kv_b beside it"
+                )
+            joined[whole] = replace(placed, change=NUMBERS, up=values)
+        elif VALUES_UP not in name:
+            joined[name] = placed
+    return joined
+
+
+def _fit(keys: Place, values: Place) -> bool:
+    """Return whether keys [heads, rank, plain] and values [heads, width, rank] are of one layer."""
+    if len(keys.shape) != 3 or len(values.shape) != 3:
+        return False
+    return (keys.shape[0], keys.shape[1]) == (values.shape[0], values.shape[2])

@@ -19,6 +19,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     HALVES,
     LESS_ONE,
     NOTHING,
+    NUMBERS,
     TRANSPOSE,
     TURN,
     VALUE_INPUTS,
@@ -113,6 +114,24 @@ class Woven(Stored):
         return _weave(self.gate.read_checked(name), self.up.read_checked(name))
 
 
+@dataclass(frozen=True)
+class Latents(Stored):
+    """Matrices that make keys and values of latents, which lie apart from each other."""
+
+    keys: Blocks
+    """[heads, rank, plain]."""
+    values: Blocks
+    """[heads, width, rank]."""
+
+    def read(self, name: str) -> Tensor:
+        """Return [heads (plain + width), rank]."""
+        return _join(self.keys.read(name), self.values.read(name))
+
+    def read_checked(self, name: str) -> Tensor:
+        """Read a tensor of files that have not been read as a whole."""
+        return _join(self.keys.read_checked(name), self.values.read_checked(name))
+
+
 def contents_of(stored: Stored, name: str) -> Sequence[Content]:
     """Return the rows [out] of a matrix, called `name` in errors, in parts one below the other,
     those of blocks as their file has them."""
@@ -157,12 +176,12 @@ def _stored(placed: Placed) -> Stored:
     if placed.up is None:
         plain = (where.file, placed.kind, placed.shape, place.offset, size, where.identity)
         return Blocks(*plain, placed)
-    gate, up = _stored(Placed(where, place)), _stored(placed.up)
-    assert isinstance(gate, Blocks)
-    assert isinstance(up, Blocks)
-    both = size + up.size_bytes
+    one, other = _stored(Placed(where, place)), _stored(placed.up)
+    assert isinstance(one, Blocks)
+    assert isinstance(other, Blocks)
+    both = size + other.size_bytes
     plain = (where.file, placed.kind, placed.shape, place.offset, both, where.identity)
-    return Woven(*plain, gate, up)
+    return (Latents if placed.change == NUMBERS else Woven)(*plain, one, other)
 
 
 def _changed(found: Tensor, placed: Placed) -> Tensor:
@@ -202,6 +221,10 @@ def _halves(found: Tensor, heads: int) -> Tensor:
 def _weave(gate: Tensor, up: Tensor) -> Tensor:
     both = torch.stack([gate, up], dim=2).flatten(1, 2)
     return both.transpose(1, 2) if both.ndim == 3 else both
+
+
+def _join(keys: Tensor, values: Tensor) -> Tensor:
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
 def _finite(found: Tensor) -> bool:
