@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
-from dovetail.workers.kernels import Isa
+from dovetail.workers.kernels import Isa, Kind
+from dovetail.workers.models.backends.packing import pack
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
@@ -31,12 +32,12 @@ from dovetail.workers.models.checkpoints.footprint import (
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
-from dovetail.workers.models.checkpoints.gguf.rows import Rows
+from dovetail.workers.models.checkpoints.gguf.rows import InFile, Rows
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
 from dovetail.workers.models.checkpoints.gguf.view import local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -46,6 +47,8 @@ from support.gguf_files import BLOCKED, write_gguf
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
+PICKED = torch.tensor([0, 200, 3, 3, *range(64, 128, 2), *range(65, 128, 2)])
+"""Places of rows that are far from each other, the same one, and even ones before odd ones."""
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 DELTA = {
     "num_hidden_layers": 4,
@@ -471,6 +474,46 @@ def test_infinite_numbers_are_refused_when_they_are_read(tmp_path: Path) -> None
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="holds NaN or infinite values"):
         read_all(file)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_rows_read_a_few_at_a_time_are_those_of_the_whole_tensor(kind: str, tmp_path: Path) -> None:
+    """Rows in turn, of heads whose halves are put apart and of value heads, taken once more too."""
+    file, _ = write(tmp_path, kind)
+    checkpoint = open_checkpoint(str(file))
+    orders = 0
+    for name in checkpoint.tensors:
+        if (rows := checkpoint.rows(name, transposed=False)) is None:
+            continue
+        expected, picked = checkpoint.read(name), PICKED % rows.count
+        for own, numbers in ((rows, expected), (rows.taken(picked), expected[picked])):
+            assert isinstance(own.source, InFile)
+            assert own.count == len(numbers)
+            read = own.source.pieces()
+            pieces = [
+                read(first, min(24, own.count - first)).clone() for first in range(0, own.count, 24)
+            ]
+            assert torch.equal(Rows(own.kind, torch.cat(pieces)).numbers(), numbers.float())
+            assert torch.equal(own.numbers(), numbers.float())
+        orders += rows.source.order is not None
+    assert orders
+
+
+@needs_kernels
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_file_that_is_damaged_before_its_rows_are_read_is_refused(
+    cut: bool, tmp_path: Path
+) -> None:
+    file, _ = write(tmp_path)
+    skeleton = open_skeleton(open_checkpoint(str(file)))
+    skeleton.fill(skeleton.model, "", Types(None, None, blocks=True))
+    if cut:
+        os.truncate(file, file.stat().st_size // 4)
+    else:
+        file.write_bytes(b"\x00" * file.stat().st_size)
+    head = skeleton.model.model.layers[1].mlp.down_proj
+    with pytest.raises(CheckpointError, match="was changed while it was loaded"):
+        pack(Kind.BLOCKS, [head])
 
 
 def test_splittings_are_expressions_that_a_tokenizer_can_read() -> None:

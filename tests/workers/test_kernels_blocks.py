@@ -139,6 +139,26 @@ def test_a_matrix_of_several_formats_is_its_parts_one_below_the_other(how: Kind)
     assert (matrix.row(2 * N + 3) == blocks_of(Type.Q6_K)[1][3]).all()
 
 
+def test_rows_that_are_read_as_they_are_packed_are_packed_like_those_that_are_there() -> None:
+    """By several threads, and each row once."""
+    count, asked = 3000, list[tuple[int, int]]()
+    data = blocks_of(Type.Q4_K, count)[0]
+    whole, matrix = (BlockMatrix(Kind.BLOCKS, [Part(Type.Q4_K, count)], K) for _ in range(2))
+    kernels.set_threads(3)
+
+    def read(first: int, size: int) -> np.ndarray:
+        asked.append((first, size))
+        return data[first : first + size]
+
+    whole.pack_part(0, data)
+    matrix.pack_part(0, read)
+    assert bytes(matrix.memory) == bytes(whole.memory)
+    assert len(asked) > 2
+    assert sorted(row for first, size in asked for row in range(first, first + size)) == [
+        *range(count)
+    ]
+
+
 def test_a_row_that_is_not_finite_gives_nothing_finite_and_no_other_row_changes() -> None:
     x, matrix = rows_of(3), packed([Type.Q4_K])
     expected = matrix.linear(x)

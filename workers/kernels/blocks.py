@@ -29,7 +29,10 @@ WIDTH = 32
 VECTOR = 16
 """Outputs that stand side by side."""
 TURN = 64 * VECTOR
-"""Rows that a thread packs at a time."""
+"""Rows that a thread packs at most at a time."""
+TURN_BYTES = 1 << 19
+"""So many bytes of rows it packs at a time: a cache holds them from when they are read until they
+are packed."""
 PLAIN = {0: Kind.FP32, 1: Kind.FP16, 30: Kind.BF16}
 """ggml's types of plain numbers."""
 
@@ -91,9 +94,10 @@ class BlockMatrix(PackedMatrix):
         self.head = bytes(PartsStruct(len(parts), vectors)) + bytes(structs)
         memmove(self.struct.packed, self.head, len(self.head))
 
-    def pack_part(self, index: int, rows: Array) -> None:
+    def pack_part(self, index: int, rows: Array | Callable[[int, int], Array]) -> None:
         """Pack all rows of a part, by as many threads as share a call: uint8 [count, bytes] as a
-        file has them, or [count, k] of a plain type."""
+        file has them, or [count, k] of a plain type; or what gives blocks of `count` rows from the
+        `first` on, which these threads call."""
         struct, part = self._structs[index], self.parts[index]
         packed = self.struct.packed + struct.offset
         if part.type in PLAIN:
@@ -101,25 +105,26 @@ class BlockMatrix(PackedMatrix):
             start = address_of(rows, (part.count, self.k), ELEMENTS[kind])
             library().dt_pack(kind, start, 0, part.count, part.count, self.k, packed, None)
             return
-        start, width = address_of(rows, (part.count, rows.shape[1]), ("uint8",)), rows.shape[1]
+        if not callable(rows):
+            address_of(rows, (part.count, rows.shape[1]), ("uint8",))
 
-        def pack(first: int) -> None:
-            library().dt_pack_blocks(
-                part.type,
-                start + first * width,
-                *(first, min(TURN, part.count - first), self.k, packed),
-            )
+        def pack(first: int, count: int) -> None:
+            own = rows(first, count) if callable(rows) else rows[first : first + count]
+            start = address_of(own, (count, own.shape[1]), ("uint8",))
+            library().dt_pack_blocks(part.type, start, first, count, self.k, packed)
 
-        _in_turns(pack, part.count)
+        _in_turns(pack, part.count, part_bytes(part, self.k) // part.count)
 
 
-def _in_turns(work: Callable[[int], Any], count: int) -> list[Any]:
-    """Return what is found of TURN rows from each first one on, by as many threads as share a
-    call."""
-    if count <= TURN:
-        return [work(0)]
+def _in_turns(work: Callable[[int, int], Any], count: int, width: int) -> list[Any]:
+    """Return what is found of some rows of `width` bytes from each first one on, by as many threads
+    as share a call."""
+    turn = min(TURN, max(TURN_BYTES // width // VECTOR, 1) * VECTOR)
+    if count <= turn:
+        return [work(0, count)]
+    firsts = range(0, count, turn)
     with ThreadPoolExecutor(threads()) as pool:
-        return list(pool.map(work, range(0, count, TURN)))
+        return list(pool.map(work, firsts, (min(turn, count - first) for first in firsts)))
 
 
 def wrong_row(type: int, rows: Array, inputs: int) -> int | None:
@@ -128,12 +133,11 @@ def wrong_row(type: int, rows: Array, inputs: int) -> int | None:
     count, width = rows.shape
     start = address_of(rows, (count, width), ("uint8",))
 
-    def look(first: int) -> int:
-        size = min(TURN, count - first)
+    def look(first: int, size: int) -> int:
         found: int = library().dt_wrong_row(type, start + first * width, size, inputs)
         return found if found < 0 else first + found
 
-    return next((row for row in _in_turns(look, count) if row >= 0), None)
+    return next((row for row in _in_turns(look, count, width) if row >= 0), None)
 
 
 def search(type: int, numbers: Array, out: Array) -> None:

@@ -2,6 +2,7 @@
 that stand in the place of its layers, its head and its final norm."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,18 @@ from dovetail.workers.kernels.experts import stacked_matrices
 from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
-from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows, drop_weight, rows_of
+from dovetail.workers.models.checkpoints.gguf.rows import (
+    Content,
+    InFile,
+    Rows,
+    drop_weight,
+    rows_of,
+)
 from dovetail.workers.models.families.description import Latent
 from dovetail.workers.models.parity.following import UnsupportedError, in_tuple
 from dovetail.workers.models.states import Kept
 from dovetail.workers.models.timing import asked, timing
-from dovetail.workers.progress import beat
+from dovetail.workers.progress import beat, count_bytes
 
 DTYPES = {
     Kind.FP32: torch.float32,
@@ -89,7 +96,7 @@ def parts_of(contents: Sequence[Content]) -> list[Part]:
     """Return types and numbers of rows one below the other."""
     types = {own: number for number, own in PLAIN.items()}
     return [
-        Part(rows.kind, len(rows.content))
+        Part(rows.kind, rows.count)
         if isinstance(rows, Rows)
         else Part(types[EXACT_KINDS[rows.dtype]], len(rows))
         for rows in contents
@@ -99,8 +106,12 @@ def parts_of(contents: Sequence[Content]) -> list[Part]:
 def pack_contents(matrix: BlockMatrix, contents: Sequence[Content]) -> None:
     """Pack rows one below the other."""
     for index, rows in enumerate(contents):
-        own = rows.content if isinstance(rows, Rows) else rows
-        matrix.pack_part(index, own.contiguous())
+        source = rows.source if isinstance(rows, Rows) else rows
+        if isinstance(source, InFile):
+            matrix.pack_part(index, source.pieces())
+            count_bytes(math.prod(source.shape))
+        else:
+            matrix.pack_part(index, source.contiguous())
 
 
 def sample_of(kind: Kind) -> tuple[PackedMatrix, Tensor]:

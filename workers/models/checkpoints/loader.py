@@ -120,7 +120,8 @@ class Skeleton:
         if table:
             module.set_submodule(path, BlockEmbedding(rows, scale_of(part)))
             return True
-        part.weight = nn.Parameter(torch.empty_like(part.weight, device="meta"), False)
+        shape, dtype = part.weight.shape, part.weight.dtype
+        part.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), False)
         keep_rows(part, rows)
         return part.bias is None
 

@@ -81,17 +81,21 @@ class Stored:
     def content(self, name: str) -> bytearray:
         """Return the bytes of the tensor, called `name` in errors."""
         content = bytearray(self.size_bytes)
+        self.read_into(memoryview(content), name)
+        count_bytes(self.size_bytes)
+        return content
+
+    def read_into(self, block: memoryview, name: str, start: int = 0) -> None:
+        """Fill a block with the bytes from `start` on of the tensor, called `name` in errors."""
         try:
             with self.file.open("rb", buffering=0) as file:
-                file.seek(self.offset)
-                count = read_full(file, memoryview(content))
+                file.seek(self.offset + start)
+                count = read_full(file, block)
                 refuse_changed(self.file, self.identity, file)
         except OSError as error:
             raise unreadable(self.file, error) from None
-        if count != self.size_bytes:
+        if count != len(block):
             raise self._unreadable(name)
-        count_bytes(self.size_bytes)
-        return content
 
     def _unreadable(self, name: str) -> CheckpointError:
         return CheckpointError(

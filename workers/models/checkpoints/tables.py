@@ -31,12 +31,12 @@ class BlockEmbedding(nn.Module):
 
     def __init__(self, rows: Rows, scale: float | None) -> None:
         super().__init__()
-        self._rows, self.scale = rows, scale
+        self._kind, self._inputs, self.scale = rows.kind, rows.inputs, scale
         self.weight = nn.Parameter(rows.content, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = torch.empty(ids.numel(), self._rows.inputs)
-        unpack(self._rows.kind, self.weight[ids.flatten()], found)
+        found = torch.empty(ids.numel(), self._inputs)
+        unpack(self._kind, self.weight[ids.flatten()], found)
         found = found.view(*ids.shape, -1)
         return found if self.scale is None else found * self.scale
 

@@ -1,17 +1,94 @@
 """Rows of a matrix or a table as a GGUF file has them: blocks that are not unpacked. Of a module
-they stand in the place of its weight, which stays without numbers, until they are packed."""
+they stand in the place of its weight, which stays without numbers, until they are packed; those of
+a file are read then, a few at a time."""
 
+import math
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.kernels.blocks import wrong_row
 from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.stored import Stored
+from dovetail.workers.progress import count_bytes
 
 ROWS = "rows_of_file"
 """The attribute of a linear that has its rows."""
+
+
+@dataclass(frozen=True)
+class InFile:
+    """Rows of one type of blocks that are read when they are needed."""
+
+    stored: Stored
+    """The tensor of them, [rows, inputs] in its file."""
+    name: str
+    """The tensor in errors."""
+    kind: int
+    shape: tuple[int, int]
+    """Numbers of rows and of the bytes of each."""
+    order: Tensor | None = None
+    """int64 [rows]: the row of the file that each is; None: the rows of the file in turn."""
+
+    def whole(self) -> Tensor:
+        """Return all rows, uint8 [rows, bytes]; `CheckpointError` where they cannot be read, or a
+        block stands for NaN or infinite numbers."""
+        return self._piece(0, self.shape[0], Memory())
+
+    def pieces(self) -> Callable[[int, int], Tensor]:
+        """Return what reads `count` rows from the `first` on, like `whole`, in any thread; each
+        piece is there until its thread reads the next."""
+        memory = Memory()
+        return lambda first, count: self._piece(first, count, memory)
+
+    def _piece(self, first: int, count: int, memory: "Memory") -> Tensor:
+        if self.order is None:
+            return self._run(first, count, memory)
+        places = self.order[first : first + count]
+        lowest, end = int(places.min()), int(places.max()) + 1
+        if end - lowest <= 2 * count:
+            return self._run(lowest, end - lowest, memory)[places - lowest]
+        ends = (places.diff() != 1).nonzero().flatten() + 1
+        runs = places.tensor_split(ends)
+        return torch.cat([self._run(int(run[0]), len(run), memory).clone() for run in runs])
+
+    def taken(self, places: Tensor) -> "InFile":
+        """Return the rows of these places."""
+        order = places if self.order is None else self.order[places]
+        return replace(self, shape=(len(places), self.shape[1]), order=order)
+
+    def _run(self, first: int, count: int, memory: "Memory") -> Tensor:
+        """Rows that stand behind each other in the file."""
+        width = self.shape[1]
+        content = memory.take(count * width).view(count, width)
+        self.stored.read_into(content.view(-1).numpy().data, self.name, first * width)
+        if wrong_row(self.kind, content, _inputs(self.kind, width)) is not None:
+            raise not_finite(self.stored, self.name)
+        return content
+
+
+class Memory(threading.local):
+    """Memory of each thread, for one piece after the other."""
+
+    def __init__(self) -> None:
+        self._content = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """Return `size` bytes, the same as before where there are as many."""
+        if len(self._content) < size:
+            self._content = torch.empty(size, dtype=torch.uint8)
+        return self._content[:size]
+
+
+def not_finite(stored: Stored, name: str) -> CheckpointError:
+    """The error for a tensor with numbers that no model has."""
+    return CheckpointError(f"{stored.file}: tensor {name} holds NaN or infinite values")
 
 
 @dataclass(frozen=True)
@@ -20,26 +97,47 @@ class Rows:
 
     kind: int
     """ggml's number of the type."""
-    content: Tensor
-    """uint8 [rows, bytes]."""
+    source: Tensor | InFile
+    """uint8 [rows, bytes], or where to read them."""
 
     def __deepcopy__(self, memo: Any) -> "Rows":
         return self  # nobody changes them, and a copy of a layer is to take no memory for them
 
     @property
+    def count(self) -> int:
+        """Return the number of rows."""
+        return self.source.shape[0]
+
+    @property
     def inputs(self) -> int:
         """Return the numbers of a row."""
-        said = KINDS[self.kind]
-        return self.content.shape[1] // said.size_bytes * said.numbers
+        return _inputs(self.kind, self.source.shape[1])
+
+    @property
+    def content(self) -> Tensor:
+        """Return all rows, uint8 [rows, bytes]; those of a file are read."""
+        source = self.source
+        if isinstance(source, Tensor):
+            return source
+        count_bytes(math.prod(source.shape))
+        return source.whole()
 
     def taken(self, places: Tensor) -> "Rows":
         """Return the rows of these places."""
-        return replace(self, content=self.content[places])
+        source = self.source
+        return replace(
+            self, source=source[places] if isinstance(source, Tensor) else source.taken(places)
+        )
 
     def numbers(self) -> Tensor:
         """Return what all of them stand for, [rows, inputs] in fp32."""
         content = bytearray(self.content.numpy().tobytes())
-        return unpacked(content, self.kind, (len(self.content), self.inputs)).float()
+        return unpacked(content, self.kind, (self.count, self.inputs)).float()
+
+
+def _inputs(kind: int, width: int) -> int:
+    """The numbers of a row of so many bytes."""
+    return width // KINDS[kind].size_bytes * KINDS[kind].numbers
 
 
 Content = Rows | Tensor

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.kernels.blocks import wrong_row
 from dovetail.workers.models.checkpoints.digests import Part, Source
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.files import Model
@@ -29,7 +27,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     placed_in,
 )
 from dovetail.workers.models.checkpoints.gguf.reader import Head
-from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows
+from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Rows, not_finite
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20
@@ -63,29 +61,22 @@ class Blocks(Stored):
 
     def rows(self, name: str) -> Rows | None:
         """Return a matrix [out, in] whose numbers are blocks as the file has it, its rows in their
-        places; None where it is none, or what is to be done to it is more than that.
-        `CheckpointError` as of `read`."""
+        places, to be read when they are needed, with the `CheckpointError` of `read`; None where it
+        is none, or what is to be done to it is more than that."""
         place, change = self.placed.place, self.placed.change
         if place.kind not in UNPACK or len(place.shape) != 2:
             return None
         if change not in (NOTHING, HALVES, TRANSPOSE, VALUES) or self.placed.single is not None:
             return None
-        content = torch.frombuffer(self.content(name), dtype=torch.uint8).view(place.shape[0], -1)
-        if wrong_row(place.kind, content, place.shape[1]) is not None:
-            raise self._not_finite(name)
-        if change == HALVES:
-            content = _halves(content, self.placed.heads)
-        if change == VALUES:
-            content = _values(content, self.placed)
-        return Rows(place.kind, content)
-
-    def _not_finite(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+        count = place.shape[0]
+        order = _moved(torch.arange(count), self.placed) if change in (HALVES, VALUES) else None
+        shape = (count, place.size_bytes // count)
+        return Rows(place.kind, InFile(self, name, place.kind, shape, order))
 
     def _read(self, name: str, *, checked: bool) -> Tensor:
         found = unpacked(self.content(name), self.placed.place.kind, self.placed.place.shape)
         if checked and not _finite(found):
-            raise self._not_finite(name)
+            raise not_finite(self, name)
         return _changed(found, self.placed)
 
 
