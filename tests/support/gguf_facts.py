@@ -38,6 +38,7 @@ MIXED_FACTS = {
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         **DELTA_FACTS,
     },
+    "lfm2": {"shortconv.l_cache": "conv_L_cache"},
     "lfm2moe": {
         "leading_dense_block_count": "num_dense_layers",
         "shortconv.l_cache": "conv_L_cache",
@@ -92,7 +93,7 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found["attention.sliding_window"] = has("sliding_window")
     if architecture in ("qwen3moe", "qwen2moe", "gpt-oss", "minimax-m2", *MIXED_FACTS):
         found["expert_feed_forward_length"] = has("moe_intermediate_size", "intermediate_size")
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "lfm2"):
         del found["expert_feed_forward_length"]
     found |= {key: has(name) for key, name in MIXED_FACTS.get(architecture, {}).items()}
     if architecture.startswith("qwen35"):
@@ -111,7 +112,7 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         }
         if "mlp_layer_types" in config:
             found["leading_dense_block_count"] = config["mlp_layer_types"].count("dense")
-    if architecture == "lfm2moe":
+    if architecture.startswith("lfm2"):
         heads = config["num_key_value_heads"]
         kinds = config["layer_types"]
         found["attention.head_count_kv"] = [0 if kind == "conv" else heads for kind in kinds]

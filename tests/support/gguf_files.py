@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
     "minimax_m2": "minimax-m2",
+    "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "olmoe": "olmoe",
     "qwen3_5_text": "qwen35",

@@ -130,6 +130,13 @@ FIELDS: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": 2,
     },
     "minimax_m2": WIDE,
+    "lfm2": {
+        **WIDE,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
     "lfm2_moe": {
         **WIDE,
         "num_hidden_layers": 4,

@@ -270,6 +270,26 @@ def granite(facts: Facts) -> Configuration:
     }
 
 
+def with_convolutions(facts: Facts) -> Configuration:
+    """Return what architectures have in common whose layers without key heads are convolutions."""
+    heads = facts.numbers(KV_HEADS)
+    if len({count for count in heads if count}) != 1 or len(heads) != facts.layers:
+        raise facts.refusal("its layers have several numbers of key heads, or none")
+    return {
+        **common(facts, max(heads)),
+        "norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "layer_types": [FULL if count else "conv" for count in heads],
+        "conv_L_cache": facts.whole("shortconv.l_cache"),
+        "conv_bias": False,
+    }
+
+
+def lfm2(facts: Facts) -> Configuration:
+    """The width of MLPs is in the file as it is, and not to be adjusted."""
+    found = with_convolutions(facts)
+    return {**found, "model_type": "lfm2", "block_auto_adjust_ff_dim": False}
+
+
 DENSE: Mapping[str, Callable[[Facts], Configuration]] = {
     "llama": llama,
     "qwen2": qwen2,
@@ -283,5 +303,6 @@ DENSE: Mapping[str, Callable[[Facts], Configuration]] = {
     "olmo2": olmo2,
     "smollm3": smollm3,
     "granite": granite,
+    "lfm2": lfm2,
 }
 """Architecture of llama.cpp -> function that makes its configuration."""

@@ -12,10 +12,10 @@ from dovetail.workers.models.checkpoints.gguf.configurations import (
     FULL,
     SLIDING,
     Configuration,
-    common,
     everywhere,
     granite,
     rotation,
+    with_convolutions,
     with_rms,
 )
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
@@ -265,18 +265,10 @@ def minimax_m2(facts: Facts) -> Configuration:
 
 def lfm2moe(facts: Facts) -> Configuration:
     """Layers without key heads are convolutions; the first have no experts."""
-    heads = facts.numbers(KV_HEADS)
-    if len({count for count in heads if count}) != 1 or len(heads) != facts.layers:
-        raise facts.refusal("its layers have several numbers of key heads, or none")
-    found = common(facts, max(heads))
     return {
-        **found,
+        **with_convolutions(facts),
         **_mixture(facts, SIGMOID),
         "model_type": "lfm2_moe",
-        "norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
-        "layer_types": [FULL if count else "conv" for count in heads],
-        "conv_L_cache": facts.whole("shortconv.l_cache"),
-        "conv_bias": False,
         "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "num_dense_layers": facts.whole("leading_dense_block_count", 0),
         "norm_topk_prob": True,

@@ -110,6 +110,25 @@ _DELTA: Mapping[str, Any] = {
     "bare": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
     "single": {"ffn_gate_inp_shexp": 0, "ssm_conv1d": 1},
 }
+_LFM2 = {
+    **_ATTENTION,
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_LFM2_OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
 NAMINGS: Mapping[str, Naming] = {
     "llama": Naming(_LLAMA, permuted=True),
     "granite": Naming(_LLAMA, permuted=True),
@@ -200,23 +219,10 @@ NAMINGS: Mapping[str, Naming] = {
         expert_part="block_sparse_moe",
         bare={"exp_probs_b.bias": f"block_sparse_moe.{_CORRECTION}"},
     ),
+    "lfm2": Naming(_LFM2, outside=_LFM2_OUTSIDE, single={"shortconv.conv": 1}),
     "lfm2moe": Naming(
-        {
-            **_ATTENTION,
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "attn_norm": "operator_norm",
-            "ffn_norm": "ffn_norm",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "ffn_gate_inp": "feed_forward.gate",
-        },
-        outside={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm"},
+        {**_LFM2, "ffn_gate_inp": "feed_forward.gate"},
+        outside=_LFM2_OUTSIDE,
         experts=_MIXTRAL,
         expert_part="feed_forward",
         bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
