@@ -21,7 +21,13 @@ from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import MODELLESS_KINDS
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.workers.models.backends.sizes import INT4
-from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors, types_below
+from dovetail.workers.models.checkpoints.footprint import (
+    half_of,
+    in_pieces,
+    read_tensors,
+    rearranged,
+    types_below,
+)
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
 from dovetail.workers.models.checkpoints.gguf.view import FILE
@@ -78,7 +84,9 @@ def _with_weights(
 def _in_less(configuration: Configuration, folder: Path, own: str) -> tuple[Configuration, str]:
     """Return settings with weights that take less than a checkpoint's own, and why these."""
     int8, int4 = (configuration.over("chosen", {"target.weights": name}) for name in ("int8", INT4))
-    able = INT4 in types_below("int8", read_tensors(folder), library=not on_kernels(folder))
+    tensors = read_tensors(folder)
+    whole = rearranged(tensors) and not in_pieces(folder)
+    able = INT4 in types_below("int8", tensors, library=whole or not on_kernels(folder))
     if not able or _fits(int8) or not _fits(int4):
         return int8, f"{own} does not fit into memory"
     return int4, f"neither {own} nor int8 fits into memory"

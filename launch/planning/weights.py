@@ -10,7 +10,12 @@ from dovetail.workers import kernels
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.footprint import Tensor, half_of, read_tensors
+from dovetail.workers.models.checkpoints.footprint import (
+    Tensor,
+    half_of,
+    in_pieces,
+    read_tensors,
+)
 from dovetail.workers.models.checkpoints.gguf.view import FILE, blocks_kept
 
 LOSSES = {
@@ -51,8 +56,8 @@ def planned_types(configuration: Configuration, folder: Path) -> list[str]:
         return plain
     if blocks_kept(folder):
         return [FILE, *plain]
-    dense = count_experts(read_config(folder, "target model"))[0] <= 1
-    return [*plain, *([INT4] if dense else [])]
+    whole = count_experts(read_config(folder, "target model"))[0] > 1 and not in_pieces(folder)
+    return plain if whole else [*plain, INT4]
 
 
 def _in_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:

@@ -11,7 +11,6 @@ from dovetail.workers.models.backends import packing
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.footprint import is_expert
 from dovetail.workers.models.checkpoints.quantised.searched import TYPES
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
@@ -93,10 +92,6 @@ def _refuse_search(checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"{checkpoint.source}: its numbers are blocks of a GGUF file already, which weights "
             "int4 would round once more: use weights file"
-        )
-    if any(is_expert(name, stored.shape) for name, stored in checkpoint.tensors.items()):
-        raise CheckpointError(
-            f"{checkpoint.source}: weights int4 are not made of experts: use weights int8"
         )
 
 

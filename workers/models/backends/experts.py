@@ -9,6 +9,7 @@ its parts alone.
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from dovetail.workers.models.backends.packing import (
 from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows, rows_of
 from dovetail.workers.models.checkpoints.pieces import Unread, unread_of
 from dovetail.workers.models.families.description import Experts, Router
+from dovetail.workers.models.families.matrices import Layout, layout_of
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
 from dovetail.workers.progress import count_bytes
 
@@ -58,12 +60,9 @@ class ExpertParts:
         for name in said.stacks:
             if not isinstance(stack := getattr(self.module, name, None), Tensor) or stack.ndim != 3:
                 raise UnsupportedError(f"{said.part} of {type(layer).__name__} has no {name}")
+        self._layouts = {name: self._layout(name) for name in said.stacks}
         told = hasattr(self.module, "_apply_gate")
-        if not told and said.transposed is None:
-            raise UnsupportedError(f"{said.part} of {type(layer).__name__} does not say its layout")
-        self.transposed = self.module.is_transposed if said.transposed is None else said.transposed
-        """True if matrices stand there as [experts, in, out]."""
-        self.mixed = told and not self.module.is_concatenated
+        self.mixed = self._layouts[said.stacks[0]].mixed
         """True if gates and what they are for stand there one by one."""
         self.biased = told and self.module.has_bias
         self.gated = getattr(self.module, "has_gate", True)
@@ -73,8 +72,14 @@ class ExpertParts:
 
     def matrix(self, name: str, index: int) -> Tensor:
         """Return the matrix [out, in] of an expert, gates first."""
-        weight = self.stored(name, index)
-        return self._gates_first(name, weight.t() if self.transposed else weight)
+        return self._layouts[name].rows(self.stored(name, index))
+
+    def _layout(self, name: str) -> Layout:
+        if (found := layout_of(self.module, self.said, name)) is None:
+            raise UnsupportedError(
+                f"{self.said.part} of {type(self.layer).__name__} does not say its layout"
+            )
+        return found
 
     def stored(self, name: str, index: int) -> Tensor:
         """Return the matrix of an expert as transformers has it; it is read now if it was not."""
@@ -89,12 +94,7 @@ class ExpertParts:
         if not self.biased:
             return None
         found = tensor_of(self.layer, f"{self.said.part}.{name}_bias").float()
-        return self._gates_first(name, found.t()).t().contiguous()
-
-    def _gates_first(self, name: str, rows: Tensor) -> Tensor:
-        if not self.mixed or name != self.said.stacks[0]:
-            return rows
-        return torch.cat([rows[::2], rows[1::2]])
+        return replace(self._layouts[name], transposed=False).rows(found.t()).t().contiguous()
 
     def pack(self, kind: Kind) -> ExpertsPlan:
         """Return the experts with matrices of a kind; `module` loses its weights."""
@@ -122,7 +122,7 @@ class ExpertParts:
         else:
             kind = EXACT_KINDS[self.stored(name, 0).dtype] if kind in BLOCK_KINDS else kind
             shape = getattr(self.module, name).shape[1:]
-            outputs, inputs = reversed(shape) if self.transposed else shape
+            outputs, inputs = reversed(shape) if self._layouts[name].transposed else shape
             matrices = self._pack_all(
                 stacked_matrices(kind, self.count, outputs, inputs, biases),
                 partial(self._pack_numbers, name),

@@ -18,7 +18,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES, Sizes, matrix_bytes
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Q4_K, int4_kind
 from dovetail.workers.models.checkpoints.gguf.view import (
     FILE,
     described_tensors,
@@ -288,6 +288,8 @@ def _kept_bytes(tensor: Tensor, weights: str) -> int:
         return tensor.packed_bytes or tensor.stored_bytes
     if weights == INT4 and len(tensor.shape) == 2:
         return _int4_bytes(tensor)
+    if weights == INT4 and tensor.is_expert and len(tensor.shape) > 2:
+        return tensor.numbers * KINDS[Q4_K].packed_size_of((256,)) // 256
     if tensor.is_table:
         return tensor.numbers * min(4, STORED_BYTES.get(tensor.kind, 4))
     kind = weights if weights in WEIGHT_BYTES else "int8" if weights.startswith("int8") else "fp32"
@@ -392,6 +394,5 @@ def types_below(weights: str, tensors: Sequence[Tensor], *, library: bool) -> li
     if library:
         return [] if rearranged(tensors) else ["bf16"] if weights == "fp32" else []
     in_file = any(tensor.packed_bytes for tensor in tensors)
-    floats = not in_file and not rearranged(tensors)
-    able = {"half": half_of(tensors), FILE: in_file, INT4: floats}
+    able = {"half": half_of(tensors), FILE: in_file, INT4: not in_file}
     return [name for name in smaller.get(weights, ()) if able.get(name, True)]

@@ -1,8 +1,12 @@
-"""The matrices of a model by their names, as the descriptions of families have them. Knows modules
-and names, nothing of numbers."""
+"""The matrices of a model by their names, as the descriptions of families have them, and how those
+of experts lie. Knows modules, names and shapes, nothing of types of numbers."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.families.description import (
@@ -12,6 +16,53 @@ from dovetail.workers.models.families.description import (
     LayerSpec,
 )
 from dovetail.workers.models.families.registry import FAMILIES
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way in which the matrix of an expert stands in a stack of transformers'."""
+
+    transposed: bool
+    """True for [in, out]."""
+    mixed: bool
+    """True if gates and what they are for stand there one by one."""
+
+    def rows(self, stored: Tensor) -> Tensor:
+        """Return the rows [out, in], gates first, of a matrix as transformers has it."""
+        rows = stored.t() if self.transposed else stored
+        return torch.cat([rows[::2], rows[1::2]]) if self.mixed else rows
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """Return a matrix as transformers has it, of its rows [out, in], gates first."""
+        rows = torch.stack(rows.chunk(2), dim=1).flatten(0, 1) if self.mixed else rows
+        return rows.t() if self.transposed else rows
+
+
+def layout_of(part: Any, said: Experts, name: str) -> Layout | None:
+    """Return how matrices stand in a stack of experts, called `name` in transformers' part; None
+    where neither the part nor its description says it."""
+    told = hasattr(part, "_apply_gate")
+    if not told and said.transposed is None:
+        return None
+    transposed = part.is_transposed if said.transposed is None else said.transposed
+    mixed = told and not part.is_concatenated and name == said.stacks[0]
+    return Layout(bool(transposed), bool(mixed))
+
+
+def expert_layouts(model: Any) -> dict[str, Layout]:
+    """Return the stacks of experts' matrices of a model by their names, and how they lie."""
+    if (family := FAMILIES.get(model.config.model_type)) is None:
+        return {}
+    found = {}
+    path, layers = decoder_layers(model)
+    for index, layer in enumerate(layers):
+        if not isinstance(said := family.layer(model.config, index).mlp, Experts):
+            continue
+        part = layer.get_submodule(said.part)
+        for name in said.stacks:
+            if (layout := layout_of(part, said, name)) is not None:
+                found[f"{path}.{index}.{said.part}.{name}"] = layout
+    return found
 
 
 def matrices_of(spec: LayerSpec) -> Iterator[str]:

@@ -4,8 +4,9 @@ for when the model is loaded for the first time, and kept on disk.
 Matrices of layers become Q4_K, or Q5_0 where 256 does not divide their width; head and tables of
 tokens, on which logits hang most, Q6_K, or Q8_0. Everything else stays as it is stored, and so does
 a matrix whose width 32 does not divide. What is kept is named by the checkpoint's digest and the
-version of the search, a file a matrix, which is put in its place whole. Knows matrices and files;
-how blocks are searched for, and computed with, the kernels know.
+version of the search, a file a matrix, or a file for those of all experts of a layer, which is put
+in its place whole. Knows matrices and files; how blocks are searched for, and computed with, the
+kernels know.
 """
 
 import hashlib
@@ -28,7 +29,13 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, load_tens
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.loader import Skeleton
-from dovetail.workers.models.families.matrices import layer_matrices, tables_and_head
+from dovetail.workers.models.checkpoints.pieces import Unread
+from dovetail.workers.models.checkpoints.quantised.stacks import Stack
+from dovetail.workers.models.families.matrices import (
+    expert_layouts,
+    layer_matrices,
+    tables_and_head,
+)
 from dovetail.workers.progress import count_bytes
 
 SEARCH = "search-1"
@@ -55,7 +62,14 @@ def in_blocks(skeleton: Skeleton, checkpoint: Checkpoint | None, weights: str) -
     type are; `checkpoint`: where it is from, None: nothing is kept."""
     if weights not in TYPES:
         return skeleton
-    return replace(skeleton, rows=Searched(skeleton, checkpoint).rows)
+    searched = Searched(skeleton, checkpoint)
+    if searched.layouts and skeleton.experts is None:
+        source = "random weights" if checkpoint is None else checkpoint.source
+        raise CheckpointError(
+            f"{source}: its experts are not read one by one, as weights int4 need it: use weights "
+            "int8"
+        )
+    return replace(skeleton, rows=searched.rows, experts=searched.experts)
 
 
 class Searched:
@@ -64,6 +78,8 @@ class Searched:
     def __init__(self, skeleton: Skeleton, checkpoint: Checkpoint | None) -> None:
         self._skeleton, self._tensors = skeleton, {} if checkpoint is None else checkpoint.tensors
         self._layers = frozenset(layer_matrices(skeleton.model))
+        self.layouts = expert_layouts(skeleton.model)
+        """The stacks of experts' matrices."""
         self._ends = frozenset(tables_and_head(skeleton.model))
         self._folder = None if checkpoint is None else _open_folder(checkpoint.digest)
 
@@ -84,6 +100,29 @@ class Searched:
         elif stored in self._tensors:
             count_bytes(self._tensors[stored].size_bytes)
         return Rows(kind, content)
+
+    def experts(self, name: str) -> Unread:
+        """Return the experts of a parameter, to be read one by one, as blocks where they have
+        some."""
+        assert self._skeleton.experts is not None
+        own, layout = self._skeleton.experts(name), self.layouts[name]
+        part, _, last = name.rpartition(".")
+        count, *stored = getattr(self._skeleton.model.get_submodule(part), last).shape
+        outputs, inputs = reversed(stored) if layout.transposed else stored
+        if (kind := int4_kind(inputs, end=False)) is None:
+            return own
+        stack = Stack(
+            self._file(name, kind),
+            (count, outputs, KINDS[kind].size_of((inputs,))),
+            lambda index: _found(name, kind, layout.rows(own.numbers(index))),
+            stored_bytes=count * own.size_bytes,
+            not_kept=_not_kept,
+        )
+        return Unread(
+            lambda index: layout.stored(Rows(kind, stack.content(index)).numbers()),
+            own.size_bytes if self._folder is None else 0,  # which are counted as they are read
+            lambda index: [Rows(kind, stack.content(index))],
+        )
 
     def _numbers(self, name: str, weight: Tensor) -> Tensor:
         """Return a matrix [out, in] in the type that it is stored in."""
