@@ -80,7 +80,7 @@ def test_of_equal_experts_the_lower_ids_are_chosen() -> None:
 
 
 def test_the_margin_tells_how_near_to_a_tie_a_choice_was() -> None:
-    rows = torch.tensor([[3.0, 2.0, 1.5, 0, 0, 0, 0, 0], [2.0, 1.0, 1.0, 0, 0, 0, 0, 0]])
+    rows = torch.tensor([[4.0, 2.0, 1.5, 0, 0, 0, 0, 0], [4.0, 1.0, 1.0, 0, 0, 0, 0, 0]])
     margins = route(router(score=Score.SOFTMAX_OF_CHOSEN), rows).margins
     assert margins.tolist() == [0.5, 0.0]
 
@@ -88,9 +88,15 @@ def test_the_margin_tells_how_near_to_a_tie_a_choice_was() -> None:
 @pytest.mark.parametrize("score", [Score.SOFTMAX, Score.SIGMOID])
 def test_margins_of_scores_are_about_those_of_their_logits(score: Score) -> None:
     """Scores of hundreds of experts lie so close together that their own margins tell nothing."""
-    rows = torch.tensor([[2.05, 2.0, 1.95, 0, 0, 0, 0, 0], [-2.5, -2.55, -2.6, -4, -4, -4, -4, -4]])
+    rows = torch.tensor([[2.05, 2.0, 1.95, 0, 0, 0, 0, -2], [-2, -2.05, -2.1, -6, -6, -6, -6, -6]])
     margins = route(router(score=score), rows).margins
     assert all(0.03 < margin < 0.06 for margin in margins.tolist())
+
+
+def test_a_router_of_small_logits_is_no_nearer_to_ties() -> None:
+    rows = torch.tensor([[4.0, 2.0, 1.0, 0, 0, 0, 0, 0], [0.04, 0.02, 0.01, 0, 0, 0, 0, 0]])
+    margins = route(router(score=Score.SOFTMAX_OF_CHOSEN), rows).margins
+    torch.testing.assert_close(margins, torch.tensor([1.0, 1.0]), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("normalised", [False, True])

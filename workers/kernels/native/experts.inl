@@ -50,6 +50,13 @@ static float mark_best(const float* values, char* taken, int64_t n, int64_t coun
     return count < n ? last - values[best_of(values, taken, n)] : -NOTHING;
 }
 
+// How far the largest of n values is from the smallest.
+static float range_of(const float* values, int64_t n) {
+    float low = values[0], high = values[0];
+    for (int64_t i = 1; i < n; i++) low = lesser(low, values[i]), high = values[i] > high ? values[i] : high;
+    return high - low;
+}
+
 // The sum of the two best of a group, or the best alone.
 static inline float worth(const float* values, int64_t n, bool best_alone) {
     float first = NOTHING, second = NOTHING;
@@ -89,9 +96,10 @@ static void weigh_experts(const dovetail::Router& r, const int32_t* ids, float* 
     for (int64_t i = 0; i < r.chosen; i++) weights[i] *= r.scales ? r.scale * r.scales[ids[i]] : r.scale;
 }
 
-// The experts of a row by its logits, ascending, and their weights; the margin of the choice, about as one of logits: scores of many experts lie close together.
+// The experts of a row by its logits, ascending, and their weights; the margin of the choice, about as one of logits, of which small ones are taken for larger.
 static float choose(const dovetail::Router& r, const Choice& c, int32_t* ids, float* weights) {
     const int64_t n = r.logits.n;
+    const float unit = lesser(1.0f, 0.25f * range_of(c.scores, n) + 1e-20f);
     if (r.score == dovetail::SOFTMAX) softmax(c.scores, c.scores, n);
     if (r.score == dovetail::SIGMOID) sigmoid(c.scores, n);
     for (int64_t i = 0; i < n; i++) c.values[i] = r.correction ? c.scores[i] + r.correction[i] : c.scores[i];
@@ -105,8 +113,8 @@ static float choose(const dovetail::Router& r, const Choice& c, int32_t* ids, fl
         ids[found++] = (int32_t)i;
     }
     weigh_experts(r, ids, weights);
-    if (r.score == dovetail::SIGMOID) return margin / (score * (1.0f - score) + 0.01f);
-    return r.score == dovetail::SOFTMAX && least > 0.0f ? margin / least : margin;
+    const float slope = r.score == dovetail::SIGMOID ? score * (1.0f - score) + 0.01f : r.score == dovetail::SOFTMAX && least > 0.0f ? least : 1.0f;
+    return margin / slope / unit;
 }
 
 // Of each row of x [rows, hidden] its experts [rows, chosen], their weights, and, where they are asked for, margins [rows].
