@@ -42,13 +42,14 @@ EXACT = 2e-3
 rounding alone."""
 MEAN = {
     "int8": 0.1,
-    "int4-int8": 0.5,
-    "int4-fp32": 0.5,
+    "int4-int8": 0.25,
+    "int4-fp32": 0.25,
     "file-int8": 0.1,
     "bf16": 0.05,
     "fp16": 0.05,
 }
-"""Largest accepted mean difference, where matrices or states are rounded."""
+"""Largest accepted mean difference, where matrices or states are rounded: of int8 and int4 three
+times that of the embedded target (`dovetail selftest`: 0.032 and 0.082)."""
 
 
 HALF_CACHE = 0.01
