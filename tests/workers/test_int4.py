@@ -3,6 +3,7 @@ is kept of them."""
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -258,12 +259,18 @@ def test_experts_are_searched_for_one_after_the_other_and_read_one_by_one(tmp_pa
     def stack(file: Path | None) -> Stack:
         return Stack(file, (4, 3, 5), find, stored_bytes=0, not_kept=not_kept)
 
+    own, others = (tmp_path / name / "a.Q4_K" for name in ("checkpoint", "another"))
+    for file in (own, others):
+        file.parent.mkdir()
     for file, calls in (
-        (tmp_path / "a.Q4_K", [0, 1, 2, 3]),
-        (tmp_path / "a.Q4_K", []),
+        (own, [0, 1, 2, 3]),
+        (own, []),
+        (others, [0, 1, 2, 3]),  # where a copy of the other's lies
         (None, [2]),
     ):
         asked.clear()
+        if file == others:
+            shutil.copy(own, others)
         assert torch.equal(stack(file).content(2), torch.full((3, 5), 2, dtype=torch.uint8))
         assert asked == calls
 
@@ -293,7 +300,7 @@ def test_what_has_no_blocks_of_4_bits_is_refused_in_one_sentence(
     with pytest.raises(CheckpointError, match=r"blocks of a GGUF file already.*weights file"):
         loaded(file)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    reference.model.layers[1].mlp.up_proj.weight.data *= 1e30
+    reference.model.layers[1].mlp.up_proj.weight.data[1] *= 1e8  # a row that nobody samples
     reference.save_pretrained(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight are too large"):
         loaded(tmp_path / "model")

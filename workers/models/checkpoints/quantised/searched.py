@@ -12,7 +12,6 @@ kernels know.
 import hashlib
 import logging
 import shutil
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +29,7 @@ from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.loader import Skeleton
 from dovetail.workers.models.checkpoints.pieces import Unread
-from dovetail.workers.models.checkpoints.quantised.stacks import Stack
+from dovetail.workers.models.checkpoints.quantised.stacks import Stack, check_of
 from dovetail.workers.models.families.matrices import (
     expert_layouts,
     layer_matrices,
@@ -53,6 +52,9 @@ SAMPLED = 16
 MOST_OFF = 0.3
 """The distance of blocks from a matrix, relative to it, from which on they do not stand for it:
 0.07 is usual, and numbers beyond what 16 bits hold are off by all they are."""
+
+LARGEST = 65504.0
+"""The largest number that 16 bits hold, and that blocks are searched for."""
 
 log = logging.getLogger(__name__)
 
@@ -140,14 +142,14 @@ class Searched:
         """Return the blocks that are kept of a matrix; None where there are none, and a line in the
         log where they cannot be used."""
         file = self._file(name, kind)
-        if file is None or not file.exists():
+        if file is None or not file.is_file():
             return None
         try:
             tensors = load_tensors(file)
             content, check = tensors["blocks"], tensors["check"]
             if content.dtype != torch.uint8 or tuple(content.shape) != shape:
                 raise ValueError("it holds blocks of another matrix")
-            if check.tolist() != [_check(file, content)]:
+            if check.tolist() != [check_of(file, content.numpy().data)]:
                 raise ValueError("it is not what was written")
         except (CheckpointError, KeyError, ValueError) as error:
             log.warning("%s is made again: %s", file, error)
@@ -159,7 +161,7 @@ class Searched:
         if (file := self._file(name, kind)) is None:
             return
         try:
-            check = torch.tensor([_check(file, content)], dtype=torch.int64)
+            check = torch.tensor([check_of(file, content.numpy().data)], dtype=torch.int64)
             save_tensors(file, {"blocks": content, "check": check})
         except OSError as error:
             _not_kept(file.parent, error)
@@ -192,11 +194,6 @@ def _not_kept(folder: Path, error: OSError) -> None:
     )
 
 
-def _check(file: Path, content: Tensor) -> int:
-    """Return what shows that blocks belong to a file and are whole."""
-    return zlib.crc32(content.numpy().data, zlib.crc32(file.name.encode()))
-
-
 @torch.inference_mode()
 def _found(name: str, kind: int, weight: Tensor) -> Tensor:
     """Return the blocks, uint8 [out, bytes], of a matrix [out, in]; `CheckpointError` where none
@@ -207,17 +204,24 @@ def _found(name: str, kind: int, weight: Tensor) -> Tensor:
 
     def find(first: int) -> None:
         rows = slice(first, first + step)
-        search(kind, weight[rows].float().contiguous(), content[rows])
+        numbers = weight[rows].float().contiguous()
+        if float(numbers.abs().max()) > LARGEST:
+            raise _unfit(name)
+        search(kind, numbers, content[rows])
 
     _in_pieces(find, range(0, count, step))
     places = torch.linspace(0, count - 1, min(SAMPLED, count)).long()
     expected, rows = weight[places].double(), Rows(kind, content).taken(places)
     if not float((rows.numbers() - expected).norm()) <= MOST_OFF * float(expected.norm()):
-        raise CheckpointError(
-            f"the numbers of {name} are too large or too small for blocks of 4 bits, whose scales "
-            "are halves: use weights int8"
-        )
+        raise _unfit(name)
     return content
+
+
+def _unfit(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the numbers of {name} are too large or too small for blocks of 4 bits, whose scales are "
+        "halves: use weights int8"
+    )
 
 
 def _in_pieces(find: Callable[[int], None], firsts: range) -> None:

@@ -28,6 +28,12 @@ NUMBER_BYTES = 8
 log = logging.getLogger(__name__)
 
 
+def check_of(path: Path, content: bytes | memoryview, index: int = 0) -> int:
+    """Return what shows that blocks are whole, and those of an index of a file of a checkpoint,
+    after which the folder is called."""
+    return zlib.crc32(content, zlib.crc32(f"{path.parent.name}/{path.name} {index}".encode()))
+
+
 class Stack:
     """The blocks of a stack of matrices [out, bytes], made once and kept."""
 
@@ -79,7 +85,7 @@ class Stack:
         if self._path is None or self._there:
             return
         try:
-            if not (self._path.exists() and self._is_whole(self._path)):
+            if not (self._path.is_file() and self._is_whole(self._path)):
                 self._make(self._path)
         except OSError as error:
             self._not_kept(self._path.parent, error)
@@ -131,6 +137,5 @@ class Stack:
         return (self._check(i, self._read(source, i)) for i in range(self._shape[0]))
 
     def _check(self, index: int, content: bytes | memoryview) -> int:
-        """Return what shows that blocks are those of an index, and whole."""
         assert self._path is not None
-        return zlib.crc32(content, zlib.crc32(f"{self._path.name} {index}".encode()))
+        return check_of(self._path, content, index)
