@@ -130,9 +130,12 @@ def packed(*, zeros: bool, groups: bool = False) -> Any:
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights}
     method = {"quant_method": "compressed-tensors", "format": form}
-    return {**method, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {**method, **groups(**weights), "ignore": ["lm_head"]}
+
+
+def groups(**weights: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": SIZE, "sym": False}
@@ -249,7 +252,28 @@ def test_the_library_reads_the_same_numbers(tmp_path: Path) -> None:
         ("gptq", {"bits": None}, r"\(gptq, None bits\)"),
         ("fp8, blocks", {"fmt": "e5m2"}, r"\(fp8, numbers of type e5m2\)"),
         ("fp8, blocks", {"weight_block_size": [8, 8]}, "weight does not go with the other parts"),
-        ("fp8, blocks", {"weight_block_size": 8}, r"\(fp8, of unknown fields\)"),
+        *(
+            (
+                "fp8, blocks",
+                {"weight_block_size": size},
+                f"coded/config.json: weight_block_size {end}",
+            )
+            for size in (8, [16], ["a", "b"], [1e30, float("inf")], [-16, -16], [True, 16])
+            for end in ("of quantization_config is .*, not two whole numbers from 1 on",)
+        ),
+        ("gptq", {"group_size": "x"}, "config.json: group_size of quantization_config is x, not a"),
+        ("gptq", {"bits": 4.0}, r"\(gptq, 4.0 bits\)"),
+        *(
+            (
+                "int4",
+                groups(num_bits=bits),
+                f"config.json: num_bits of quantization_config is {bits}",
+            )
+            for bits in (0, None, "four", 4.0)
+        ),
+        ("int4", groups(num_bits=3), r"\(compressed-tensors, 3 bits in pack-quantized\)"),
+        ("int4", groups(num_bits=4, type="float"), "4 bits of type float in pack-quantized"),
+        ("fp8, rows", groups(num_bits=8, block_structure=[1, 2, 3]), "block_structure of quant"),
         ("int4", {"format": "nvfp4-pack-quantized"}, "format nvfp4-pack-quantized"),
         ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         ("int4", {"transform_config": {"config_groups": {"a": {}}}}, "behind a transform"),
@@ -267,6 +291,11 @@ def test_what_is_not_read_is_refused_by_name(
 
 
 LAYER = "model.layers.1.mlp.down_proj"
+REORDERED = "int4, inputs in another order"
+
+
+def cast(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Parts], object]:
+    return lambda parts: parts.update({name: to(parts[name])})
 
 
 @pytest.mark.parametrize(
@@ -275,7 +304,25 @@ LAYER = "model.layers.1.mlp.down_proj"
         ("awq", lambda t: t.pop(f"{LAYER}.scales"), f"{LAYER}.scales is missing"),
         ("fp8, blocks", lambda t: t.pop(f"{LAYER}.weight_scale_inv"), "scale_inv is missing"),
         ("int4", lambda t: t[f"{LAYER}.weight_shape"].zero_(), f"{LAYER}.weight_shape does not go"),
-        ("gptq", lambda t: t[f"{LAYER}.g_idx"].fill_(-1), f"{LAYER}.g_idx does not go"),
+        ("gptq", lambda t: t[f"{LAYER}.g_idx"].fill_(-1), f"{LAYER}.g_idx names group -1"),
+        *(
+            (
+                scheme,
+                cast(f"{LAYER}.{part}", lambda t: t.fill_(6)),
+                f"{part} names group 6, and .* 0 to",
+            )
+            for scheme, part in (("gptq", "g_idx"), (REORDERED, "weight_g_idx"))
+        ),
+        *(
+            (scheme, cast(f"{LAYER}.{part}", to), f"{LAYER}.{part} has numbers of type {kind}")
+            for scheme, part, to, kind in (
+                ("awq", "qzeros", Tensor.float, "F32"),
+                ("awq", "scales", Tensor.int, "I32"),
+                ("gptq", "g_idx", Tensor.float, "F32"),
+                (REORDERED, "weight_g_idx", Tensor.half, "F16"),
+                ("int4", "weight_shape", Tensor.float, "F32"),
+            )
+        ),
         ("gptq", lambda t: t.update({f"{LAYER}.g_idx": torch.zeros(3).int()}), "does not go"),
         ("awq", lambda t: t.update({f"{LAYER}.weight": torch.zeros(2, 2)}), "quantised, too"),
         (
@@ -293,6 +340,13 @@ def test_a_part_that_is_missing_or_broken_is_named(
     change(coded, broken)
     with pytest.raises(CheckpointError, match=said):
         logits(coded)
+
+
+def test_groups_of_compressed_tensors_that_are_not_set_follow_each_other(tmp_path: Path) -> None:
+    coded, plain, _ = quantised("llama", "int4", tmp_path)
+    unset = torch.full((load_file(plain / "model.safetensors")[f"{LAYER}.weight"].shape[1],), -1)
+    change(coded, lambda t: t.update({f"{LAYER}.weight_g_idx": unset.int()}))
+    assert torch.equal(logits(coded), logits(plain))
 
 
 def test_a_config_that_promises_codes_where_none_are_is_refused(tmp_path: Path) -> None:

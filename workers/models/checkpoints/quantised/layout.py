@@ -13,6 +13,12 @@ WORD = 32
 AWQ_BITS = 4
 WHOLE, FLOATING = "I8", "F8_E4M3"
 """Types of codes that stand one by one."""
+KINDS = {
+    "groups": ("I32", "I64"),
+    "scales": ("F64", "F32", "F16", "BF16", FLOATING, "F8_E8M0"),
+    "shape": ("I32", "I64"),
+}
+"""A part of a matrix -> the types that it may be stored in."""
 SCALES = ("_scale_inv", "_scale")
 """Ends of the names of a matrix's scales, behind its own."""
 BESIDE = (
@@ -171,6 +177,15 @@ def _matrix(scheme: Scheme, parts: Parts[P]) -> Matrix[P]:
     whole_numbers = main.kind == WHOLE and scheme.method != "compressed-tensors"
     if whole_numbers or (shape := _shape(scheme, parts)) is None:
         raise UnfitError(unlike(name), name)
+    kinds = KINDS if "codes" in parts else {**KINDS, "zeros": ("I32",)}
+    for part, (full, tensor) in parts.items():
+        if part in kinds and tensor.kind not in kinds[part]:
+            allowed = " or ".join(kinds[part])
+            raise UnfitError(
+                f"tensor {full} has numbers of type {tensor.kind}, not {allowed}; fetch the model "
+                "again",
+                name,
+            )
     for part, due in _due(scheme, shape, parts).items():
         if part in parts and parts[part][1].shape != due:
             raise UnfitError(unlike(parts[part][0]), name)

@@ -70,11 +70,14 @@ class Coded(Stored):
             )
         words, scales, zeros = found["words"], found["scales"], found.get("zeros")
         groups, bits = found.get("groups"), bits_of(self.parts, self.scheme)
-        if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < max(
-            scales.shape
-        ):
-            raise self._unlike("groups")
-        if self.scheme.method == "compressed-tensors":
+        packed = self.scheme.method == "compressed-tensors"
+        if groups is not None:
+            # compressed-tensors takes groups with a -1 as not set: inputs follow each other
+            if packed and bool((groups == -1).any()):
+                groups = None
+            else:
+                self._check_groups(groups, scales.shape[1 if packed else 0])
+        if packed:
             if "shape" in found and tuple(found["shape"].tolist()) != self.shape:
                 raise self._unlike("shape")
             return codes.packed(words, scales, zeros, groups, bits)
@@ -85,6 +88,15 @@ class Coded(Stored):
             groups = torch.arange(self.shape[1]) // (self.shape[1] // len(scales))
         below, symmetric = self.scheme.below, self.scheme.symmetric
         return codes.gptq(words, zeros, scales, groups, bits, below=below, symmetric=symmetric)
+
+    def _check_groups(self, groups: Tensor, count: int) -> None:
+        low, high = int(groups.min()), int(groups.max())
+        if low < 0 or high >= count:
+            raise CheckpointError(
+                f"{self.file}: tensor {self.parts['groups'][0]} names group "
+                f"{low if low < 0 else high}, and its matrix has the groups 0 to {count - 1}; "
+                "fetch the model again"
+            )
 
     def _unlike(self, part: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {unlike(self.parts[part][0])}")
