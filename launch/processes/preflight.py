@@ -24,7 +24,7 @@ from dovetail.protocol.settings import (
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
-from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, why_no_folder
+from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, NOT_THERE, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import (
@@ -123,11 +123,7 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
         return
     path = local_folder(path) or path
     if not path.is_dir():
-        why = (
-            why_no_folder(source)
-            if path.exists()
-            else "is not there: name an existing folder, or a hub id (OWNER/NAME)"
-        )
+        why = why_no_folder(source) if path.exists() else NOT_THERE
         raise CheckpointError(f"the {role} model {source} {why}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the {role} model {source} has no config.json: {MODEL_FILES}")

@@ -177,7 +177,7 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(
     [
         (
             ("--target", "/no/such/model"),
-            "the target model /no/such/model is not there: name an existing folder",
+            "the target model /no/such/model is not there: name an existing folder or GGUF file",
         ),
         (
             ("--draft", "./no-draft"),

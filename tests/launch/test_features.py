@@ -143,7 +143,7 @@ def test_killed_command_goes_on(run: Run, start: Start, chats: Path, tmp_path: P
     ("options", "complaint"),
     [
         (("--taps", "9"), "layers from 0 to 7"),
-        (("--target", "nowhere/at/all"), "no such folder"),
+        (("--target", "nowhere/at/all"), "is not there: name an existing folder or GGUF file"),
     ],
 )
 def test_mistake_is_one_line(

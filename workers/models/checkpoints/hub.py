@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.architecture import reason, why_no_folder
+from dovetail.workers.models.checkpoints.architecture import NOT_THERE, reason, why_no_folder
 from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import models_in, parts_of
 
@@ -84,7 +84,7 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     if path.exists():
         raise CheckpointError(f"{source} {why_no_folder(source)}")
     if (hosted := Hosted.of(source)) is None:
-        raise CheckpointError(f"{source}: there is no such folder; check the path")
+        raise CheckpointError(f"{source} {NOT_THERE}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
