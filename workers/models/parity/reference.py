@@ -52,6 +52,10 @@ class _TextCache(ClaimedCache):
         self.layers = DynamicCache(config=config).layers
         self._rows: tuple[Tensor, Tensor] | None = None
 
+    get_conv_state, update_conv_state = DynamicCache.get_conv_state, DynamicCache.update_conv_state
+    get_recurrent_state = DynamicCache.get_recurrent_state
+    update_recurrent_state = DynamicCache.update_recurrent_state
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *unused: Any, **also_unused: Any
     ) -> tuple[Tensor, Tensor]:
