@@ -419,6 +419,18 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
         ({"llama.attention.new_thing": 2.0}, "key llama.attention.new_thing is not known"),
         ({"llama.block_count": None}, "key llama.block_count is missing"),
         ({"llama.rope.scaling.type": "su"}, "scaled in the way 'su'"),
+        ({"llama.block_count": 1}, "tensor blk.1.* is of a layer beyond its 1"),
+        ({"llama.nextn_predict_layers": 1}, "nextn_predict_layers is 1, which it has no layers"),
+        ({"llama.rope.dimension_count": 8}, "rotates 8 numbers of a head of .*has all"),
+        ({"llama.rope.dimension_count": 0}, "rotates 0 numbers of a head"),
+        ({"llama.rope.dimension_count": 3}, "rotates 3 numbers of a head"),
+        ({"llama.rope.dimension_count": 1000}, "rotates 1000 numbers of a head"),
+        ({"llama.rope.freq_base": 0.0}, "rope.freq_base is 0.0, no positive finite number"),
+        ({"llama.rope.freq_base": float("nan")}, "rope.freq_base is nan, no positive"),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
+            "rope.scaling.factor is 0.0, no positive",
+        ),
         ({"llama.embedding_length": "wide"}, "is wide, no whole number"),
         ({"tokenizer.ggml.pre": "new-splitting"}, "is 'new-splitting' and not known here"),
         ({"tokenizer.ggml.pre": None}, "is missing and not known here"),
@@ -433,6 +445,20 @@ def test_what_a_file_says_and_is_not_known_is_refused_by_name(
 ) -> None:
     file, _ = write(tmp_path, **facts)
     with pytest.raises(CheckpointError, match=words):
+        view_of(file)
+
+
+def test_scales_of_0_are_those_that_a_file_does_not_say(tmp_path: Path) -> None:
+    scales = ("attention.scale", "embedding_scale", "residual_scale")
+    found = []
+    for value in (0.0, None):
+        file, _ = write(
+            tmp_path / str(value), "granite", **{f"granite.{key}": value for key in scales}
+        )
+        found.append(json.loads((view_of(file) / "config.json").read_text()))
+    assert found[0] == found[1]
+    file, _ = write(tmp_path / "logits", "granite", **{"granite.logit_scale": 0.0})
+    with pytest.raises(CheckpointError, match=r"logit_scale is 0\.0, no positive finite number"):
         view_of(file)
 
 

@@ -16,6 +16,8 @@ Configuration = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 LOCAL_BASE = 10000.0
 """Gemma 3's base of rotation in layers with a window, where the file says none."""
+ROTATED_IN_PART = frozenset(("phi3", "glm4moe", "qwen35", "qwen35moe", "minimax-m2"))
+"""Architectures whose model in transformers can rotate a part of a head."""
 BIG_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose queries are scaled by another width."""
 
@@ -63,8 +65,14 @@ def rotation(facts: Facts, head: int) -> Configuration:
     rotated = facts.whole("rope.dimension_count", head)
     found: Configuration = {
         "rope_type": "default",
-        "rope_theta": facts.real("rope.freq_base", 10000.0),
+        "rope_theta": facts.positive("rope.freq_base", 10000.0),
     }
+    if not 0 < rotated <= head or rotated % 2:
+        raise facts.refusal(f"it rotates {rotated} numbers of a head of {head}")
+    if rotated != head and facts.architecture not in ROTATED_IN_PART:
+        raise facts.refusal(
+            f"it rotates {rotated} numbers of a head of {head}, where its architecture has all"
+        )
     if rotated != head:
         found["partial_rotary_factor"] = rotated / head
     kind = facts.text("rope.scaling.type", "none")
@@ -73,7 +81,7 @@ def rotation(facts: Facts, head: int) -> Configuration:
             raise facts.refusal(f"it has both rope_freqs and a scaling of kind {kind}")
         return {**found, **_factors(facts, "rope_freqs.weight", "rope_freqs.weight")}
     if kind == "linear":
-        return {**found, "rope_type": "linear", "factor": facts.real("rope.scaling.factor")}
+        return {**found, "rope_type": "linear", "factor": facts.positive("rope.scaling.factor")}
     if kind == "yarn":
         return {**found, **_yarn(facts)}
     if kind not in ("none", "longrope"):
@@ -169,7 +177,7 @@ def gemma3(facts: Facts) -> Configuration:
     window = facts.whole("attention.sliding_window", 0)
     layers = range(found["num_hidden_layers"])
     cap = facts.real("final_logit_softcapping", 0.0)
-    base = facts.real("rope.freq_base_swa", LOCAL_BASE)
+    base = facts.positive("rope.freq_base_swa", LOCAL_BASE)
     full = found["rope_parameters"]
     if "rope.freq_base" not in facts:
         full = {**full, "rope_theta": 1_000_000.0}
@@ -263,10 +271,10 @@ def granite(facts: Facts) -> Configuration:
         "model_type": "granite",
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
-        "attention_multiplier": facts.real("attention.scale", found["head_dim"] ** -0.5),
-        "embedding_multiplier": facts.real("embedding_scale", 1.0),
-        "residual_multiplier": facts.real("residual_scale", 1.0),
-        "logits_scaling": facts.real("logit_scale", 1.0),
+        "attention_multiplier": facts.real("attention.scale", 0.0) or found["head_dim"] ** -0.5,
+        "embedding_multiplier": facts.real("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": facts.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": facts.positive("logit_scale", 1.0),
     }
 
 

@@ -14,6 +14,9 @@ HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetune
 """Keys that change nothing."""
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
+GUESSES = "nextn_predict_layers"
+GUESSING = frozenset(("glm4moe", "deepseek2", "qwen35", "qwen35moe"))
+"""Architectures whose last layers may guess the tokens that follow."""
 
 
 class Facts:
@@ -62,8 +65,11 @@ class Facts:
     def layers(self) -> int:
         """Return how many layers a token goes through; behind them a file may have others, which
         guess the tokens that follow."""
-        found = self.whole("block_count") - self.whole("nextn_predict_layers", 0)
-        if found < 1:
+        guesses = self.whole(GUESSES, 0)
+        if guesses and self.architecture not in GUESSING:
+            raise self.refusal(f"{self._prefix}{GUESSES} is {guesses}, which it has no layers for")
+        found = self.whole("block_count") - guesses
+        if found < 1 or guesses < 0:
             raise self.refusal(f"it has {found} layers")
         return found
 
@@ -75,6 +81,13 @@ class Facts:
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no number")
         short = np.float32(value)
         return float(str(short)) if float(short) == value else float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a number that is finite and above 0."""
+        value = self.real(key, default)
+        if not 0 < value < float("inf"):
+            raise self.refusal(f"{self._prefix}{key} is {value}, no positive finite number")
+        return value
 
     def text(self, key: str, default: str) -> str:
         """Return a text."""

@@ -80,7 +80,9 @@ def placed_in(model: Model) -> dict[str, Placed]:
     """Return the tensors of a model by transformers' names; `CheckpointError` names one that is not
     known for its architecture."""
     facts = Facts(model)
-    naming, layers = naming_of(facts), facts.layers
+    naming, layers, blocks = naming_of(facts), facts.layers, facts.whole("block_count")
+    if beyond := next((name for name in facts.tensors if _layer_of(name) >= blocks), None):
+        raise facts.refusal(f"tensor {beyond} is of a layer beyond its {blocks} (block_count)")
     found = {
         name: placed
         for head in model.heads
