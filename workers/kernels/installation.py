@@ -1,6 +1,6 @@
 """Has pip compile the files of the C++ kernels side by side, and none twice: an object is kept in
 `build/kernels` under a digest of all that it is made of, so that a wheel after an editable
-installation only links. Everything else of an installation stands in pyproject.toml."""
+installation only links. pyproject.toml names it; nothing at run time imports it."""
 
 import hashlib
 import os
@@ -10,14 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
 
-class BuildKernels(build_ext):
+class BuildKernels(build_ext):  # type: ignore[misc]
     """Builds the extension from objects that are kept."""
 
     def build_extension(self, ext: Extension) -> None:
+        """Compile what is not kept, and link."""
         kept = Path(self.get_finalized_command("build").build_base) / "kernels"
         kept.mkdir(parents=True, exist_ok=True)
         tools = {name: vars(self.compiler)[name] for name in self.compiler.executables}
@@ -47,6 +48,3 @@ def _kept_object(
             (written,) = compiler([source], **options | {"output_dir": folder})
             Path(written).replace(made)
     return str(made)
-
-
-setup(cmdclass={"build_ext": BuildKernels})
