@@ -615,9 +615,11 @@ def test_a_kind_that_agrees_with_the_folder_is_taken(
 
 
 def test_heads_and_smaller_models_can_have_four_bits(llama_folder: Path, tmp_path: Path) -> None:
-    head_worker(write_head(tmp_path, "eagle"), llama_folder, weights="int4")
+    head = head_worker(write_head(tmp_path, "eagle"), llama_folder, weights="int4")
+    assert head.engine.head.weights == "int4"
     if kernels.available():
-        head_worker(llama_folder, llama_folder, weights="int4")
+        small = head_worker(llama_folder, llama_folder, weights="int4")
+        assert small.engine.model.weights == "int4-int8"
 
 
 def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there_is_none(
