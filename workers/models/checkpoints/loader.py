@@ -29,6 +29,7 @@ from dovetail.workers.models.checkpoints.configured import (
 )
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Rows, keep_rows, rows_of
+from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, Unread, leave_unread
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
@@ -137,8 +138,8 @@ class Skeleton:
 
 
 def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
-    """The model of a checkpoint, to be filled; refuses what is missing, reports what is
-    superfluous.
+    """Return the model of a checkpoint, to be filled. `CheckpointError` for a tensor that is
+    missing; one that is superfluous is reported, and refused in a GGUF file.
 
     Where transformers renames or rearranges tensors as it loads, it loads them: then the skeleton
     has its numbers already, in fp32.
@@ -152,7 +153,7 @@ def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
         linearise(whole)
         return Skeleton(whole, checkpoint.read, frozenset())
     tied = _tied(model)
-    _report_unused(model, checkpoint, set(checkpoint.tensors) - set(model.state_dict()))
+    _settle_unused(model, checkpoint, set(checkpoint.tensors) - set(model.state_dict()))
     stored = {
         name: name if name in checkpoint.tensors else tied[name]
         for name, _ in model.named_parameters(remove_duplicate=False)
@@ -191,7 +192,7 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
     tied = _tied(model)
     pieces = _pieces_of(model, checkpoint, naming, tied)
     pieces.refuse_misshapen(checkpoint.folder)
-    _report_unused(model, checkpoint, pieces.superfluous())
+    _settle_unused(model, checkpoint, pieces.superfluous())
     return _pieced(model, checkpoint, pieces, tied)
 
 
@@ -303,8 +304,17 @@ def _refusing(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
         raise CheckpointError(f"{checkpoint.source}: {text}") from error
 
 
-def _report_unused(model: Any, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Report what neither the model nor transformers' list of what is no matter knows."""
+def _settle_unused(model: Any, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Report the tensors that the model does not use, but for those that transformers lists as
+    harmless. `CheckpointError` for one of a GGUF file: its configuration is told by its tensors, so
+    that one too many means another function."""
+    names = sorted(names)
+    if names and (own := name_in_file(checkpoint.tensors[names[0]])) is not None:
+        raise CheckpointError(
+            f"{checkpoint.source}: tensor {own} is not used by a model of type "
+            f"{model.config.model_type} as the rest of the file describes it; take another file of "
+            "this model, or its folder of safetensors"
+        )
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     _report_superfluous(
         checkpoint,

@@ -8,6 +8,7 @@ import numpy as np
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.gguf.files import Model
+from dovetail.workers.models.checkpoints.gguf.naming import NOT_READ
 from dovetail.workers.models.checkpoints.gguf.reader import Place
 
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
@@ -30,6 +31,7 @@ class Facts:
         }
         self._prefix = f"{self.architecture}."
         self._asked: set[str] = set(HARMLESS)
+        self._needed: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return self._prefix + key in self.model.facts
@@ -100,15 +102,19 @@ class Facts:
         """Return a tensor that has to be there."""
         if name not in self.tensors:
             raise self.refusal(f"tensor {name} is missing")
+        self._needed.add(name)
         return self.tensors[name]
 
     def refuse_more(self) -> None:
-        """`CheckpointError` naming a key that nobody has asked for."""
+        """`CheckpointError` naming a key that nobody has asked for, or factors of the rotation that
+        nobody has needed."""
         for key in self._keys():
             if key not in self._asked:
                 raise self.refusal(
                     f"key {self._prefix}{key} is not known for this architecture here"
                 )
+        for name in sorted(NOT_READ & self.tensors.keys() - self._needed):
+            raise self.refusal(f"tensor {name} is not known for this architecture here")
 
     def refusal(self, why: str) -> CheckpointError:
         """Return the error for a file that cannot be read as a model."""

@@ -23,7 +23,7 @@ _POST_NORMS = {
 }
 _GEMMA2 = {**_LLAMA, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 NOT_READ = frozenset(("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"))
-"""Tensors that the configuration has taken up."""
+"""Factors of the rotation, which become part of the configuration."""
 
 
 class Tiled(Enum):

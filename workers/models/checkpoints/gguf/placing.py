@@ -225,6 +225,8 @@ def _joined(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
             joined[whole] = replace(placed, change=NUMBERS, up=values)
         elif VALUES_UP not in name:
             joined[name] = placed
+        elif name.replace(VALUES_UP, KEYS_UP) not in found:
+            raise facts.refusal(f"tensor {placed.place.name} has no attn_k_b beside it")
     return joined
 
 

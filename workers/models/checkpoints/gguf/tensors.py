@@ -136,6 +136,16 @@ def contents_of(stored: Stored, name: str) -> Sequence[Content]:
     return [stored.read(name)]
 
 
+def name_in_file(stored: Stored) -> str | None:
+    """Return the name of a tensor within its GGUF file, of two the first; None for a tensor of
+    safetensors."""
+    if isinstance(stored, Woven):
+        stored = stored.gate
+    if isinstance(stored, Latents):
+        stored = stored.keys
+    return stored.placed.place.name if isinstance(stored, Blocks) else None
+
+
 def stored_in(model: Model) -> dict[str, Stored]:
     """Return the tensors of a model by transformers' names; `CheckpointError` names one that is not
     known for its architecture."""
