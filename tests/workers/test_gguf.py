@@ -164,6 +164,29 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text")
 """Families that between them take every way of arranging rows, norms and experts."""
+SPLIT_TEXT = "We'LL see CamelCase  12345 (été) ना_x!\n\n y"
+WORDS = {
+    "We|'|LL| see| CamelCase| | 12345| (|été|)| न|ा_|x|!|\n\n| y": (
+        "gpt-2 phi-2 mpt olmo jais trillion granite-docling mellum gigachat a.x-4.0 modern-bert"
+    ),
+    "We|'|LL| see| CamelCase|  |1|2|3|4|5| (|été|)| न|ा_|x|!|\n\n| y": (
+        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"
+    ),
+    "We|'LL| see| CamelCase| | |123|45| (|été|)| न|ा_|x|!\n\n| y": (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4"
+    ),
+    "We|'LL| see| CamelCase| | |1|2|3|4|5| (|été|)| न|ा_|x|!\n\n| y": (
+        "qwen2 deepseek-r1-qwen stablelm2 hunyuan solar-open megrez"
+    ),
+    "We|'LL| see| CamelCase| | |1|2|3|4|5| (|été|)| ना|_x|!\n\n| y": "qwen35",
+    "We|'LL| see| CamelCase|  |123|45| (|été|)| ना|_x|!\n\n| y": "deepseek-v3 hunyuan-dense",
+    "We|'|LL| see| CamelCase|  |12345| (|é|t|é|)| |ना|_|x|!|\n|\n| y": "deepseek-llm",
+    "We|'|LL| see| CamelCase|  |1|2|3|4|5| (|été|)| |न|ा|_|x|!|\n|\n| y": "deepseek-coder",
+    "We|'|LL| see| CamelCase| | |123|45| |(|été|)| न|ा|_|x|!|\n\n| y": "falcon",
+    "We|'LL| see| Camel|Case| | |1|2|3|4|5| (|été|)| ना|_x|!\n\n| y": "tekken",
+    "We'LL| see| Camel|Case| | |123|45| (|été|)| ना|_x|!\n\n| y": "gpt-4o llama4",
+}
+"""The words that a text is split into, between bars, and the splittings that do so."""
 BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2", "gpt_oss")
 
 
@@ -317,6 +340,14 @@ def test_a_tensor_that_the_model_does_not_use_is_refused_by_name(
         whole_latents=True,
     )
     with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} (is not|has no)"):
+        open_skeleton(open_checkpoint(str(tmp_path / "m.gguf")))
+
+
+def test_a_tensor_that_one_layer_alone_has_is_missed_in_another_by_name(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
+    extra = {f"blk.0.attn_{part}.bias": np.ones(64, np.float32) for part in ("q", "output")}
+    write_gguf(tmp_path / "model", tmp_path / "m.gguf", lambda *_: Type.F32, extra=extra)
+    with pytest.raises(CheckpointError, match=r"lacks tensors .* such as model\.layers\.0\."):
         open_skeleton(open_checkpoint(str(tmp_path / "m.gguf")))
 
 
@@ -607,12 +638,15 @@ def test_a_file_that_is_damaged_before_its_rows_are_read_is_refused(
         pack(Kind.BLOCKS, [head])
 
 
-def test_splittings_are_expressions_that_a_tokenizer_can_read() -> None:
+def test_every_splitting_gives_the_words_of_its_family() -> None:
     from tokenizers import Regex, pre_tokenizers
 
-    for splitting in SPLITTINGS.values():
-        for expression in splitting.expressions:
-            pre_tokenizers.Split(Regex(expression), "isolated").pre_tokenize_str("I'll 123 été\n")
+    found = {}
+    for name, splitting in SPLITTINGS.items():
+        splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in splitting.expressions]
+        words = pre_tokenizers.Sequence(splits).pre_tokenize_str(SPLIT_TEXT)
+        found[name] = "|".join(word for word, _ in words)
+    assert found == {name: words for words, names in WORDS.items() for name in names.split()}
 
 
 def mutations() -> st.SearchStrategy[list[tuple[int, int, int]]]:

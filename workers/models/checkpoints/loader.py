@@ -180,7 +180,7 @@ def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
     """`CheckpointError` for tensors that are decoded here and not those of the model one by one."""
     if not checkpoint.is_coded:
         return
-    missing = sorted(set(model.state_dict()) - set(checkpoint.tensors))
+    missing = sorted(_missing(model, checkpoint))
     raise CheckpointError(
         f"{checkpoint.source} lacks tensors that its architecture calls for"
         f"{f', such as {missing[0]}' if missing else ''}; fetch the file again"
@@ -335,7 +335,6 @@ def _report_superfluous(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
     """Return whether every tensor of the model stands in the checkpoint under its own name, or is
     tied to one that does, and nothing else needs computing."""
-    tied = _tied(model)
     changes = [
         change
         for kind in (model.config.model_type, type(model).__name__)
@@ -355,9 +354,16 @@ def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
     ):
         return False
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return set(parameters) == set(model.state_dict()) and all(
-        name in checkpoint.tensors or tied.get(name) in checkpoint.tensors for name in parameters
-    )
+    return set(parameters) == set(model.state_dict()) and not _missing(model, checkpoint)
+
+
+def _missing(model: Any, checkpoint: Checkpoint) -> set[str]:
+    """Return the tensors of a model that a checkpoint has neither by their own name nor by that of
+    one that they are tied to."""
+    tied, tensors = _tied(model), checkpoint.tensors
+    return {
+        name for name in model.state_dict() if name not in tensors and tied.get(name) not in tensors
+    }
 
 
 def _tied(model: Any) -> dict[str, str]:
