@@ -139,7 +139,7 @@ class Design:
     weighed: "subject.Design | None" = None
     """Its parts, as transformers builds it; None: its config.json says all that is counted."""
     blocks: Sequence[Tensor] = ()
-    """Its tensors where they are the blocks of a GGUF file."""
+    """The tensors of its GGUF file, if their numbers are blocks; empty for any other model."""
 
     @property
     def uncoded(self) -> str:

@@ -60,7 +60,7 @@ HALVES = {
     Type.IQ4_NL: (0,),
     Type.IQ4_XS: (0,),
 }
-"""Where a block has its 16-bit scales, in bytes."""
+"""Offsets of the 16-bit scales in a block, in bytes."""
 BLOCKED = (*HALVES, *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0), Type.MXFP4)
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 LARGEST_CODES = {Type.Q6_K: 4096, Type.Q5_K: 2048, Type.Q4_K: 1024}
@@ -228,7 +228,7 @@ def _shaped(shape: tuple[int, ...]) -> Any:
 
 
 def _merged_experts(layer: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Gates and what they are for of all experts, which stand below each other."""
+    """Gate and up matrices of all experts, which are one tensor of the checkpoint."""
     return {
         f"blk.{layer}.ffn_{part}_exps.weight": (
             [name],

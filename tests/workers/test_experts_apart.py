@@ -65,7 +65,7 @@ KINDS = [
     for kind in (*FAMILIES, "gpt_oss")
 ]
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 5e-2}
-"""Of the largest logit: rounding."""
+"""The largest difference of logits that rounding may make, as a share of the largest logit."""
 
 
 def load(

@@ -1,4 +1,4 @@
-"""What a model in a GGUF file takes and costs, counted and measured before it is loaded."""
+"""The memory and the time of a model in a GGUF file, counted and measured before it is loaded."""
 
 from itertools import cycle
 from pathlib import Path

@@ -43,7 +43,7 @@ from support.opening import opening
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-5, "half": 1e-5, "int8": 3e-2}
-"""Of the largest logit; see `test_staged.py`."""
+"""The largest difference of logits, as a share of the largest logit; see `test_staged.py`."""
 
 
 @pytest.fixture

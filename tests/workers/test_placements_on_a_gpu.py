@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, needs_kernels]
 TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-5, "half": 1e-5, "int8": 3e-2}
-"""Of the largest logit; see `test_staged.py`."""
+"""The largest difference of logits, as a share of the largest logit; see `test_staged.py`."""
 HELD_CYCLES = 200_000_000
 """A tenth of a second of a GPU: far more than the copy of a blob takes."""
 BLOB_BYTES = 8 << 20

@@ -48,9 +48,9 @@ PLACES = {
 }
 TYPES = {"fp32": torch.float32, "half": torch.float16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-5, "half": 1e-3, "int8": 3e-2}
-"""Of the largest logit: rounding; a key or a value that is rounded to the other half is 1/2048 off,
-and a rounding of an input of int8 that falls on the other side of a
-half is a step of 1/127."""
+"""The largest difference of logits that rounding may make, as a share of the largest logit. A key
+or a value that is rounded to the other half is off by 1/2048, and an input of int8 that is rounded
+to the other side by 1/127."""
 GREEDY = Sampling(temperature=0.0)
 TREE = TreeSettings(policy="dynamic", gamma=12, depth=6)
 

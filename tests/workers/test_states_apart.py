@@ -60,7 +60,7 @@ EXPERTS = (
 )
 TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 5e-2}
-"""Of the largest logit: rounding."""
+"""The largest difference of logits that rounding may make, as a share of the largest logit."""
 TEXT = torch.randint(3, VOCABULARY, (90,), generator=torch.Generator().manual_seed(3)).tolist()
 
 

@@ -82,9 +82,9 @@ class Checkpoint:
         return self.tensors[name].read(name)
 
     def rows(self, name: str, *others: str, transposed: bool) -> Rows | None:
-        """The rows [out] of a matrix whose numbers are blocks as its file has them; None for any
-        other tensor, or one of which there are others. `transposed`: it is [in, out] by that
-        name."""
+        """Return the rows [out] of a matrix as the blocks of its file; None for a tensor without
+        blocks, and for one of several pieces (`others`: those behind the first). `transposed`: the
+        checkpoint has it as [in, out]."""
         stored = None if others else self.tensors[name]
         if not isinstance(stored, Blocks) or (stored.placed.change == TRANSPOSE) != transposed:
             return None

@@ -12,12 +12,12 @@ from dovetail.workers.models.checkpoints.gguf.naming import NOT_READ
 from dovetail.workers.models.checkpoints.gguf.reader import Place
 
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
-"""Keys that change nothing."""
+"""Keys that do not change what a model computes."""
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"
 GUESSING = frozenset(("glm4moe", "deepseek2", "qwen35", "qwen35moe"))
-"""Architectures whose last layers may guess the tokens that follow."""
+"""Architectures whose last layers may predict further tokens (multi-token prediction)."""
 
 
 class Facts:

@@ -8,7 +8,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of numbers: so many of a row in so many bytes."""
+    """A type of numbers, whose blocks hold `numbers` neighbours of a row in `size_bytes`."""
 
     name: str
     numbers: int

@@ -1,5 +1,5 @@
-"""The configurations of GGUF files of models with experts (see `configurations.py`), and of one
-that is as its sister without them.
+"""The configurations of GGUF files of models with experts (see `configurations.py`), and of Qwen
+3.5 without them, whose layers are otherwise those of Qwen 3.5 with them.
 
 How experts are chosen stands in llama.cpp's code for most architectures; what a file says beside is
 taken where the model of transformers knows it, and refused where it is something else.

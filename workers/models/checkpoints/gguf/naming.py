@@ -27,7 +27,8 @@ NOT_READ = frozenset(("rope_freqs.weight", "rope_factors_short.weight", "rope_fa
 
 
 class Tiled(Enum):
-    """A place of value heads, of which those of one key head do not stand together."""
+    """The place of value heads in a tensor. A file has one of each key head there, then the next of
+    each."""
 
     ROWS = auto()
     BEHIND_KEYS = auto()
@@ -47,20 +48,21 @@ class Naming:
     outside: Mapping[str, str] = field(default_factory=lambda: _GLOBAL)
     """Names of the tensors that are of no layer."""
     permuted: bool = False
-    """Rows of queries and keys stand so that neighbours are rotated together."""
+    """True if rows of queries and keys that are rotated together are neighbours."""
     plus_one: bool = False
-    """Weights of norms have the one that transformers adds."""
+    """True if weights of norms include the 1 that transformers adds."""
     plain_norms: Sequence[str] = ()
-    """Norms of layers that are no such."""
+    """Norms of a layer whose weights do not include that 1."""
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
     """Tensors of a layer with value heads."""
     transposed: bool = False
-    """transformers has the matrices of layers as [in, out]."""
+    """True if transformers has the matrices of layers as [in, out]."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Matrices of all experts of a layer, and the name of one expert's after `experts.N.`."""
     expert_part: str = "mlp"
     woven: bool = False
-    """The rows of an expert's gate and up alternate, in one tensor of [experts, in, out]."""
+    """True if transformers has the gates and ups of all experts in one tensor [experts, in, out],
+    by turns."""
     bare: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a layer, with their ends, whose names have none in transformers."""
     single: Mapping[str, int] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Naming:
 
 _GATED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 MERGED = "ffn_gate_up_exps"
-"""Gates and what they are for of all experts of a layer, below each other."""
+"""The gate and up matrices of all experts of a layer in one tensor, those of gates first."""
 _MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 BOTH_UP, KEYS_UP, VALUES_UP = (f"self_attn.{part}_b_proj" for part in ("kv", "k", "v"))
 """Names of matrices that make keys and values of latents; files alone have the last two."""
@@ -79,7 +81,7 @@ _CORRECTION = "e_score_correction_bias"
 
 
 def _shared(part: str) -> Mapping[str, str]:
-    """The names of an MLP beside experts."""
+    """The names of the MLP of shared experts."""
     linears = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     return {f"ffn_{name}_shexp": f"{part}.{linear}" for name, linear in linears.items()}
 

@@ -29,7 +29,7 @@ class InFile:
     stored: Stored
     """The tensor of them, [rows, inputs] in its file."""
     name: str
-    """The tensor in errors."""
+    """The name of the tensor in errors."""
     kind: int
     shape: tuple[int, int]
     """Numbers of rows and of the bytes of each."""

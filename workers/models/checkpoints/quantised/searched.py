@@ -52,7 +52,6 @@ SAMPLED = 16
 MOST_OFF = 0.3
 """The distance of blocks from a matrix, relative to it, from which on they do not stand for it:
 0.07 is usual, and numbers beyond what 16 bits hold are off by all they are."""
-
 LARGEST = 65504.0
 """The largest number that 16 bits hold, and that blocks are searched for."""
 

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def check_of(path: Path, content: bytes | memoryview, index: int = 0) -> int:
-    """Return what shows that blocks are whole, and those of an index of a file of a checkpoint,
-    after which the folder is called."""
+    """Return a checksum of blocks, of their file and folder, which is named after the checkpoint,
+    and of their expert: blocks of another matrix or checkpoint have another one."""
     return zlib.crc32(content, zlib.crc32(f"{path.parent.name}/{path.name} {index}".encode()))
 
 
