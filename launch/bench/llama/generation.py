@@ -19,7 +19,7 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from dovetail.launch.bench.llama.conversion import write_once
-from dovetail.launch.bench.llama.lines import answer
+from dovetail.launch.bench.llama.lines import Question, answer
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 
 CONTEXT_STEP = 512
@@ -53,21 +53,11 @@ class Decoder:
         self._room = CONTEXT_STEP
         self._llama = self._load()
 
-    def decode(
-        self,
-        tokens: list[int],
-        *,
-        max_tokens: int,
-        ends: list[int],
-        sampling: Mapping[str, Any],
-        seed: int,
-        threads: int,
-    ) -> Mapping[str, Any]:
-        """One reply: its tokens, when it began, and for each pass [when it ended, tokens that it
-        committed, rows, nanoseconds of the pass]."""
-        self._make_room(len(tokens) + max_tokens)
-        llama_cpp.llama_set_n_threads(self._llama.ctx, threads, threads)
-        self._llama.set_seed(seed % SEEDS)
+    def decode(self, asked: Question) -> Mapping[str, Any]:
+        """Return one reply as `lines.answer` tells it."""
+        self._make_room(len(asked.tokens) + asked.max_tokens)
+        llama_cpp.llama_set_n_threads(self._llama.ctx, asked.threads, asked.threads)
+        self._llama.set_seed(asked.seed % SEEDS)
         self._llama.reset()
         self._llama.passes = []
         made: list[int] = []
@@ -75,7 +65,7 @@ class Decoder:
         ended: list[int] = []
         began = time.monotonic_ns()
         for token in self._llama.generate(
-            list(tokens), repeat_penalty=1.0, typical_p=1.0, **sampling
+            list(asked.tokens), repeat_penalty=1.0, typical_p=1.0, **asked.sampling
         ):
             made.append(token)
             if len(self._llama.passes) > len(committed):
@@ -83,7 +73,7 @@ class Decoder:
                 ended.append(0)
             committed[-1] += 1
             ended[-1] = time.monotonic_ns()
-            if token in ends or len(made) == max_tokens:
+            if token in asked.ends or len(made) == asked.max_tokens:
                 break
         rounds = [
             (at, count, rows, pass_ns)

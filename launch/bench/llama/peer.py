@@ -22,6 +22,7 @@ from dovetail.launch.bench.assisted import (
     thread_counts_of,
 )
 from dovetail.launch.bench.llama.kinds import read_config, type_of, uncut, unfit
+from dovetail.launch.bench.llama.lines import Question
 from dovetail.launch.bench.llama.start import INSTALL, command_of, find_python
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.processes.supervise import Child, Supervisor
@@ -198,14 +199,7 @@ class Talker(Peer):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         }
-        told = self._asked(
-            tokens=prompt,
-            max_tokens=max_tokens,
-            ends=codec.facts.end,
-            sampling=how,
-            seed=seed,
-            threads=threads,
-        )
+        told = self._asked(Question(prompt, max_tokens, codec.facts.end, how, seed, threads))
         generated = Generated(
             tuple(told["tokens"]), told["began_ns"], tuple(Round(*each) for each in told["rounds"])
         )
@@ -221,11 +215,11 @@ class Talker(Peer):
     def _heard_of(self, told: Mapping[str, Any]) -> None:
         """Hear what else a reply comes with."""
 
-    def _asked(self, **question: Any) -> Mapping[str, Any]:
+    def _asked(self, question: Question) -> Mapping[str, Any]:
         asks = self._child.process.stdin
         assert asks is not None
         try:
-            asks.write(json.dumps(question).encode() + b"\n")
+            asks.write(json.dumps(vars(question)).encode() + b"\n")
             asks.flush()
         except BrokenPipeError:
             self._child.process.wait()

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.bench.llama.lines import answer
+from dovetail.launch.bench.llama.lines import Question, answer
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 
 CONTEXT_STEP = 2048
@@ -182,28 +182,19 @@ class Opponent:
         taken, count = float(timings["predicted_ms"]), int(timings["predicted_n"])
         return taken / max(1, count)
 
-    def decode(
-        self,
-        tokens: list[int],
-        *,
-        max_tokens: int,
-        ends: list[int],
-        sampling: Mapping[str, Any],
-        seed: int,
-        threads: int,
-    ) -> Mapping[str, Any]:
-        """One reply as `generation.Decoder` tells it; of passes llama-server tells the number and
-        the time of all, so that each is given the mean."""
-        self._server.flags = self._best[sampling["temp"] == 0.0]
+    def decode(self, asked: Question) -> Mapping[str, Any]:
+        """Return one reply as `lines.answer` tells it; llama-server tells the time of all passes,
+        so that each is given the mean, and the threads are those that were fastest."""
+        self._server.flags = self._best[asked.sampling["temp"] == 0.0]
         began = time.monotonic_ns()
-        told = self._server.decode(tokens, max_tokens, sampling, seed)
+        told = self._server.decode(asked.tokens, asked.max_tokens, asked.sampling, asked.seed)
         made = list(told["tokens"])
-        if told.get("stop_type") == ENDED and (not made or made[-1] not in ends):
-            made.append(ends[0])
+        if told.get("stop_type") == ENDED and (not made or made[-1] not in asked.ends):
+            made.append(asked.ends[0])
         return {
             "tokens": made,
             "began_ns": began,
-            "rounds": rounds_of(told["timings"], len(made), len(tokens), began),
+            "rounds": rounds_of(told["timings"], len(made), len(asked.tokens), began),
             "peak_rss_bytes": self._server.peak_rss_bytes,
         }
 
