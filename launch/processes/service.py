@@ -124,9 +124,9 @@ class Service:
             )
             if not told and (told := set(self._watch.missing) <= self._workers.keys()):
                 log.info(
-                    "listening at %s; loading models: %s",
-                    self.url,
+                    "not ready yet, loading models: %s; requests to %s are refused until then",
                     " and ".join(self._watch.missing),
+                    self.url,
                 )
             time.sleep(POLL_S)
 
