@@ -168,14 +168,11 @@ def command(
     draft failed. llama.cpp and llama-server compute with types of their own, so their differences
     are told with their margin and count for nothing.
     """
-    check_chart(plot)
     if values is not None and sweep is None:
         raise UserError(
             "--values belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out"
         )
-    _check_apart(out, plot, table)
-    check_output(plot, "the plot")
-    check_output(table, "the table")
+    _check_outputs(out, plot, table)
     if configuration.origins["target.model"] == POSITIONAL:
         configuration = with_choices(configuration)
     if llama_server is not None and not methods:
@@ -193,13 +190,11 @@ def command(
     with open_journal(out, heading_of(every, sets, heats, repeat, seed)) as journal:
         with _contenders(every, journal, llama_python, llama_server) as found:
             measured = list(measure(found, sets, heats, repeat, seed, journal))
-            result, differs = _result(measured, found, seed)
+            result = _result(measured, found, seed)
         if sweeping is not None:
             points = swept(sweeping, chosen, result)
-            result = {
-                **result,
-                "sweep": {"setting": sweeping.setting, "values": sweeping.values, "points": points},
-            }
+            told = {"setting": sweeping.setting, "values": sweeping.values, "points": points}
+            result = {**result, "sweep": told}
         journal.end(result)
     if table is not None:
         with writing(table, "the table"):
@@ -219,7 +214,7 @@ def command(
         show_notes(result)
     else:
         show(result)
-    context.exit(1 if differs or any(row["draft_failures"] for row in result["rows"]) else 0)
+    context.exit(0 if _right(result) else 1)
 
 
 @contextmanager
@@ -259,16 +254,14 @@ def _heats(configuration: Configuration, temperatures: Sequence[float]) -> list[
     return [one.sampling.temperature for one in settings]
 
 
-def _result(
-    measured: Sequence[Cell], found: Mapping[str, Contender], seed: int
-) -> tuple[dict[str, Any], bool]:
-    """Return the findings of a run, and whether any tokens differ by more than a near-tie."""
+def _result(measured: Sequence[Cell], found: Mapping[str, Contender], seed: int) -> dict[str, Any]:
+    """Return the findings of a run."""
     cells = figures.best_of_peers(measured)
     rows = [
         figures.row(cell, figures.baseline(cells, cell), found[cell.method.label], seed)
         for cell in cells
     ]
-    result: dict[str, Any] = {
+    return {
         "rows": rows,
         "against": figures.against_peers(cells, seed),
         "peers": figures.peers_told(measured, cells),
@@ -280,15 +273,23 @@ def _result(
         "replies": [len(cell.runs) for cell in cells],
         "models": {label: contender.identity() for label, contender in found.items()},
     }
-    return result, not all(
+
+
+def _right(result: Mapping[str, Any]) -> bool:
+    """Return whether no draft failed and no tokens differ by more than a near-tie."""
+    return not any(row["draft_failures"] for row in result["rows"]) and all(
         difference["near_tie"] or not difference["exact"] for difference in result["differences"]
     )
 
 
-def _check_apart(*paths: Path | None) -> None:
-    """`UserError` where two files that are to be written are one."""
+def _check_outputs(out: Path | None, plot: Path | None, table: Path | None) -> None:
+    """`UserError` for files that cannot be written, and where two of them are one."""
+    check_chart(plot)
+    paths = (out, plot, table)
     given = [path.expanduser().resolve() for path in paths if path is not None]
     if twice := next((path for path in given if given.count(path) > 1), None):
         raise UserError(
             f"two of --out, --plot and --csv name the same file, {twice}: give each one of its own"
         )
+    check_output(plot, "the plot")
+    check_output(table, "the table")

@@ -103,34 +103,10 @@ def command(
     check_chart(plot)
     check_output(plot, "the plot")
     _check(configuration)
-    place = lay_out_here(
-        numa=configuration.settings.target.numa,
-        threads=configuration.settings.target.threads,
-        target_bytes=estimated_bytes(configuration.settings.target),
-    )
-    options = [
-        f"--seconds={seconds}",
-        *(f"--context={length}" for length in contexts),
-        *([f"--isa={isa}"] if isa else []),
-    ]
     profile = writable_profile_path() if isa is None else None
     if profile is not None:
         load_profile(profile)  # a damaged one is told now, not after the measurement
-    with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
-        found = _measure(
-            supervisor, "target", place.target, [*options, *configuration.arguments("target")], step
-        )
-        drafted = (
-            _measure(
-                supervisor,
-                "draft",
-                place.draft,
-                [*options[:1], *_draft_arguments(configuration)],
-                step,
-            )
-            if _has_draft(configuration)
-            else None
-        )
+    found, drafted = _measure_both(configuration, contexts, seconds, isa)
     levels = read_found(ContextCurve, drafted["levels"]) if drafted is not None else None
     found["t_d"] = (
         {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)}
@@ -220,6 +196,28 @@ def _keep_target(
 
 def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:
     update_profile(profile, ProfileKey.model_validate(key), change)
+
+
+def _measure_both(
+    configuration: Configuration, contexts: Sequence[int], seconds: float, isa: str | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return what is found of the target, and of the draft if there is one."""
+    target = configuration.settings.target
+    place = lay_out_here(
+        numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)
+    )
+    long = f"--seconds={seconds}"
+    ours = [
+        *(long, *(f"--context={length}" for length in contexts)),
+        *([f"--isa={isa}"] if isa else []),
+        *configuration.arguments("target"),
+    ]
+    with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
+        found = _measure(supervisor, "target", place.target, ours, step)
+        if not _has_draft(configuration):
+            return found, None
+        drafts = [long, *_draft_arguments(configuration)]
+        return found, _measure(supervisor, "draft", place.draft, drafts, step)
 
 
 def _measure(

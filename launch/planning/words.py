@@ -9,7 +9,8 @@ from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.runtime.planner import Link, Option
-from dovetail.workers.models.checkpoints.gguf.view import spelled
+from dovetail.workers.models.backends.sizes import INT4
+from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
 
 MS = 1e3
 GIGA = 1e9
@@ -75,7 +76,7 @@ def settings(
     """Dotted names and values of all that starts it, in the order of the settings."""
     option = one.option
     about = ["target.model", "target.weights", "target.inflate", "target.threads"]
-    if base.settings.target.weights in ("int4", "file"):
+    if base.settings.target.weights in (INT4, FILE):
         about.append("target.activations")
     found: dict[str, Any] = {
         name: base.value(name) for name in about if base.value(name) != SETTINGS[name].default

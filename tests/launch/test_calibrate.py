@@ -79,7 +79,7 @@ def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> N
     assert "(random weights)" in result.stdout
     assert "library" in result.stdout
     assert "T_V ms, cache 20" in result.stdout
-    assert "kept in" in result.stderr
+    assert f"saved in {tmp_path}" in result.stderr
 
 
 @pytest.mark.slow
