@@ -18,7 +18,6 @@ from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
-from dovetail.protocol.files import cache_folder
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import (
     Failed,
@@ -30,7 +29,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.workers.models.checkpoints.gguf.view import VIEWS
+from dovetail.workers.models.checkpoints.gguf.names import is_gguf
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
 """The codes of `messages.Failed` that say that the user can do better."""
@@ -312,9 +311,9 @@ def shorten_model(model: str) -> str:
     "demo (int4 substitute)".
     """
     path = Path(model)
-    if path.is_relative_to(cache_folder() / VIEWS):
+    name, bracket, which = path.name.partition(" (")
+    if is_gguf(name) or is_gguf(path):
         return path.name
     if not path.is_relative_to(DEMO_FOLDER):
         return model
-    _, bracket, which = path.name.partition(" (")
     return f"demo {path.name}" if path.parent.name == "heads" else f"demo{bracket}{which}"

@@ -18,6 +18,7 @@ from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.protocol.settings import DEVICE, HEAD_KINDS
+from dovetail.workers.models.checkpoints.gguf.view import resolved
 
 HEAD, SMALL = "head", "small"
 """A draft whose kind its settings do not name: whether it reads its target's states tells which."""
@@ -44,7 +45,7 @@ def role_of(workers: Sequence[WorkerState], role: str) -> WorkerState:
 
 
 def _folder(worker: WorkerState) -> Path | None:
-    path = Path(worker.model)
+    path = Path(resolved(worker.model))
     return path if worker.model and path.is_dir() else None
 
 

@@ -317,3 +317,15 @@ def test_half_weights_of_a_configuration_are_those_that_it_names(tmp_path: Path)
             assert random_language_model(folder, weights="half").weights == name
     with pytest.raises(CheckpointError, match="half weights need a checkpoint of 16-bit weights"):
         random_language_model(tiny_gemma2(tmp_path / "wide"), weights="half")
+
+
+@needs_kernels
+def test_weights_that_bf16_rounds_are_left_to_the_library_and_it_is_said_why(
+    tmp_path: Path,
+) -> None:
+    for stored in (torch.float16, torch.float32):
+        folder = tiny_gemma2(tmp_path / str(stored), dtype=stored)
+        model = load_language_model(str(folder), weights="bf16", device="cpu")
+        assert model.backend == "library"
+        assert "bf16" in model.choice
+        assert "cannot" not in model.choice

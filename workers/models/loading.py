@@ -28,6 +28,7 @@ from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json
+from dovetail.workers.models.checkpoints.gguf.view import spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     Plan,
@@ -144,7 +145,9 @@ def random_language_model(
     wanted = Wanted(weights, own, backend, 0, profile, stage, cache)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     stored = LINEAR_TYPES[own]
-    checkpoint = Checkpoint(f"{folder} (random weights)", folder, "random", b"", facts, {})
+    checkpoint = Checkpoint(
+        f"{spelled(str(config_folder))} (random weights)", folder, "random", b"", facts, {}
+    )
     return _on_cpu(
         lambda: in_blocks(
             random_skeleton(folder, layers=layers, stored=stored, context=context), None, own
@@ -180,7 +183,9 @@ def _on_cpu(
             memory.keep(outline, model)
             return model
         except UnsupportedError as error:
-            why_not = f"the C++ kernels cannot compute model type {kind}: {error}"
+            why_not = _why_rounded(wanted, checkpoint) or (
+                f"the C++ kernels cannot compute model type {kind}: {error}"
+            )
         except StumbledError:
             why_not = (
                 f"the C++ kernels cannot compute model type {kind}, which is built in a "
@@ -196,6 +201,17 @@ def _on_cpu(
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, because %s", checkpoint.source, why_not)
     return model
+
+
+def _why_rounded(wanted: Wanted, checkpoint: Checkpoint) -> str:
+    """Return why the kernels do not compute weights bf16 of a checkpoint in other numbers; empty
+    where these are not asked for."""
+    rounds = wanted.asked == "bf16" and checkpoint.tensors  # random ones are made in bf16
+    if not rounds or type_of("stored", checkpoint) == "bf16":
+        return ""
+    return (
+        "weights bf16 are rounded, and the C++ kernels multiply 16-bit weights as they are stored"
+    )
 
 
 def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:

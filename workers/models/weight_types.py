@@ -81,7 +81,7 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
     found = " and ".join(sorted(kinds)) or "none"
     remedy = "fp32 or int8" if checkpoint.is_coded else "fp32, or convert it to F16"
     if in_blocks:
-        remedy = f"file, {remedy}"
+        found, remedy = "blocks", f"file, {remedy}"
     raise CheckpointError(
         f"{checkpoint.source}: half weights need a checkpoint of 16-bit weights, this one has "
         f"{found}: use weights {remedy}"

@@ -37,7 +37,7 @@ from dovetail.workers.models.checkpoints.gguf.formats import UNPACK
 from dovetail.workers.models.checkpoints.gguf.placing import TRANSPOSE
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 from dovetail.workers.models.checkpoints.gguf.tensors import Blocks, source_of, stored_in
-from dovetail.workers.models.checkpoints.gguf.view import model_of
+from dovetail.workers.models.checkpoints.gguf.view import model_of, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.quantised.tensors import decoded
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES, Stored
@@ -120,7 +120,8 @@ def open_checkpoint(source: str) -> Checkpoint:
         weight_files(folder)  # what can be said at once is said before the weights are read
     tokenizer, vocabulary = read_tokenizer(folder)
     weights = open_weights(folder)
-    return Checkpoint(source, folder, weights.digest, tokenizer, vocabulary, weights.tensors)
+    named, tensors = spelled(source), weights.tensors
+    return Checkpoint(named, folder, weights.digest, tokenizer, vocabulary, tensors)
 
 
 def open_weights(folder: Path) -> Weights:
