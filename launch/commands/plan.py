@@ -20,6 +20,7 @@ from dovetail.launch.console.terminal import explained, note, print_table, progr
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import KINDS, Alternative
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
+from dovetail.launch.planning.choice import drafts_there
 from dovetail.launch.planning.designs import Design, config_of, read_design
 from dovetail.launch.planning.prices import described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
@@ -65,7 +66,8 @@ WEIGHTS = {
     "drafts",
     multiple=True,
     metavar="MODEL|KIND|none",
-    help="A draft to plan with; can be repeated.  [default: those that the target could have]",
+    help="A draft to plan with; can be repeated.  [default: heads and smaller "
+    "models that are there, and what the target could have]",
 )
 @click.option(
     "--machine",
@@ -107,12 +109,13 @@ def command(
             if machine is not None
             else _here(configuration, say)
         )
-    first = subjects[0]
+        first = subjects[0]
+        there = [] if drafts else _there(first)
     width = None if first.embedded or configuration.given("tree.width") else WIDTH
     offered = [
         Reader(
             one.configuration, one.design, recorded, folder_of, embedded=one.embedded, width=width
-        ).read(drafts)
+        ).read(drafts, there)
         for one in subjects
     ]
     kinds = max(1, len({one.kind for one in offered[0]}))
@@ -146,6 +149,16 @@ def _here(configuration: Configuration, say: Callable[[str], None]) -> list[Subj
         own = configuration.over("plan", {"target.weights": weights})
         found.append(subject_here(own, say, found[0].here if found else None))
     return found
+
+
+def _there(found: Subject) -> list[str]:
+    """Return the drafts of a target that are on this machine; of the embedded one those are
+    known."""
+    if found.here is None or found.embedded:
+        return []
+    configuration = found.configuration
+    drafts = drafts_there(configuration, folder_of(configuration.settings.target.model))
+    return [draft.settings.model for draft in drafts]
 
 
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:

@@ -26,7 +26,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
 from dovetail.runtime.planner import Draft, Tree
 from dovetail.workers.heads.registry import kind_of_architecture, setting_of
-from dovetail.workers.models.checkpoints.gguf.view import weight_paths
+from dovetail.workers.models.checkpoints.gguf.view import spelled, weight_paths
 
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GAMMAS = (1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 31, 47, 63)
@@ -131,14 +131,15 @@ class Reader:
         self._folder_of, self._embedded = folder_of, embedded
         self._width = configuration.settings.tree.width if width is None else width
 
-    def read(self, names: Sequence[str]) -> list[Candidate]:
-        """Return all candidates; `UserError` says what is wrong with a name."""
+    def read(self, names: Sequence[str], there: Sequence[str] = ()) -> list[Candidate]:
+        """Return all candidates: those of names, or, where there are none, what the target could
+        have beside drafts that are there; `UserError` says what is wrong with a name."""
         names = names or (
             ("small", "eagle", "dovetail", "substitute")
             if self._embedded
-            else ("dovetail", "substitute")
+            else (*there, "dovetail", "substitute")
             if not self._target.uncoded
-            else ("dovetail",)
+            else (*there, "dovetail")
         )
         found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
         if unused := [
@@ -273,7 +274,9 @@ class Reader:
         for one in self._recorded:
             said = one.library.about.draft_model
             if (kind == "substitute" and "substitute" in said) or (
-                source and Path(said).expanduser().resolve() == Path(source).expanduser().resolve()
+                source
+                and Path(said).expanduser().resolve()
+                == Path(spelled(source)).expanduser().resolve()
             ):
                 return one
         return None

@@ -115,7 +115,7 @@ def _with_draft(
         return _lookup(configuration, "the target has not been downloaded yet")
     say("looking for a draft")
     try:
-        found = [*_candidates(configuration, folder)]
+        found = [*drafts_there(configuration, folder)]
         if found:
             return _best(configuration, found, say)
     except UserError as error:
@@ -148,11 +148,12 @@ def _draft(
 ) -> tuple[Configuration, list[str]]:
     model = candidate.settings.model
     chosen = configuration.over("chosen", {"draft.model": model})
-    return chosen, [f"draft {model} ({candidate.name}): {why}; --draft names another"]
+    return chosen, [f"draft {view.spelled(model)} ({candidate.name}): {why}; --draft names another"]
 
 
-def _candidates(configuration: Configuration, target: Path) -> Iterator[Candidate]:
-    """The drafts of a target that are there: heads of it, and smaller models of its vocabulary."""
+def drafts_there(configuration: Configuration, target: Path) -> Iterator[Candidate]:
+    """Yield the drafts of a target that are there: heads of it, and smaller models of its
+    vocabulary, beside it or in the Hugging Face cache."""
     config = read_config(target, "target model")
     design = design_of(config, target)
     reader = Reader(configuration, design, [], folder_of, embedded=False, width=None)

@@ -211,6 +211,19 @@ def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     assert found["choice"]["settings"]["target.activations"] == "fp32"
 
 
+def test_without_a_draft_it_plans_with_those_that_are_there(
+    plan: Callable[..., dict[str, Any]],
+) -> None:
+    asked = ("--target", str(DEMO_FOLDER / "target"), "--weights", "fp32")
+    found = plan(*asked)
+    there = named(found, "Dovetail")
+    assert Path(there["settings"]["draft.model"]).samefile(DEMO_FOLDER / "draft")
+    assert not there["lacks"]
+    assert any("has to be trained" in one["lacks"] for one in found["alternatives"])
+    only = plan(*asked, "--draft", "dovetail")
+    assert all("draft.model" not in one["settings"] for one in only["alternatives"])
+
+
 @needs_kernels
 def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
     plan: Callable[..., dict[str, Any]],
