@@ -19,12 +19,7 @@ from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES, Sizes, ma
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Q4_K, int4_kind
-from dovetail.workers.models.checkpoints.gguf.view import (
-    FILE,
-    described_tensors,
-    packed_bytes,
-    types_of,
-)
+from dovetail.workers.models.checkpoints.gguf.view import FILE, described_tensors
 from dovetail.workers.models.checkpoints.namings import NAMINGS
 from dovetail.workers.models.checkpoints.quantised.layout import matrices
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
@@ -102,11 +97,9 @@ def is_expert(name: str, shape: Sequence[int]) -> bool:
 def read_tensors(folder: Path) -> list[Tensor]:
     """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
     loads them says what is wrong."""
-    if blocks := described_tensors(folder):
-        sizes = packed_bytes(folder)
+    if described := described_tensors(folder):
         return [
-            Tensor(name, kind, shape, packed_bytes=sizes.get(name, 0))
-            for name, (kind, shape) in blocks.items()
+            Tensor(name, one.kind, one.shape, one.packed_bytes) for name, one in described.items()
         ]
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
@@ -356,11 +349,11 @@ def linears_bytes(tensors: Sequence[Tensor], weights: str = FILE) -> int:
 def numbers_by_type(folder: Path) -> Counter[int]:
     """Return how many numbers of each of ggml's types the matrices of a GGUF file have, the head's
     included; nothing of a folder that is the view of none."""
-    types, found = types_of(folder), Counter[int]()
-    tensors = read_tensors(folder) if types else []
+    described, found = described_tensors(folder), Counter[int]()
+    tensors = read_tensors(folder) if described else []
     table = next((tensor.name for tensor in tensors if tensor.is_table), "")
     for tensor in _matrices(tensors):
-        found[types[tensor.name if tensor.name in types else table]] += tensor.numbers
+        found[described[tensor.name if tensor.name in described else table].type] += tensor.numbers
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
-from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Described
 from dovetail.workers.models.checkpoints.gguf.mixtures import CONFIGURATIONS
 from dovetail.workers.models.checkpoints.gguf.names import MARK
 from dovetail.workers.models.checkpoints.gguf.placing import placed_in
@@ -49,7 +49,7 @@ def contents_of(model: Model) -> dict[str, str]:
         "files": files,
         "mix": _mix(model),
         "tensors": {
-            name: (placed.kind, placed.shape, placed.packed_bytes, placed.place.kind)
+            name: Described(placed.kind, placed.shape, placed.packed_bytes, placed.place.kind)
             for name, placed in tensors.items()
         },
     }

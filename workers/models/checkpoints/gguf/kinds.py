@@ -4,6 +4,7 @@ no torch."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,18 @@ class Kind:
         """Return the bytes of the packed matrices of a tensor; 0 for plain numbers."""
         own = self.packed or self.size_bytes
         return 0 if self.numbers == 1 else prod(shape) // self.numbers * own
+
+
+class Described(NamedTuple):
+    """A tensor of a model in GGUF files, as transformers has it."""
+
+    kind: str
+    """safetensors' name of the type in which it is read."""
+    shape: tuple[int, ...]
+    packed_bytes: int
+    """Bytes that the kernels take for its blocks; 0: it has none."""
+    type: int
+    """ggml's number of its type in the file."""
 
 
 F32, F16, BF16, MXFP4 = 0, 1, 30, 39

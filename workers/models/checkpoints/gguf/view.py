@@ -18,6 +18,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, refusal
 from dovetail.workers.models.checkpoints.digests import Identity
 from dovetail.workers.models.checkpoints.files import unreadable
+from dovetail.workers.models.checkpoints.gguf.kinds import Described
 from dovetail.workers.models.checkpoints.gguf.names import MARK, is_gguf, only_model, parts_of
 
 if TYPE_CHECKING:
@@ -101,29 +102,19 @@ def weight_paths(folder: Path) -> list[Path]:
     return files_of(folder) or sorted(folder.glob("*.safetensors"))
 
 
-def described_tensors(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of the tensors of the model that a folder is the view of, by
-    transformers' names; the type is that in which they are read."""
+def described_tensors(folder: Path) -> Mapping[str, Described]:
+    """Return the tensors of the model that a folder is the view of, by transformers' names; none if
+    it is no view."""
     found = _mark(folder).get("tensors", {})
-    return {name: (kind, tuple(shape)) for name, (kind, shape, *_) in found.items()}
-
-
-def packed_bytes(folder: Path) -> Mapping[str, int]:
-    """Return the bytes that the kernels take for the tensors of blocks of the model that a folder
-    is the view of, by transformers' names."""
-    found = _mark(folder).get("tensors", {})
-    return {name: size for name, (_, _, size, _) in found.items() if size}
-
-
-def types_of(folder: Path) -> Mapping[str, int]:
-    """Return ggml's numbers of the types of the tensors of the model that a folder is the view of,
-    by transformers' names."""
-    return {name: type for name, (*_, type) in _mark(folder).get("tensors", {}).items()}
+    return {
+        name: Described(kind, tuple(shape), size, type)
+        for name, (kind, shape, size, type) in found.items()
+    }
 
 
 def blocks_kept(folder: Path) -> bool:
     """Return whether a folder is the view of a model that weights `file` are there for."""
-    return bool(packed_bytes(folder))
+    return any(tensor.packed_bytes for tensor in described_tensors(folder).values())
 
 
 def mix_of(folder: Path) -> str:
