@@ -1,6 +1,6 @@
-"""Seconds of products with matrices of a type of weights, by the rows that are multiplied: for
-estimates of a target that was not calibrated. Matrices are small enough for a cache, so that
-nothing is told of memory, and hold zeros, which take as long as any other weights."""
+"""The time of products with matrices of a type of weights, by the number of rows that are
+multiplied: for estimates of a target that was not calibrated. Matrices fit into a cache, so that
+the bandwidth of memory plays no part. They hold zeros, which take as long as any other weights."""
 
 import time
 from collections import Counter
@@ -27,9 +27,9 @@ TRIES = 5
 
 
 def product_seconds(weights: str, folder: Path, activations: str = "int8") -> RowsSeconds | None:
-    """Return the seconds of one weight of a type over rows, on the threads in use; of the blocks of
-    a GGUF file, of the mean one of a model's folder; of int4, of one in Q4_K. None: the kernels
-    have no such weights here."""
+    """Return the seconds that a product takes for each of its weights, by its rows, on the threads
+    in use; None where the kernels have no such weights. Weights `file` are the mean of all types in
+    the GGUF file that `folder` is the view of, and int4 is Q4_K."""
     if not kernels.available():
         return None
     if weights == INT4:
@@ -60,7 +60,8 @@ def _matrix(kind: Kind, type: int) -> PackedMatrix:
 
 
 def _seconds(matrices: Mapping[PackedMatrix, int]) -> RowsSeconds | None:
-    """The mean seconds of a weight, of matrices for which so many stand."""
+    """Return the mean seconds for a weight; `matrices`: one of each type, and how many weights of
+    the model are of that type."""
     whole = Counter(matrices).total()
     if not whole:
         return None
@@ -72,7 +73,7 @@ def _seconds(matrices: Mapping[PackedMatrix, int]) -> RowsSeconds | None:
 
 
 def _taken(matrix: PackedMatrix) -> Sequence[float]:
-    """The least of a few times for each number of rows, all of them in turn."""
+    """Return the shortest of TRIES times for each of ROWS, which are measured by turns."""
     given = [torch.ones(rows, matrix.k) for rows in ROWS]
     least = [float("inf")] * len(ROWS)
     for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""Attention over latents, as a caller has it."""
+"""The plan of attention over latents (MLA) that callers give to the kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

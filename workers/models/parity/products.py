@@ -11,8 +11,8 @@ from dovetail.workers.models.checkpoints.gguf.rows import weight_of
 
 
 class Product:
-    """A matrix of a layer as its proof computes with it: remembers what it was given last, and
-    gave."""
+    """A matrix of a layer whose products are those of the kernels. It keeps its last input and
+    output, which the linears that it is packed of share."""
 
     def __init__(
         self,

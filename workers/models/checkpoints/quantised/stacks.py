@@ -23,7 +23,7 @@ from dovetail.protocol.files import refusal
 from dovetail.workers.progress import count_bytes
 
 NUMBER_BYTES = 8
-"""Bytes of the length of a header, and of each check."""
+"""Bytes of the length of the header, and of each checksum."""
 
 log = logging.getLogger(__name__)
 
@@ -126,14 +126,14 @@ class Stack:
         return found
 
     def _checks(self, source: FileIO) -> list[int]:
-        """The checks that a file has."""
+        """Return the checksums that stand in a file."""
         size = self._shape[0] * NUMBER_BYTES
         found = bytearray(os.pread(source.fileno(), size, self._whole - size))
         checks: list[int] = torch.frombuffer(found, dtype=torch.int64).tolist()
         return checks
 
     def _computed(self, source: FileIO) -> Iterator[int]:
-        """The checks that the blocks of a file call for."""
+        """Compute the checksums of the blocks in a file."""
         return (self._check(i, self._read(source, i)) for i in range(self._shape[0]))
 
     def _check(self, index: int, content: bytes | memoryview) -> int:
