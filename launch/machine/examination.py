@@ -341,6 +341,13 @@ def _profile(facts: Facts) -> Iterator[Check]:
     )
 
 
+def _caches(facts: Facts) -> Iterator[Check]:
+    sizes = sorted(facts.caches.items(), key=lambda one: (-one[1], one[0]))
+    parts = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes)
+    kept = f"{facts.cache}: {parts}; any of it may be removed, and is made again"
+    yield Check("caches", True, kept if sizes else f"{facts.cache}: nothing kept yet")
+
+
 CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
     _processor,
     _kernels,
@@ -353,4 +360,5 @@ CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
     _limits,
     _environment,
     _profile,
+    _caches,
 )

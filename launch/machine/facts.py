@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dovetail.launch.machine.binding import memory_refusal
 from dovetail.launch.machine.topology import Topology, read_topology
 from dovetail.launch.machine.wheels import Capability, parse_capability
 from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
+from dovetail.protocol.files import cache_folder
 from dovetail.protocol.profile import ProfileError, load_profile
 
 TIMEOUT_S = 120
@@ -63,6 +65,10 @@ class Facts:
     compiler: str = ""
     profile: str = ""
     profile_problem: str = ""
+    cache: Path = Path()
+    """The folder of this user's caches."""
+    caches: Mapping[str, int] = field(default_factory=dict)
+    """The bytes on disk of each folder and file in it."""
 
 
 # -- the facts -------------------------------------------------------------------------------------
@@ -100,7 +106,25 @@ def gather() -> Facts:
         ),
         profile=profile,
         profile_problem=problem,
+        cache=cache_folder(),
+        caches=sizes_in(cache_folder()),
     )
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Return the bytes on disk of each folder and file in `folder`, by name; of what cannot be
+    read, or goes while it is read, nothing."""
+    if not folder.is_dir():
+        return {}
+    return {place.name: _size(place) for place in folder.iterdir()}
+
+
+def _size(place: Path) -> int:
+    total = 0
+    for path in (place, *place.rglob("*")):
+        with suppress(OSError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:

@@ -30,6 +30,7 @@ from benchmarks.plan import plan
 from benchmarks.reliability import reliability
 from benchmarks.rest import rest
 from benchmarks.rounds import rounds
+from benchmarks.same_file import gguf_pair
 from benchmarks.sameness import bytes_command
 from benchmarks.substitute import substitute
 from benchmarks.training import training
@@ -55,6 +56,7 @@ for command in (
     rest,
     bytes_command,
     build_llama,
+    gguf_pair,
     accuracy,
     loading,
     loads,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dovetail.launch.machine.examination import Check, examine
-from dovetail.launch.machine.facts import Facts, Gpu, read_gpus
+from dovetail.launch.machine.facts import Facts, Gpu, read_gpus, sizes_in
 from dovetail.launch.machine.topology import Node, Topology, read_topology
 from support.sysfs import GIB, TWO_SOCKETS, write_machine
 
@@ -73,6 +73,20 @@ def test_every_finding_has_a_remedy() -> None:
     found = [c for c in examine(sick) if not c.ok]
     assert len(found) == 12
     assert all(c.advice for c in found)
+
+
+def test_it_says_what_lies_in_the_caches(tmp_path: Path) -> None:
+    assert check("caches", cache=tmp_path).found == f"{tmp_path}: nothing kept yet"
+    (tmp_path / "int4" / "model").mkdir(parents=True)
+    (tmp_path / "int4" / "model" / "blocks").write_bytes(bytes(3_000_000))
+    (tmp_path / "profile.json").write_text("{}")
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
+    sizes = sizes_in(tmp_path)
+    assert set(sizes) == {"int4", "profile.json", "lost"}
+    assert 3_000_000 <= sizes["int4"] < 3_050_000
+    found = check("caches", cache=tmp_path, caches={"gguf": 40_000, "int4": 3_000_000}).found
+    assert found.startswith(f"{tmp_path}: int4 3.0 MB, gguf 0.0 MB; any of it may be removed")
+    assert sizes_in(tmp_path / "none") == {}
 
 
 def test_a_card_that_torch_has_no_code_for_gets_the_build_that_fits() -> None:

@@ -346,6 +346,12 @@ def test_a_gguf_file_on_the_hub_is_named_with_its_model(
         find_folder(source)
 
 
+def test_a_misspelt_path_of_a_gguf_file_is_no_id_of_the_hub() -> None:
+    for source in ("models/misspelt.gguf", "misspelt.gguf"):
+        with pytest.raises(CheckpointError, match=f"{re.escape(source)} is not there: name an"):
+            find_folder(source)
+
+
 def test_special_tokens_may_be_lists_and_generation_config_has_the_last_word(folder: Path) -> None:
     edit_json(folder / "config.json", eos_token_id=[5, 6], bos_token_id=None)
     edit_json(folder / "generation_config.json", eos_token_id=[1, 7], bos_token_id=None)

@@ -17,7 +17,10 @@ REMEDY = "take a model of another architecture, such as Llama, Qwen3, Mistral, G
 MODEL_FILES = (
     "a model is a GGUF file, or a folder with config.json, tokenizer.json and *.safetensors"
 )
-NOT_THERE = "is not there: name an existing folder or GGUF file, or a hub id (OWNER/NAME)"
+NOT_THERE = (
+    "is not there: name an existing folder or GGUF file, or a hub id (OWNER/NAME, or "
+    "OWNER/NAME/FILE.gguf)"
+)
 SIZES = (
     "num_hidden_layers",
     "num_attention_heads",

@@ -45,7 +45,9 @@ class Hosted:
         if found := HUB_FILE.fullmatch(source):
             return cls(found[1], found[3], found[2])
         found = HUB_ID.fullmatch(source)
-        return None if found is None else cls(found[1], found[2])
+        if found is None or found[1].endswith(".gguf"):  # a misspelt path
+            return None
+        return cls(found[1], found[2])
 
     def wanted(self, files: Sequence[str]) -> list[str]:
         """Return what is to be fetched: `files`, or all parts of the GGUF file."""
