@@ -27,8 +27,10 @@ from dovetail.workers.devices import Device, open_device
 from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
+from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.substitutes.coded import against_codes
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
 from dovetail.workers.models.substitutes.quantize import BITS
 from dovetail.workers.models.substitutes.substitute import (
@@ -158,7 +160,7 @@ class _Making:
 
     def on_gpu(self, open_target: Callable[[], TargetWorker], device: Device) -> "_Made":
         """Make it of the target that is on the device already."""
-        if why_not := device.against_int4():
+        if why_not := against_codes(device.torch_device, self.weights):
             raise SettingsError(
                 f"draft.share = true is not possible on {device.name}: {why_not}; set "
                 "draft.share to false, and choose another draft.kind"
@@ -218,6 +220,8 @@ def open_unified(
     )
     if said := made.report(name):
         print(said, file=sys.stderr)
+    if not device.is_cpu:
+        tell_products(device.torch_device, name)
     spans = Spans()
     engine = SharedDrafter(
         substitute, spans, ahead=draft.ahead is not False, sharpening=SUBSTITUTE_SHARPENING

@@ -1,8 +1,9 @@
 """Checks of this machine: each says what was found, and the remedy."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.machine.cores import lay_out
@@ -136,8 +137,19 @@ def _gpus(facts: Facts) -> Iterator[Check]:
         )
     for index, gpu in enumerate(facts.gpus):
         yield from _gpu(facts, index, gpu)
+    for index, products in enumerate(facts.inventory.get("products", ())):
+        yield _products(index, products)
     if not facts.gpus and not facts.driver_problem:
         yield Check("GPU", True, "none: target and draft share the CPU")
+
+
+def _products(index: int, products: Mapping[str, Any]) -> Check:
+    """Return which products of weights are ours on a card, and why others are torch's."""
+    name = f"GPU {index}'s products"
+    if missing := products["missing"]:
+        lost = "torch's products alone are used, which widen 16-bit weights in memory"
+        return Check(name, False, f"{missing}; {lost}", "mend it for speed; all works without")
+    return Check(name, True, "; ".join(products["said"]))
 
 
 def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:

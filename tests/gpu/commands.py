@@ -25,7 +25,14 @@ from gpu.report import Line, Report
 
 LIMIT_S = 525.0
 """Limit of the whole command unless `--seconds` sets another."""
-LIMITS = {"facts": 60.0, "drafts": 240.0, "margins": 150.0, "offload": 300.0, "tests": 240.0}
+LIMITS = {
+    "facts": 60.0,
+    "products": 90.0,
+    "drafts": 240.0,
+    "margins": 150.0,
+    "offload": 300.0,
+    "tests": 240.0,
+}
 """Limit of each step in a command of `LIMIT_S`; the last step has what is left."""
 SHM = Path("/dev/shm")
 NEEDED_BYTES = 40 << 30
@@ -243,6 +250,10 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
         there, back = chip.link_gb_s(opened.torch_device, size)
         report.note("link, pinned", f"{there:.1f} GB/s to the device, {back:.1f} GB/s back")
         report.note("memory", f"{chip.memory_gb_s(opened.torch_device, size):.0f} GB/s")
+    elif step == "products":
+        from gpu import products
+
+        products.run(report, opened, lambda what: note(f"- {what}"))
     elif device == PRETENDED:
         report.note(
             "offload", f"left out: {device} has neither times nor a limit of memory of its own"

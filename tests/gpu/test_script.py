@@ -51,6 +51,7 @@ def test_every_step_runs_with_the_cpu_in_place_of_a_gpu(tmp_path: Path) -> None:
     steps = {step["name"]: step for step in json.loads(out.read_text(encoding="utf-8"))}
     assert {name: step["failure"] for name, step in steps.items()} == {
         "facts": "",
+        "products": "",
         "drafts": "",
         "margins": "",
         "offload": "",
@@ -82,6 +83,8 @@ def test_every_draft_runs_on_a_pretended_gpu(tmp_path: Path) -> None:
         "--only",
         "facts",
         "--only",
+        "products",
+        "--only",
         "drafts",
         "--only",
         "margins",
@@ -92,6 +95,7 @@ def test_every_draft_runs_on_a_pretended_gpu(tmp_path: Path) -> None:
     steps = {step["name"]: step for step in json.loads(out.read_text(encoding="utf-8"))}
     assert {name: step["failure"] for name, step in steps.items()} == {
         "facts": "",
+        "products": "",
         "drafts": "",
         "margins": "",
     }

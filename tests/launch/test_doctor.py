@@ -18,6 +18,7 @@ INVENTORY: dict[str, Any] = {
     "cuda": "13.0",
     "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
     "capabilities": [],
+    "products": [],
     "cpu_capability": "AVX512",
     "kernels_missing": "",
     "isas": ["plain", "avx2"],
@@ -101,6 +102,20 @@ def test_a_build_for_cpus_beside_a_card_is_told() -> None:
         "GPU 0", gpus=[AMPERE], inventory=inventory(torch="2.13.0+cpu", cuda="", architectures=[])
     )
     assert (found.ok, "whl/cu130" in found.advice) == (False, True)
+
+
+def test_it_is_told_whose_products_a_card_computes_and_why() -> None:
+    said = ["cuda:0: torch's product multiplies int8 weights: 2, 2, 2 ms for 1, 4, 16 rows ..."]
+    found = check(
+        "GPU 0's products",
+        gpus=[AMPERE],
+        inventory=inventory(products=[{"missing": "", "said": said}]),
+    )
+    assert (found.ok, found.found) == (True, said[0])
+    missing = inventory(products=[{"missing": "there is no NVRTC", "said": []}])
+    found = check("GPU 0's products", gpus=[AMPERE], inventory=missing)
+    assert not found.ok
+    assert found.found.startswith("there is no NVRTC; torch's products alone are used")
 
 
 def test_a_driver_that_is_too_old_for_torch_is_told() -> None:

@@ -1,7 +1,8 @@
 """What only a GPU can show: copies beside computation that wait for it, layers and prompts that
 torch computes there, and what stands in a fingerprint."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from torch import Tensor
 
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.devices import open_device
-from dovetail.workers.devices.cuda import CudaTransfer
+from dovetail.workers.devices.cuda import CudaTransfer, capture
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.models.backends.blob import Lying
+from dovetail.workers.models.backends.device import choice
+from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.backends.streaming import Ring
@@ -177,3 +182,48 @@ def test_a_fingerprint_says_how_many_layers_a_gpu_computes_and_not_whether_they_
     )
     assert streamed == resident != more
     assert "/2@torch-" in streamed
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our products are used wherever they are proved, however fast they are."""
+    monkeypatch.setattr(choice, "_faster", lambda *_: (True, "it is proved"))
+    choice.products_on.cache_clear()
+    yield
+    choice.products_on.cache_clear()
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("kind", choice.STORED)
+def test_our_products_have_the_kernels_bytes_on_a_gpu_in_graphs_and_in_any_thread(
+    transfer: CudaTransfer, kind: Kind
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    matrix = PackedMatrix(kind, 1000, 777)
+    matrix.pack(torch.randn(1000, 777, generator=generator).to(choice.STORED[kind]))
+    memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
+    lying = Lying(kind, 1000, 777, 0, matrix.nbytes, False)
+    own = choice.products_on(transfer.device).lay_out(lying, memory.to(transfer.device))
+    assert isinstance(own, OwnMatrix)
+    x = torch.randn(70, 777, generator=generator)
+    given, expected = x.to(transfer.device), matrix.linear(x)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(own(given).cpu()))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
+    replay = capture(0, lambda: own(given))
+    given.mul_(2.0)
+    assert torch.equal(replay().cpu(), matrix.linear(2.0 * x))
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("places", ["streamed", "mixed"])
+@pytest.mark.parametrize("weights", ["half", "int8"])
+def test_layers_of_our_products_are_the_same_function_up_to_rounding(
+    tmp_path: Path, transfer: CudaTransfer, weights: str, places: str
+) -> None:
+    test_a_gpu_computes_the_same_function_up_to_rounding(
+        tmp_path, transfer, "llama", weights, places
+    )
+    assert choice.products_on(transfer.device).mark

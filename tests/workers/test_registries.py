@@ -39,7 +39,7 @@ class Board(DeviceKind):
 def test_a_device_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "KINDS", (Board(), *devices.KINDS))
     opened = devices.open_device("auto", torch.get_num_threads())
-    assert (opened.name, opened.free_bytes(), opened.against_int4()) == ("board", 7, "")
+    assert (opened.name, opened.free_bytes()) == ("board", 7)
     with pytest.raises(SettingsError, match="write cpu or board or cuda:N"):
         devices.open_device("bord", torch.get_num_threads())
 

@@ -18,6 +18,8 @@ from dovetail.workers import kernels
 from dovetail.workers.devices import cuda
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
+from dovetail.workers.models.backends.device.choice import CONTESTS, products_on
+from dovetail.workers.models.substitutes import coded
 
 SHAPE = (83, 70)
 """[out, in] of the self-test's matrix: no multiple of any register's width."""
@@ -40,11 +42,25 @@ def take_inventory() -> dict[str, Any]:
         "cuda": torch.version.cuda or "",
         "architectures": cuda.architectures(),
         "capabilities": cuda.capabilities(),
+        "products": [products_of(place) for place in cuda.devices()],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernels_missing": kernels.why_not() or "",
         "isas": [isa.name.lower() for isa in kernels.isas()] if kernels.available() else [],
         "kernels_failures": list(kernel_failures()) if kernels.available() else [],
     }
+
+
+def products_of(device: torch.device) -> dict[str, Any]:
+    """Return which products of a GPU are ours and which are torch's, a sentence for each type of
+    weights; or why there are none of ours, as `missing`."""
+    if missing := kernels.why_not():
+        return {"missing": missing, "said": []}
+    products = products_on(device)
+    if isinstance(products.program, str):
+        return {"missing": products.program, "said": []}
+    for contest in (*CONTESTS.values(), *coded.CONTESTS.values()):
+        products.owner(contest)
+    return {"missing": "", "said": [*products.said.values()]}
 
 
 def kernel_failures() -> Iterator[str]:

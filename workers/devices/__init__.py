@@ -1,14 +1,16 @@
 """The table of devices: where tensors live and how one waits for them. Nothing else asks which kind
 of device it is on."""
 
+import torch
+
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices import cpu
-from dovetail.workers.devices.base import Device, DeviceKind, Transfer
+from dovetail.workers.devices.base import Device, DeviceKind, Program, Transfer
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.devices.cuda import CUDA
 from dovetail.workers.devices.pretended import PRETENDED
 
-__all__ = ["Device", "Transfer", "first_device", "open_device"]
+__all__ = ["Device", "Program", "Transfer", "first_device", "kind_of", "open_device"]
 
 KINDS: tuple[DeviceKind, ...] = (CUDA, CPU, PRETENDED)
 """All kinds, the one that a draft runs fastest on first."""
@@ -31,3 +33,8 @@ def first_device() -> str:
     """Return where a draft goes unless told otherwise: the first GPU if there is one, else the
     CPU."""
     return next(name for kind in KINDS if (name := kind.best()) is not None)
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """Return the kind of a device."""
+    return next(kind for kind in KINDS if kind.type == device.type)

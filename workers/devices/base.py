@@ -4,7 +4,7 @@ Knows names, tensors' places and bytes; nothing of models.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -43,6 +43,28 @@ class Transfer(Protocol):
         """Let nothing that is computed from now on begin before the mark is passed."""
 
 
+class Program(Protocol):
+    """Functions of ours, compiled for a device."""
+
+    about: str
+    """The compiler and the chip, in words."""
+    key: str
+    """A digest of all that decides how fast the functions are: source, compiler, chip, torch."""
+    timed: bool
+    """False: times mean nothing here, as where the CPU stands for a GPU."""
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | int | None],
+    ) -> None:
+        """Ask for a function to be run behind what has been asked for, by grid[0] times grid[1]
+        blocks of so many threads. Nothing is allocated and nobody waits, so that it can be captured
+        in a graph. `arguments`: addresses of the device, and integers of 64 bits."""
+
+
 class DeviceKind(ABC):
     """One kind of device; the devices of a kind are told apart by their index."""
 
@@ -72,6 +94,10 @@ class DeviceKind(ABC):
         """Return why torch's int4 products cannot run on a device; empty if they can."""
         return ""
 
+    def program(self, device: torch.device, source: str) -> Program | str:
+        """Return functions of ours in CUDA C++, compiled for a device; or why there are none."""
+        return f"dovetail compiles functions of its own for NVIDIA's GPUs alone, not for {device}"
+
 
 @dataclass(frozen=True)
 class Device:
@@ -100,7 +126,3 @@ class Device:
     def transfer(self) -> Transfer:
         """Return a way to this device for weights that pass through it."""
         return self.kind.transfer(self.torch_device)
-
-    def against_int4(self) -> str:
-        """Return why torch's int4 products cannot run here; empty if they can."""
-        return self.kind.against_int4(self.torch_device)

@@ -3,7 +3,7 @@
 import re
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices.base import Device, DeviceKind
+from dovetail.workers.devices.nvidia import nvrtc
+from dovetail.workers.devices.nvidia.compiled import compiled_for
+from dovetail.workers.devices.nvidia.driver import Functions, load_functions
 
 ResultT = TypeVar("ResultT")
 WARM_UPS = 3
@@ -62,6 +65,12 @@ def capabilities() -> tuple[str, ...]:
     )
 
 
+def devices() -> Sequence[torch.device]:
+    """Return the GPUs that torch finds."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cuda", index) for index in range(count)]
+
+
 def library(index: int) -> str:
     """Version of torch and CUDA, and the chip."""
     return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"  # noqa: E501
@@ -102,6 +111,25 @@ def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT
         return result
 
     return replay
+
+
+def program(device: torch.device, source: str) -> Functions | str:
+    """Return functions of ours for the chip of a GPU, compiled by NVRTC unless the cache has them;
+    or why there are none."""
+    compiler = nvrtc.find(torch.version.cuda or "")
+    if isinstance(compiler, str):
+        return compiler
+    major, minor = capability(device.index)
+    code = compiled_for(compiler, source, 10 * major + minor)
+    if isinstance(code, str):
+        return code
+    torch.empty(1, device=device)  # makes the context in which torch computes
+    return load_functions(
+        code,
+        device.index,
+        library(device.index),
+        lambda: torch.cuda.current_stream(device).cuda_stream,
+    )
 
 
 class CudaTransfer:
@@ -198,6 +226,9 @@ class _Cuda(DeviceKind):
             f"torch's int4 products need a GPU of compute capability 8.0 or more, and {device} "
             f"has {found[0]}.{found[1]}"
         )
+
+    def program(self, device: torch.device, source: str) -> Functions | str:
+        return program(device, source)
 
 
 CUDA = _Cuda()

@@ -127,7 +127,9 @@ def _in_words(kind: str) -> str:
 def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
+    from dovetail.workers.models.backends.device.choice import tell_products
     from dovetail.workers.models.checkpoints.inflate import inflation_bytes
+    from dovetail.workers.models.substitutes.coded import against_codes
     from dovetail.workers.models.substitutes.substitute import load_substitute
 
     settings = wanted.settings
@@ -142,12 +144,12 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
             "int8, int4, int3 or int2"
         )
     device = open_device(settings.device, wanted.threads)
-    if why_not := device.against_int4():
+    weights = "int4" if settings.weights == "auto" else settings.weights
+    if why_not := against_codes(device.torch_device, weights):
         raise SettingsError(
             f"draft.kind = 'substitute' is not possible on {device.name}: {why_not}; set "
             "draft.device to 'cpu', or choose another draft.kind"
         )
-    weights = "int4" if settings.weights == "auto" else settings.weights
     model, made = load_substitute(
         wanted.target,
         weights=weights,
@@ -159,6 +161,8 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     )
     if said := made.report(wanted.name):
         print(said, file=sys.stderr)
+    if not device.is_cpu:
+        tell_products(device.torch_device, wanted.name)
     checkpoint, spans = model.checkpoint, Spans()
     identity = wanted.identity(
         model,

@@ -15,6 +15,7 @@ from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers.calibration.subject import Subject, read_design
 from dovetail.workers.calibration.target import calibration_key
 from dovetail.workers.devices import Device, open_device
+from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
@@ -68,6 +69,9 @@ def open_target_worker(
         context=settings.longest,
     )
     tell_proof(model.proved, name)
+    if spread is not None:
+        for place in {place.torch_device for place in spread.gpus}:
+            tell_products(place, name)
     placed = ""
     if device.is_cpu and (settings.backend, model.backend) == ("auto", "library"):
         print(

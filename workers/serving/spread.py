@@ -21,6 +21,7 @@ from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.subject import read_design
 from dovetail.workers.devices import Device, open_device
+from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.placement import (
     Demand,
@@ -122,10 +123,16 @@ class Spread:
         )
 
     @property
+    def gpus(self) -> Sequence[Device]:
+        """Return the devices that compute layers or read prompts, but for the CPU."""
+        named = (self.device, self.reader)
+        return [device for device in named if device is not None and not device.is_cpu]
+
+    @property
     def same_bytes(self) -> bool:
         """Return whether every row is the same bytes as one that the CPU computes: where nothing
         but the CPU computes, whatever it stands for."""
-        return not any(_is_gpu(device) for device in (self.device, self.reader))
+        return not self.gpus
 
     @property
     def split(self) -> str:
@@ -133,7 +140,7 @@ class Spread:
         differ. Whether they are resident or streamed changes none."""
         if self.placement is None or self.device is None or not _is_gpu(self.device):
             return ""
-        split = f"{len(self.placement.places) - self.placement.first}@{self.device.library}"
+        split = f"{len(self.placement.places) - self.placement.first}@{_arithmetic(self.device)}"
         return f"{split}, experts on the cpu" if self.placement.host_experts else split
 
     @property
@@ -142,7 +149,7 @@ class Spread:
         return (
             "local"
             if self.reader is None or not _is_gpu(self.reader)
-            else f"{self.reader.library}>={self.reads_from}"
+            else f"{_arithmetic(self.reader)}>={self.reads_from}"
         )
 
     def __str__(self) -> str:
@@ -297,6 +304,11 @@ def _refuse_unused(memory: MemorySettings) -> None:
             "reads prompts (target.device, target.split, target.prefill), "
             "and of this one none does: leave it out"
         )
+
+
+def _arithmetic(device: Device) -> str:
+    """Return what computes on a GPU, for a fingerprint: torch's library, and products of ours."""
+    return f"{device.library}{products_on(device.torch_device).mark}"
 
 
 def _is_gpu(device: Device | None) -> bool:

@@ -16,6 +16,7 @@ from dovetail.workers.models.attention import Masks
 from dovetail.workers.models.backends.blob import (
     ROUTER,
     Blob,
+    Lying,
     Matrix,
     plan_at,
     unpack,
@@ -27,7 +28,9 @@ from dovetail.workers.models.backends.blocked_cache import (
     states_of,
 )
 from dovetail.workers.models.backends.device.angles import Angles, Turn
+from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
+from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.device.products import product
 from dovetail.workers.models.backends.device.rows import Rows
 from dovetail.workers.models.backends.device.scan import StatefulRows
@@ -139,40 +142,45 @@ def _hand_states(
 
 @dataclass(frozen=True)
 class SettledLayer:
-    """A layer that stays on a device, with its matrices as torch has them."""
+    """A layer that stays on a device, with its matrices as its products take them."""
 
     layer: DeviceLayer
-    matrices: Mapping[str, Matrix]
+    matrices: Mapping[str, Matrix | OwnMatrix]
 
     def __call__(self, rows: Rows, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
 
 
 class _TorchReady:
-    def __init__(self, plan: LayerPlan, blob: Blob, device: torch.device) -> None:
+    def __init__(self, plan: LayerPlan, blob: Blob, engine: "TorchEngine") -> None:
         apart = plan.experts is not None and ROUTER not in blob.matrices
-        self._blob, self._layer = blob, DeviceLayer(plan, device, host_experts=apart)
+        self._blob, self._engine = blob, engine
+        self._layer = DeviceLayer(plan, engine.device, host_experts=apart)
 
     def at(self, memory: Tensor) -> Run:
-        """Each matrix is laid out when it is due, so that no more than one is there twice."""
+        """Each matrix is laid out when it is due, if it has to be, so that no more than one is
+        there twice."""
+        lay_out, matrices = self._engine.lay_out, self._blob.matrices
         return lambda rows, states: self._layer.run(
-            rows, states, lambda name, x: product(unpack(self._blob.matrices[name], memory), x)
+            rows, states, lambda name, x: product(lay_out(matrices[name], memory), x)
         )
 
     def settled(self, memory: Tensor) -> Run:
+        lay_out = self._engine.lay_out
         return SettledLayer(
             self._layer,
-            {name: unpack(lying, memory) for name, lying in self._blob.matrices.items()},
+            {name: lay_out(lying, memory) for name, lying in self._blob.matrices.items()},
         )
 
 
 class TorchEngine:
-    """torch's operations, on a GPU."""
+    """torch's operations on a GPU, and products of ours where these have been chosen."""
 
     chunk = GPU_ROWS
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, products: Products | None = None) -> None:
+        """`products`: the choice for each type of weights; None: all are torch's."""
+        self.device, self.products = device, products
         self._masks: dict[int, Masks] = {}
         """By how many query heads share a key head."""
         self._angles = Angles(device)
@@ -186,7 +194,13 @@ class TorchEngine:
 
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         self.take(plan)
-        return _TorchReady(plan, blob, self.device)
+        return _TorchReady(plan, blob, self)
+
+    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
+        """Return a matrix of a blob that lies in `memory` on the device, as its product takes it:
+        where that is torch's the memory is free then."""
+        products = self.products
+        return unpack(lying, memory) if products is None else products.lay_out(lying, memory)
 
     def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> KVCache:
         """Return a cache of zeros: who reads it in fixed shapes multiplies slots that nobody has
@@ -252,4 +266,5 @@ def _lay_keys(own: Tensor, keys: Tensor) -> None:
 
 def engine_of(transfer: Transfer) -> Engine:
     """Return what computes on the device at the end of a way."""
-    return KernelEngine() if transfer.device.type == "cpu" else TorchEngine(transfer.device)
+    device = transfer.device
+    return KernelEngine() if device.type == "cpu" else TorchEngine(device, products_on(device))

@@ -27,7 +27,6 @@ from dovetail.workers.models.backends.blob import (
     Lying,
     gather,
     hollow,
-    unpack,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.device.products import (
@@ -44,6 +43,7 @@ from dovetail.workers.models.backends.stage_engines import (
     Ready,
     Run,
     SettledLayer,
+    TorchEngine,
     engine_of,
 )
 from dovetail.workers.models.backends.staged_cache import (
@@ -267,14 +267,14 @@ class _DeviceNorm(nn.Module):
 class DeviceHead(nn.Module):
     """The head on a device; its logits come to the CPU."""
 
-    def __init__(self, matrix: PackedMatrix, device: torch.device) -> None:
+    def __init__(self, matrix: PackedMatrix, engine: TorchEngine) -> None:
         super().__init__()
-        memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes].to(device)
-        self._matrix = unpack(
+        memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
+        self._matrix = engine.lay_out(
             Lying(
                 Kind(matrix.kind), matrix.n, matrix.k, 0, matrix.nbytes, bool(matrix.struct.bias)
             ),
-            memory,
+            memory.to(engine.device),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -356,8 +356,10 @@ class Staged(Kernels):
         )
 
     def _final_linear(self, matrix: PackedMatrix) -> nn.Module:
-        device = self._stages[-1].engine.device
-        return KernelLinear(matrix) if device.type == "cpu" else DeviceHead(matrix, device)
+        engine = self._stages[-1].engine
+        if isinstance(engine, TorchEngine) and engine.device.type != "cpu":
+            return DeviceHead(matrix, engine)
+        return KernelLinear(matrix)
 
     @property
     def in_one_stage(self) -> bool:

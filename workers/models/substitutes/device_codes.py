@@ -1,11 +1,12 @@
 """The substitute of a target whose layers a GPU computes: its own matrices in codes, everything
 else the target's.
 
-Products go over the codes, by torch's int4 products: fewer bits are laid into 4, and 8 are the sum
-of two products of 4. The layers are `device/layer.py`'s, over the target's own keys and values;
-where the target keeps a layer on the device, that is computed from. A level of a tree is computed
-in fixed shapes, its rows padded to a power of two, and captured once for a cache and number of
-rows. Knows layers, rows and slots; nothing of drafts or sessions.
+Products go over the codes, by our own over the kernels' layout, or by torch's int4 products: fewer
+bits are laid into 4, and 8 are the sum of two products of 4. The layers are `device/layer.py`'s,
+over the target's own keys and values; where the target keeps a layer on the device, that is
+computed from. A level of a tree is computed in fixed shapes, its rows padded to a power of two, and
+captured once for a cache and number of rows. Knows layers, rows and slots; nothing of drafts or
+sessions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,9 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.assembly import assemble
+from dovetail.workers.models.backends.device.choice import Product
 from dovetail.workers.models.backends.device.layer import DeviceLayer
+from dovetail.workers.models.backends.device.own import OwnCodes
 from dovetail.workers.models.backends.device.products import rounded_product
 from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.backends.fused import Kernels
@@ -35,7 +38,7 @@ from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST, Kept
-from dovetail.workers.models.substitutes.quantised import CodedProduct
+from dovetail.workers.models.substitutes.coded import coded_product
 from dovetail.workers.models.substitutes.quantize import BITS, Codes
 from dovetail.workers.models.substitutes.substitute import Substitutes, Tell
 
@@ -44,6 +47,8 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 CodesOf = Callable[[nn.Module, int, int], Mapping[nn.Linear, Codes]]
 """The codes of every linear of a layer that has its numbers, and is one of so many."""
 
+TORCHS, OWN = "torch-int4", "own-codes"
+"""The names of those who compute products of codes."""
 MOST_FIXED_ROWS = 64
 """Passes of more rows are no levels of a tree, and computed as they come."""
 SLOTS = 512
@@ -56,7 +61,7 @@ class CodedLayer:
     """A layer of codes on a device."""
 
     layer: DeviceLayer
-    products: Mapping[str, CodedProduct]
+    products: Mapping[str, Product]
 
     def __call__(self, rows: Any, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: self.products[name](x))
@@ -100,7 +105,7 @@ class DeviceSubstitute(Kernels):
     of the target's own stage."""
 
     backend = "library"
-    kernels = "torch-int4"
+    kernels = TORCHS
     _apart = True
     _mixes = False
     _computes_here = False
@@ -136,7 +141,7 @@ class DeviceSubstitute(Kernels):
         )
         self._embed = target._model.get_input_embeddings()
         self._codes: Mapping[nn.Linear, Codes] = {}
-        self._products: list[CodedProduct] = []
+        self._products: list[Product] = []
         self._coded: list[CodedLayer | SharedLayer] = []
         self._plans: list[LayerPlan] = []
         self._levels: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Level]] = (
@@ -209,13 +214,14 @@ class DeviceSubstitute(Kernels):
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         outputs, inputs = sum(part.out_features for part in linears), linears[0].in_features
         if self._codes:
-            self._products.append(
-                CodedProduct(
-                    [self._codes[part] for part in linears],
-                    [part.bias for part in linears],
-                    self.device,
-                )
+            made = coded_product(
+                [self._codes[part] for part in linears],
+                [part.bias for part in linears],
+                self.device,
+                self._engine.products,
             )
+            self.kernels = OWN if isinstance(made, OwnCodes) else TORCHS
+            self._products.append(made)
         for part in linears:
             part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         return _Nothing(outputs, inputs)

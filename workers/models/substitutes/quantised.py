@@ -1,5 +1,5 @@
-"""Linears of 8 and 4 bits by torch's own operations, for heads and substitutes where the C++
-kernels do not compute.
+"""Linears of 8 and 4 bits by torch's own operations, for heads and substitutes where neither the
+C++ kernels nor products of ours compute.
 
 8 bits: one scale for each row of the weight, which is widened as it is used. 4 bits: a scale and a
 zero for each group of inputs, by torch's int4 products. Knows single matrices, not models.

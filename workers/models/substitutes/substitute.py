@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.coded import GROUP, CodedMatrix, groups_of
+from dovetail.workers.kernels.coded import GROUP, groups_of
 from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import packing
+from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.staged import Staged
@@ -42,7 +43,7 @@ from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.models.substitutes.quantised import CodedProduct
+from dovetail.workers.models.substitutes.coded import coded_product, pack_codes
 from dovetail.workers.models.substitutes.quantize import (
     BITS,
     CPU,
@@ -229,34 +230,13 @@ def shared_cache(cache: Cache) -> Cache:
     return cache.parts[0] if isinstance(cache, StagedCache) else cache
 
 
-def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> CodedMatrix:
-    """One matrix of the kernels from codes with the same inputs, below each other."""
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [
-                torch.zeros(part.shape[0]) if b is None else b.detach().float()
-                for part, b in zip(parts, biases, strict=True)
-            ]
-        )
-    matrix = CodedMatrix(
-        parts[0].bits, sum(part.shape[0] for part in parts), parts[0].shape[1], bias=bias
-    )
-    first = 0
-    for part in parts:
-        matrix.pack_codes(
-            part.codes.contiguous(), part.scales.contiguous(), part.offsets.contiguous(), first
-        )
-        first += part.shape[0]
-    return matrix
-
-
 class _CodedLinear(nn.Module):
-    """A linear of codes by torch's int4 products."""
+    """A linear of codes, by our product or torch's."""
 
     def __init__(self, codes: Codes, bias: Tensor | None, device: torch.device) -> None:
         super().__init__()
-        self._product = CodedProduct([codes], [bias], device)
+        products = None if device.type == "cpu" else products_on(device)
+        self._product = coded_product([codes], [bias], device, products)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -264,7 +244,7 @@ class _CodedLinear(nn.Module):
 
 
 class LibrarySubstitute(Library):
-    """transformers' modules with torch's int4 products in the layers: on a GPU, and on a CPU
+    """transformers' modules with products of codes in the layers: on a GPU, and on a CPU
     without the C++ kernels. A `BackEnd`."""
 
     def __init__(

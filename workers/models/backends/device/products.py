@@ -7,6 +7,7 @@ from torch.nn.functional import layer_norm, linear, pad, rms_norm
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.backends.blob import Matrix
+from dovetail.workers.models.backends.device.own import OwnMatrix
 
 TILE_WEIGHTS = 1 << 24
 """So many 16-bit weights are widened at a time: 64 MiB of fp32."""
@@ -32,8 +33,10 @@ class DeviceNorm:
         return rms_norm(x, x.shape[-1:], self._weight, self._epsilon)
 
 
-def product(matrix: Matrix, x: Tensor) -> Tensor:
+def product(matrix: Matrix | OwnMatrix, x: Tensor) -> Tensor:
     """x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
+    if isinstance(matrix, OwnMatrix):
+        return matrix(x)
     if matrix.kind is Kind.FP32:
         return linear(x, matrix.weight, matrix.bias)
     y = (
@@ -44,10 +47,10 @@ def product(matrix: Matrix, x: Tensor) -> Tensor:
     return y if matrix.bias is None else y + matrix.bias
 
 
-def rounded_product(matrix: Matrix, x: Tensor) -> Tensor:
-    """Return the layer for a draft, which may round: inputs meet 16-bit weights in their own type,
-    and nothing is widened."""
-    if matrix.kind not in (Kind.FP16, Kind.BF16):
+def rounded_product(matrix: Matrix | OwnMatrix, x: Tensor) -> Tensor:
+    """Return the layer for a draft, which may round: inputs meet torch's 16-bit weights in their
+    own type, and nothing is widened."""
+    if isinstance(matrix, OwnMatrix) or matrix.kind not in (Kind.FP16, Kind.BF16):
         return product(matrix, x)
     limit = torch.finfo(matrix.weight.dtype).max
     y = linear(x.clamp(-limit, limit).to(matrix.weight.dtype), matrix.weight).float()

@@ -1,0 +1,115 @@
+"""Our products on the device: whether they are right there, and what they take beside torch's and
+beside the memory's own rate."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dovetail.workers.devices import Device
+from dovetail.workers.models.backends.device import choice
+from dovetail.workers.models.backends.device.choice import (
+    CONTESTS,
+    Contest,
+    Product,
+    Products,
+    products_on,
+)
+from dovetail.workers.models.substitutes import coded
+from gpu import chip
+from gpu.report import Report
+from support.emulated import emulated
+
+ROWS = (1, 4, 16, 64, 289, 1024)
+DECODED = (1, 4, 16)
+"""Rows of which torch's product must not be faster."""
+SAME_ROWS = (1, 4, 5, 16, 17, 33)
+QUICK_ROWS, QUICK_SHAPE = (1, 4), (64, 128)
+LEAST_SHARE = 60.0
+"""Percent of the memory's rate at one row."""
+CALLS = 200
+
+
+def run(report: Report, device: Device, progress: Callable[[str], None]) -> None:
+    """Every type of weights: the proof, the same bytes for any number of rows, times."""
+    place, rows = device.torch_device, QUICK_ROWS if report.quick else ROWS
+    if report.quick:
+        choice.TIMED_SHAPE = coded.TIMED_SHAPE = QUICK_SHAPE
+        choice.TIMED_BYTES = coded.TIMED_MATRICES = 1
+    size = chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
+    memory = chip.memory_gb_s(place, size)
+    report.note("memory", f"{memory:.0f} GB/s")
+    on_cpu = device.name in ("cpu", "pretended:0")
+    products = Products(place, emulated()) if on_cpu else products_on(place)
+    if isinstance(products.program, str):
+        report.check("our functions", False, products.program, "compiled and loaded")
+        return
+    report.note("our functions", products.program.about)
+    for contest in (*CONTESTS.values(), *coded.CONTESTS.values()):
+        progress(f"products of {contest.name} weights")
+        wrong = contest.against(products.program, place)
+        report.check(
+            f"{contest.name}: proof", not wrong, wrong or "the kernels' bytes", "the same bytes"
+        )
+        if not wrong:
+            _time(report, products, contest, rows, memory)
+            products.owner(contest)
+            report.note(f"{contest.name}: chosen", products.said[contest.kind])
+
+
+def _time(
+    report: Report, products: Products, contest: Contest, rows: Sequence[int], memory: float
+) -> None:
+    """Hold our product against torch's, and rows alone against rows beside others."""
+    place, program = products.device, products.program
+    assert not isinstance(program, str)
+    pairs = list(contest.pairs(program, place))
+    ours, why_not = [own for own, _ in pairs], ""
+    theirs: Sequence[Product] = ()
+    try:
+        theirs = [make() for _, make in pairs]
+        theirs[0](torch.ones(1, choice.TIMED_SHAPE[1], device=place))
+    except RuntimeError as error:
+        theirs, why_not = (), str(error).splitlines()[0]
+        report.note(f"{contest.name}: torch's", why_not)
+    _check_rows(report, contest, ours[0], place)
+    ratios = []
+    for count in rows:
+        x = torch.randn(count, choice.TIMED_SHAPE[1], device=place)
+        own = chip.seconds_of(place, lambda x=x: [multiply(x) for multiply in ours]) / len(ours)
+        rate = ours[0].packed.numel() / own / 1e9  # type: ignore[attr-defined]
+        said = f"{contest.name}: {count} rows"
+        if count == 1:
+            share = 100.0 * rate / memory
+            report.figure(f"{said}: share of the memory's rate", share, " %", least=LEAST_SHARE)
+        if not theirs:
+            report.note(said, f"{1e3 * own:.3g} ms, {rate:.0f} GB/s")
+            continue
+        torchs = chip.seconds_of(place, lambda x=x: [multiply(x) for multiply in theirs])
+        torchs /= len(theirs)
+        report.note(said, f"{1e3 * own:.3g} ms, {rate:.0f} GB/s; torch's {1e3 * torchs:.3g} ms")
+        if count in DECODED:
+            ratios.append(torchs / own)
+    if ratios:
+        report.figure(
+            f"{contest.name}: torch's time over ours, 1 to 16 rows",
+            statistics.geometric_mean(ratios),
+            least=1.0,
+        )
+    x = torch.ones(1, choice.TIMED_SHAPE[1], device=place)
+    calls = 1 if report.quick else CALLS
+    host = chip.seconds_of(place, lambda: [ours[0](x) for _ in range(calls)]) / calls
+    report.note(f"{contest.name}: a call", f"at most {1e6 * host:.0f} us of the host's time")
+
+
+def _check_rows(report: Report, contest: Contest, own: Product, place: torch.device) -> None:
+    """Check that a row has the same bytes alone and beside others."""
+    x = torch.randn(max(SAME_ROWS), choice.TIMED_SHAPE[1], device=place)
+    whole = own(x)
+    differ = [count for count in SAME_ROWS if not torch.equal(own(x[:count]), whole[:count])]
+    report.check(
+        f"{contest.name}: a row's bytes",
+        not differ,
+        f"differ with {differ} rows" if differ else "do not depend on the rows beside it",
+        "the same",
+    )

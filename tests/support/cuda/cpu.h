@@ -1,0 +1,125 @@
+// CUDA on a CPU, for tests: put before a source of workers/kernels/cuda by g++ (-include). A block's threads are fibers of one thread of the system, which
+// go on in the order of their numbers to the next barrier or shuffle; blocks come one after the other. What one thread writes between two barriers the next
+// one sees at once: a barrier that is missing shows where a later thread writes what an earlier one reads, and in DT_BACKWARDS the other way round.
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __launch_bounds__(threads)
+
+struct Index {
+    unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+static Index threadIdx, blockIdx;
+
+// ---- numbers, each rounded as its name says
+
+static inline float __uint_as_float(unsigned bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __int2float_rn(int a) { return (float)a; }
+static inline float half_to_float(unsigned bits) {
+    const float size = __uint_as_float((bits & 0x7fffu) << 13) * __uint_as_float(0x77800000u);
+    return bits & 0x8000u ? -size : size;
+}
+
+// ---- threads
+
+namespace cpu {
+
+constexpr size_t STACK_BYTES = 64 << 10;
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(STACK_BYTES);
+    bool done;
+};
+
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static unsigned current, exchanged[1024];
+static void (*function)(int64_t, ...);
+static const int64_t* arguments;
+
+static void run_thread() {
+    const int64_t* a = arguments;
+    ((void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6],
+                                                                                                                   a[7], a[8], a[9]);
+    fibers[current].done = true;
+}
+
+static void pause() { swapcontext(&fibers[current].context, &scheduler); }
+
+// Every thread of a block, to its next pause; false if none is left.
+static bool advance(unsigned threads, bool backwards) {
+    bool left = false;
+    for (unsigned i = 0; i < threads; i++) {
+        current = backwards ? threads - 1 - i : i;
+        Fiber& fiber = fibers[current];
+        if (fiber.done) continue;
+        threadIdx = {current, 0, 0};
+        swapcontext(&scheduler, &fiber.context);
+        left = left || !fiber.done;
+    }
+    return left;
+}
+
+}  // namespace cpu
+
+static inline void __syncthreads() { cpu::pause(); }
+
+static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int by) {
+    const unsigned own = threadIdx.x;
+    cpu::exchanged[own] = value;
+    cpu::pause();
+    const unsigned other = cpu::exchanged[own ^ (unsigned)by];
+    cpu::pause();
+    return other;
+}
+
+// Run a kernel that takes up to ten addresses or integers.
+extern "C" void launch(void* function, const int64_t* arguments, int64_t columns, int64_t rows, int64_t threads) {
+    const bool backwards = getenv("DT_BACKWARDS") != nullptr;
+    cpu::function = (void (*)(int64_t, ...))function;
+    cpu::arguments = arguments;
+    if (cpu::fibers.size() < (size_t)threads) cpu::fibers = std::vector<cpu::Fiber>(threads);
+    for (int64_t y = 0; y < rows; y++)
+        for (int64_t x = 0; x < columns; x++) {
+            blockIdx = {(unsigned)x, (unsigned)y, 0};
+            for (int64_t i = 0; i < threads; i++) {
+                cpu::Fiber& fiber = cpu::fibers[i];
+                getcontext(&fiber.context);
+                fiber.context.uc_stack.ss_sp = fiber.stack.data();
+                fiber.context.uc_stack.ss_size = fiber.stack.size();
+                fiber.context.uc_link = &cpu::scheduler;
+                fiber.done = false;
+                makecontext(&fiber.context, cpu::run_thread, 0);
+            }
+            while (cpu::advance((unsigned)threads, backwards)) {
+            }
+        }
+}

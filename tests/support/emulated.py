@@ -1,0 +1,87 @@
+"""The sources of our functions for a GPU, compiled by the C++ compiler of this machine over
+`cuda/cpu.h`, where the threads of a block are fibers: the same arithmetic, statement by statement,
+with no GPU. It is slow, and knows nothing of what a GPU does at the same time."""
+
+import atexit
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import CDLL, c_int64, c_void_p, cast
+from functools import cache, partial
+from pathlib import Path
+
+from torch import Tensor
+
+from dovetail.workers.devices import pretended
+from dovetail.workers.kernels.build import compiler
+from dovetail.workers.models.backends.device.own import SOURCE
+
+FOLDER = Path(__file__).parent / "cuda"
+FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
+MOST_ARGUMENTS = 10
+
+
+class Emulated:
+    """Functions of ours that the CPU computes. A `Program`."""
+
+    about, key, timed = "the CPU in place of a GPU", "emulated", False
+
+    def __init__(self, library: CDLL) -> None:
+        self._library = library
+        self.launches: list[str] = []
+        """The names of the functions that have been asked for."""
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | int | None],
+    ) -> None:
+        """Run a function; on the pretended device it becomes a part of the graph that is being
+        captured."""
+        self.launches.append(name)
+        held = [one.held if isinstance(one, pretended.Elsewhere) else one for one in arguments]
+        run = partial(self._run, name, grid, threads, held)
+        run()
+        if (graph := pretended._recording()) is not None:
+            graph.append(pretended._Recorded(run, (), {}, ()))
+
+    def _run(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | int | None],
+    ) -> None:
+        numbers = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in arguments]
+        function = cast(getattr(self._library, name), c_void_p)
+        self._library.launch(function, (c_int64 * MOST_ARGUMENTS)(*numbers), *grid, threads)
+
+
+@cache
+def library_file() -> Path:
+    """Return our functions as a library of this machine, with what stands for NVIDIA's driver
+    (`cuda/driver.cpp`); it goes with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="dovetail-functions-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    text = f'#include "{SOURCE}"\n#include "{FOLDER / "driver.cpp"}"\n'
+    program, made = compiler(), folder / "products.so"
+    assert program is not None
+    command = [program, *FLAGS, "-include", str(FOLDER / "cpu.h"), "-x", "c++", "-"]
+    subprocess.run([*command, "-o", str(made), "-ldl"], check=True, input=text, text=True)
+    return made
+
+
+@cache
+def _library() -> CDLL:
+    library = CDLL(str(library_file()))
+    library.launch.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    library.launch.restype = None
+    return library
+
+
+def emulated() -> Emulated:
+    """Return the functions of `products.cu`, compiled once a process."""
+    return Emulated(_library())

@@ -1,0 +1,318 @@
+"""Our products for a GPU, computed by the CPU statement by statement: a row has the bytes that the
+C++ kernels give it, alone and beside others. And compiled for every GPU that they are for."""
+
+import stat
+from collections.abc import Iterator, Sequence
+from ctypes import CDLL, c_int64
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.protocol.files import cache_folder
+from dovetail.workers.devices import pretended
+from dovetail.workers.devices.nvidia import compiled, nvrtc
+from dovetail.workers.devices.nvidia import driver as nvidia_driver
+from dovetail.workers.devices.nvidia.driver import DriverError, Functions, load_functions
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.models.backends.blob import Lying, Matrix
+from dovetail.workers.models.backends.device.choice import CONTESTS, STORED, TIMED_ROWS, Products
+from dovetail.workers.models.backends.device.own import SOURCE, own_codes, own_matrix
+from dovetail.workers.models.substitutes import coded
+from dovetail.workers.models.substitutes.quantised import CodedProduct
+from support.emulated import Emulated, emulated, library_file
+from support.kernels import needs_kernels
+
+ARCHITECTURES = (61, 75, 86, 89, 120)
+"""GTX 10xx and P40; GTX 16xx, RTX 20xx and T4; RTX 30xx; RTX 40xx; RTX 50xx."""
+ROWS = (1, 3, 4, 5, 16, 17, 33, 70)
+SHAPES = ((37, 130), (100, 33), (16, 3))
+CPU = torch.device("cpu")
+COMPILER = nvrtc.find("")
+needs_compiler = pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
+
+
+@pytest.fixture(params=["forwards", "backwards"])
+def in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of a block go on to the next barrier in the order of their numbers, or in the
+    other one."""
+    if request.param == "backwards":
+        monkeypatch.setenv("DT_BACKWARDS", "1")
+
+
+def packed(kind: Kind, n: int, k: int, *, bias: bool = True) -> PackedMatrix:
+    generator = torch.Generator().manual_seed(3)
+    offset = torch.randn(n, generator=generator) if bias else None
+    matrix = PackedMatrix(kind, n, k, bias=offset)
+    matrix.pack(torch.randn(n, k, generator=generator).to(STORED[kind]))
+    return matrix
+
+
+def lying(matrix: PackedMatrix) -> tuple[Lying, Tensor]:
+    """The matrix in a blob, behind other bytes."""
+    memory = torch.zeros(64 + matrix.nbytes, dtype=torch.uint8)
+    memory[64:] = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
+    has_bias = bool(matrix.struct.bias)
+    return Lying(Kind(matrix.kind), matrix.n, matrix.k, 64, matrix.nbytes, has_bias), memory
+
+
+def inputs(rows: int, k: int) -> Tensor:
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(4))
+    x[:, 0] = -0.0
+    x[rows // 2] = 0.0
+    return x
+
+
+@needs_kernels
+@pytest.mark.usefixtures("in_any_order")
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_bytes_that_the_kernels_give_it(kind: Kind, shape: tuple[int, int]) -> None:
+    for bias in (True, False):
+        matrix = packed(kind, *shape, bias=bias)
+        own, x = own_matrix(emulated(), *lying(matrix)), inputs(max(ROWS), shape[1])
+        whole = matrix.linear(x)
+        for rows in ROWS:
+            found = own(x[:rows])
+            assert found.numpy().tobytes() == whole[:rows].numpy().tobytes(), (rows, bias)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("in_any_order")
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("shape", [(40, 100), (17, 1100)])
+def test_a_row_over_codes_has_the_bytes_that_the_kernels_give_it(
+    bits: int, shape: tuple[int, int]
+) -> None:
+    codes, bias = coded._random(bits, shape, 5), torch.linspace(-1, 1, shape[0])
+    for offset in (bias, None):
+        matrix = coded.pack_codes([codes], [offset])
+        own, x = own_codes(emulated(), matrix, bits, CPU), inputs(20, shape[1])
+        whole = matrix.linear(x)
+        for rows in (1, 3, 8, 9, 20):
+            assert own(x[:rows]).numpy().tobytes() == whole[:rows].numpy().tobytes(), rows
+
+
+@needs_kernels
+def test_what_is_not_a_number_stays_none_and_stays_in_its_row() -> None:
+    x = inputs(3, 33)
+    x[1, 5] = float("inf")
+    for kind in (Kind.FP16, Kind.INT8):
+        y = own_matrix(emulated(), *lying(packed(kind, 100, 33)))(x)
+        assert not bool(y[1].isfinite().any())
+        assert bool(y[[0, 2]].isfinite().all())
+
+
+class Wrong(Emulated):
+    """Functions of which one adds a little to what it computes."""
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | int | None],
+    ) -> None:
+        super().launch(name, grid, threads, arguments)
+        if name == "fp16_32":
+            y = arguments[5]
+            assert isinstance(y, Tensor)
+            y[3, 7] += 1e-6
+
+
+class Timed(Emulated):
+    timed = True
+
+
+@needs_kernels
+def test_ours_is_used_where_it_is_proved() -> None:
+    products, matrix = Products(CPU, emulated()), packed(Kind.BF16, 37, 130)
+    assert products.owner(CONTESTS[Kind.BF16]) is not None
+    assert products.mark == "+own-bf16"
+    assert "own product multiplies bf16 weights" in products.said[Kind.BF16]
+    x = inputs(5, 130)
+    assert torch.equal(products.lay_out(*lying(matrix))(x), matrix.linear(x))  # type: ignore[operator]
+
+
+@needs_kernels
+def test_ours_is_not_used_where_a_number_differs() -> None:
+    products = Products(CPU, Wrong(emulated()._library))
+    assert products.owner(CONTESTS[Kind.FP16]) is None
+    assert products.said[Kind.FP16].startswith(
+        "cpu: torch's product multiplies fp16 weights: dovetail's own is not proved here: 17 rows"
+    )
+    assert products.mark == ""
+    assert products.owner(CONTESTS[Kind.BF16]) is not None
+
+
+@needs_kernels
+def test_weights_of_32_bits_are_torchs() -> None:
+    products, matrix = Products(CPU, "there is no compiler"), PackedMatrix(Kind.FP32, 16, 3)
+    matrix.pack(torch.ones(16, 3))
+    assert isinstance(products.lay_out(*lying(matrix)), Matrix)
+    assert products.said == {}
+
+
+def test_without_a_compiler_torch_multiplies_and_it_is_said_why() -> None:
+    products = Products(CPU, "there is no compiler")
+    assert products.owner(CONTESTS[Kind.FP16]) is None
+    assert products.said[Kind.FP16] == (
+        "cpu: torch's product multiplies fp16 weights: there is no compiler"
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("measured", "chosen"),
+    [
+        ([[1e-4] * 3, [2e-4] * 3], True),
+        ([[1e-4, 1e-4, 5e-4], [2e-4] * 3], False),
+        ([[1e-4] * 3, "no such card"], True),
+    ],
+)
+def test_the_product_that_was_measured_to_be_faster_is_used_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Sequence[object], chosen: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        "dovetail.workers.models.backends.device.choice._measured", lambda *_: measured
+    )
+    for _ in range(2):
+        products = Products(CPU, Timed(emulated()._library))
+        assert (products.owner(CONTESTS[Kind.INT8]) is not None) is chosen
+        assert "0.1, 0.1" in products.said[Kind.INT8]
+        if not isinstance(measured[1], str):  # else torch may be able to another time
+            monkeypatch.setattr("dovetail.workers.models.backends.device.choice._measured", None)
+
+
+@needs_kernels
+def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for room in ("backends.device.choice", "substitutes.coded"):
+        monkeypatch.setattr(f"dovetail.workers.models.{room}.TIMED_SHAPE", (64, 128))
+    monkeypatch.setattr("dovetail.workers.models.backends.device.choice.TIMED_BYTES", 1)
+    products = Products(CPU, Timed(emulated()._library))
+    for contest in (CONTESTS[Kind.FP16], CONTESTS[Kind.INT8], coded.CONTESTS[4]):
+        products.owner(contest)
+        assert f"for {', '.join(map(str, TIMED_ROWS))} rows, torch" in products.said[contest.kind]
+
+
+@needs_kernels
+def test_a_substitute_multiplies_its_codes_with_ours_where_that_is_proved() -> None:
+    parts, biases = [coded._random(4, (32, 100), seed) for seed in (1, 2)], [None, None]
+    x, own = inputs(5, 100), Products(CPU, emulated())
+    expected = coded.pack_codes(parts, biases).linear(x)
+    assert torch.equal(coded.coded_product(parts, biases, CPU, own)(x), expected)
+    torchs = coded.coded_product(parts, biases, CPU, Products(CPU, "there is no compiler"))
+    assert isinstance(torchs, CodedProduct)
+
+
+@needs_kernels
+def test_a_product_is_captured_in_a_graph_as_a_gpu_captures_it() -> None:
+    """Nothing in it meets a tensor of the CPU or waits."""
+    place = pretended.device()
+    for kind in (Kind.FP16, Kind.INT8):
+        matrix = packed(kind, 100, 33)
+        where, memory = lying(matrix)
+        own = own_matrix(emulated(), where, memory.to(place))
+        x = torch.zeros(5, 33, device=place)
+        replay = pretended.capture(lambda own=own, x=x: own(x))
+        x.copy_(inputs(5, 33))
+        assert torch.equal(replay().cpu(), matrix.linear(inputs(5, 33)))
+
+
+# ---- the driver, the compiler and its cache
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
+    """A driver that runs our functions on the CPU; see `support/cuda/driver.cpp`."""
+    monkeypatch.setattr(nvidia_driver, "DRIVER", str(library_file()))
+    nvidia_driver._driver.cache_clear()
+    yield CDLL(str(library_file()))
+    nvidia_driver._driver.cache_clear()
+
+
+@needs_kernels
+def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
+    """Products through the driver's own interface: contexts, streams, names, arguments."""
+    functions = load_functions(b"\x7fELF\0 and more", 0, "a chip", lambda: (7 << 40) + 1)
+    assert isinstance(functions, Functions)
+    for kind in (Kind.FP16, Kind.INT8):
+        matrix, x = packed(kind, 100, 33), inputs(5, 33)
+        own = own_matrix(functions, *lying(matrix))
+        assert torch.equal(own(x), matrix.linear(x))
+    codes = coded.pack_codes([coded._random(4, (40, 100), 5)], [None])
+    x = inputs(9, 100)
+    assert torch.equal(own_codes(functions, codes, 4, CPU)(x), codes.linear(x))
+    driver.stream_of_last.restype = c_int64
+    assert driver.stream_of_last() == (7 << 40) + 1
+    assert driver.contexts_left() == 0
+
+
+def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
+    refused = "NVIDIA's driver: {}: error {}"
+    assert load_functions(b"", 0, "", lambda: 0) == refused.format(
+        "cuModuleLoadData", "200, device kernel image is invalid"
+    )
+    assert load_functions(b"\x7fELF\0", 1, "", lambda: 0) == refused.format(
+        "cuDeviceGet", "101, invalid device ordinal"
+    )
+    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0)
+    assert isinstance(functions, Functions)
+    with pytest.raises(DriverError, match="named symbol not found"):
+        functions.launch("nothing", (1, 1), 32, ())
+    driver.refuse(1)
+    products = Products(CPU, functions)
+    assert products.owner(CONTESTS[Kind.FP16]) is None
+    assert products.said[Kind.FP16].endswith("cuLaunchKernel: error 1, refused")
+    driver.refuse(0)
+    assert driver.contexts_left() == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
+    assert not isinstance(COMPILER, str)
+    code = COMPILER.compile(SOURCE.read_text(encoding="utf-8"), architecture)
+    assert isinstance(code, bytes), code
+    assert code.startswith(b"\x7fELF")
+    for name in ("fp16_4", "int8_64", "round_rows", "codes4", "round_groups"):
+        assert name.encode() in code
+
+
+@needs_compiler
+def test_a_source_that_is_wrong_and_a_gpu_that_is_not_known_are_refused_in_words() -> None:
+    assert not isinstance(COMPILER, str)
+    wrong = COMPILER.compile("__global__ void f() { g(); }", 86)
+    assert isinstance(wrong, str)
+    assert 'identifier "g" is undefined' in wrong
+    assert str(COMPILER.compile("", 11)).endswith("has no code for compute capability 1.1")
+
+
+@needs_compiler
+def test_what_was_compiled_is_kept_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not isinstance(COMPILER, str)
+    source = 'extern "C" __global__ void f(float* x) { x[0] = 1.0f; }'
+    code = compiled.compiled_for(COMPILER, source, 86)
+    assert isinstance(code, bytes)
+    (file,) = (cache_folder() / "cuda").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert compiled.find(file.name) == code
+    assert compiled.compiled_for(COMPILER, source, 75) != code
+    assert len(list(file.parent.iterdir())) == 2
+
+    file.chmod(0o620)
+    assert compiled.find(file.name) is None
+    file.chmod(0o600)
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert compiled.find(file.name) is None
+    assert "not yours alone" in caplog.text
+    assert "not what was written" in caplog.text
+    assert compiled.compiled_for(COMPILER, source, 86) == code
+    assert compiled.find(file.name) == code

@@ -1,0 +1,133 @@
+"""Our products in whole models, where the CPU stands for a GPU: resident and streamed layers are
+computed from the bytes in which they came, heads and codes too, also in captured graphs."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices.pretended import (
+    POSSIBLE,
+    PRETENDED,
+    PretendedTransfer,
+    capture,
+    device,
+)
+from dovetail.workers.models.backends.device.choice import products_on, tell_products
+from dovetail.workers.models.backends.device.own import OwnMatrix
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.stage_engines import SettledLayer
+from dovetail.workers.models.backends.staged import Staged, Staging
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.substitutes.coded import against_codes
+from dovetail.workers.models.substitutes.device_codes import load_device_substitute
+from dovetail.workers.models.substitutes.substitute import load_substitute
+from support.emulated import Emulated, emulated
+from support.kernels import needs_kernels
+from support.models import FAMILIES, tiny_llama
+
+pytestmark = [
+    needs_kernels,
+    pytest.mark.skipif(not POSSIBLE, reason="torch cannot be told of a device from Python"),
+]
+
+C, R, S = Place.CPU, Place.RESIDENT, Place.STREAMED
+TYPES = {"half": torch.float16, "int8": torch.float32}
+TOLERANCE = {"half": 1e-5, "int8": 3e-2}
+"""The largest difference of logits, as a share of the largest logit; see `test_staged.py`."""
+TOKENS = torch.tensor([3, 17, 9, 30, 8, 22, 41, 5, 9, 11])
+PATHS = [[10], [10, 11], [10, 12], [10, 12, 13]]
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+    """Our functions, which the pretended GPU has as long as a test takes."""
+    own = emulated()
+    monkeypatch.setattr(PRETENDED, "program", lambda *_: own)
+    products_on.cache_clear()
+    yield own
+    products_on.cache_clear()
+
+
+def decode(model: LanguageModel) -> Tensor:
+    """The logits of a prompt, and of a tree behind it."""
+    cache = model.new_cache(16)
+    prompt = model.forward(TOKENS, torch.arange(10), [Segment(cache, 0, 10)])
+    cache.keep(range(10), 10)
+    tree = model.forward(
+        torch.tensor([30, 7, 8, 22]),
+        torch.tensor([10, 11, 11, 12]),
+        [Segment(cache, 10, 4, Paths.of(10, PATHS))],
+    )
+    return torch.cat([prompt, tree]).cpu()
+
+
+def placed(folder: Path, weights: str, places: Sequence[Place]) -> LanguageModel:
+    staging = Staging(places, PretendedTransfer())
+    return load_language_model(str(folder), weights=weights, device="cpu", stage=lambda *_: staging)
+
+
+@pytest.mark.parametrize(
+    ("family", "weights", "places"),
+    [("llama", "half", [C, R]), ("gemma2", "half", [S, R]), ("llama", "int8", [S, S])],
+)
+def test_layers_and_head_are_computed_from_the_bytes_in_which_they_came(
+    tmp_path: Path, functions: Emulated, family: str, weights: str, places: Sequence[Place]
+) -> None:
+    folder = FAMILIES[family](tmp_path, dtype=TYPES[weights])
+    whole = load_language_model(str(folder), weights=weights, device="cpu", backend="kernels")
+    model = placed(folder, weights, [*[places[0]] * (whole.layers - 1), places[1]])
+    functions.launches.clear()
+    found, expected = decode(model), decode(whole)
+    assert float((found - expected).abs().max()) <= TOLERANCE[weights] * float(expected.abs().max())
+    kind = {"half": "fp16", "int8": "int8"}[weights]
+    assert {f"{kind}_4", f"{kind}_16"} <= set(functions.launches)
+    assert f"+own-{kind}" in products_on(device()).mark
+    assert isinstance(model.back_end, Staged)
+    last = model.back_end._stages[-1]._layers[-1]
+    if isinstance(last, SettledLayer):
+        for matrix in last.matrices.values():
+            assert isinstance(matrix, OwnMatrix)
+            assert matrix.packed.numel() == 2 * -(-matrix.n // 16) * 16 * matrix.k
+
+
+def test_a_substitute_is_computed_from_codes_in_captured_levels(
+    tmp_path: Path, functions: Emulated
+) -> None:
+    folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
+    target = placed(folder, "half", [S, S])
+    shared, made, _ = load_device_substitute(
+        target, capture, weights="int4", folder=tmp_path / "kept"
+    )
+    assert made.made == 2
+    assert shared.kernels == "own-codes"
+    kernels, _ = load_substitute(
+        str(folder), weights="int4", device="cpu", folder=tmp_path / "kept"
+    )
+    functions.launches.clear()
+    found, expected = decode(shared), decode(kernels)
+    assert "codes4" in functions.launches
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
+
+
+def test_a_gpu_without_torchs_int4_products_has_a_substitute_if_ours_is_proved(
+    functions: Emulated, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PRETENDED, "against_int4", lambda _: "it is too old")
+    assert against_codes(device(), "int3") == ""
+    tell_products(device(), "draft")
+    tell_products(device(), "draft")
+    assert capsys.readouterr().err == (
+        "draft: pretended:0: dovetail's own product multiplies codes3 weights: it is proved, and "
+        "times mean nothing here\n"
+    )
+    products_on.cache_clear()
+    monkeypatch.setattr(PRETENDED, "program", lambda *_: "there is no compiler")
+    assert against_codes(device(), "int3") == (
+        "it is too old; pretended:0: torch's product multiplies codes3 weights: there is no "
+        "compiler"
+    )

@@ -1,0 +1,82 @@
+"""A cache of compiled functions, in files that their user alone may read or write: machine code
+that somebody else put there would run on the GPU. Knows bytes and what they are named by."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from dovetail.protocol.files import cache_folder
+from dovetail.workers.devices.nvidia.nvrtc import OPTIONS, Compiler
+
+log = logging.getLogger(__name__)
+
+FOLDER = "cuda"
+MOST_KEPT = 32
+"""Files that are kept; the oldest go."""
+OTHERS = 0o077
+"""The rights of everybody but a file's owner."""
+SEAL_BYTES = 32
+
+
+def compiled_for(compiler: Compiler, source: str, architecture: int) -> bytes | str:
+    """Return the machine code of a source for a compute capability, such as 86: kept, or compiled
+    and then kept; or why there is none."""
+    what = repr((source, architecture, compiler.version, OPTIONS)).encode()
+    name = f"{hashlib.sha256(what).hexdigest()[:32]}.cubin"
+    if (kept := find(name)) is not None:
+        return kept
+    code = compiler.compile(source, architecture)
+    if isinstance(code, bytes):
+        keep(name, code)
+    return code
+
+
+def find(name: str) -> bytes | None:
+    """Return what is kept under a name; None where nothing is, or somebody else may have written
+    it, or it is damaged."""
+    path = cache_folder() / FOLDER / name
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            whole = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s cannot be read (%s): it is made again", path, error.strerror or error)
+        return None
+    if stat.st_uid != os.getuid() or stat.st_mode & OTHERS:
+        log.warning("%s is not yours alone: it is made again", path)
+        return None
+    content = whole[SEAL_BYTES:]
+    if whole[:SEAL_BYTES] != _seal(name, content):
+        log.warning("%s is not what was written: it is made again", path)
+        return None
+    return content
+
+
+def keep(name: str, content: bytes) -> None:
+    """Keep something under a name; where that cannot be, say so in the log."""
+    folder = cache_folder() / FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".new", delete=False) as file:
+            file.write(_seal(name, content) + content)
+        Path(file.name).replace(folder / name)
+        _tidy(folder)
+    except OSError as error:
+        why = error.strerror or error
+        log.warning("compiled functions cannot be saved in %s (%s)", folder, why)
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    """Return what shows that a content belongs to a name and is whole."""
+    return hashlib.sha256(name.encode() + b"\0" + content).digest()
+
+
+def _tidy(folder: Path) -> None:
+    """Let the oldest files go."""
+    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in files[MOST_KEPT:]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,127 @@
+"""NVIDIA's driver by ctypes: compiled functions are loaded into the context in which torch
+computes, and launched on its streams. Knows machine code and addresses, not what they mean."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, addressof, byref, c_char_p, c_int, c_uint64, c_void_p
+from functools import cache
+
+from torch import Tensor
+
+DRIVER = "libcuda.so.1"
+SUCCESS = 0
+ARGUMENTS = {
+    "cuInit": (c_int,),
+    "cuDeviceGet": (c_void_p, c_int),
+    "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (c_void_p,),
+    "cuModuleLoadData": (c_void_p, c_char_p),
+    "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *(c_int,) * 7, c_void_p, c_void_p, c_void_p),
+}
+
+
+class DriverError(RuntimeError):
+    """The driver refused something."""
+
+
+class Functions:
+    """Compiled functions of one GPU. A `Program`."""
+
+    timed = True
+
+    def __init__(
+        self,
+        driver: CDLL,
+        module: c_void_p,
+        context: c_void_p,
+        about: str,
+        key: str,
+        stream: Callable[[], int],
+    ) -> None:
+        self.about, self.key = about, key
+        self._driver, self._module, self._context, self._stream = driver, module, context, stream
+        self._functions: dict[str, c_void_p] = {}
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | int | None],
+    ) -> None:
+        """Launch a function on torch's stream. A thread that has not computed with this GPU yet has
+        no context, and gets it for the launch."""
+        numbers = (c_uint64 * len(arguments))(*map(_number, arguments))
+        start = addressof(numbers)
+        places = (c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
+        stream = self._stream()
+        function = self._functions.get(name)
+        _check(self._driver, "cuCtxPushCurrent_v2", self._context)
+        try:
+            if function is None:
+                function = self._functions[name] = self._find(name)
+            _check(
+                *(self._driver, "cuLaunchKernel", function),
+                *(*grid, 1, threads, 1, 1, 0),
+                *(stream, addressof(places), None),
+            )
+        finally:
+            _check(self._driver, "cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def _find(self, name: str) -> c_void_p:
+        function = c_void_p()
+        _check(self._driver, "cuModuleGetFunction", byref(function), self._module, name.encode())
+        return function
+
+
+def load_functions(
+    code: bytes, index: int, about: str, stream: Callable[[], int]
+) -> Functions | str:
+    """Return machine code loaded for GPU `index`; or why it cannot be. `about`: the libraries and
+    the chip. `stream`: the stream on which torch computes now, as the driver knows it."""
+    driver = _driver()
+    if isinstance(driver, str):
+        return driver
+    key = hashlib.sha256(f"{about}\0".encode() + code).hexdigest()[:32]
+    device, context, module = c_int(), c_void_p(), c_void_p()
+    try:
+        _check(driver, "cuInit", 0)
+        _check(driver, "cuDeviceGet", byref(device), index)
+        _check(driver, "cuDevicePrimaryCtxRetain", byref(context), device)
+        _check(driver, "cuCtxPushCurrent_v2", context)
+        try:
+            _check(driver, "cuModuleLoadData", byref(module), code)
+        finally:
+            _check(driver, "cuCtxPopCurrent_v2", byref(c_void_p()))
+    except DriverError as error:
+        return str(error)
+    return Functions(driver, module, context, about, key, stream)
+
+
+@cache
+def _driver() -> CDLL | str:
+    try:
+        driver = CDLL(DRIVER)
+        for name, arguments in ARGUMENTS.items():
+            getattr(driver, name).argtypes = arguments
+    except (OSError, AttributeError) as error:
+        return f"NVIDIA's driver cannot be loaded ({error})"
+    return driver
+
+
+def _check(driver: CDLL, name: str, *arguments: object) -> None:
+    """Call a function of the driver; `DriverError` with its own words where it fails."""
+    if (result := getattr(driver, name)(*arguments)) != SUCCESS:
+        said = c_char_p()
+        driver.cuGetErrorString(c_int(result), byref(said))
+        words = said.value.decode() if said.value else "unknown"
+        raise DriverError(f"NVIDIA's driver: {name}: error {result}, {words}")
+
+
+def _number(argument: Tensor | int | None) -> int:
+    """Return what a function gets: an address, or an integer."""
+    if argument is None:
+        return 0
+    return argument if isinstance(argument, int) else argument.data_ptr()

@@ -1,0 +1,226 @@
+"""The choice between our own product and torch's on a device, for each type of weights.
+
+Ours is used where it is proved right on that device and measured to be no slower: a small product
+has to give the bytes that the kernels give on the CPU, for any number of rows, and products of 1, 4
+and 16 rows may together take no longer than torch's. What was measured is kept beside the compiled
+functions, so that a later start chooses the same. Knows products, not models.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices import Program, kind_of
+from dovetail.workers.devices.nvidia import compiled
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
+from dovetail.workers.models.backends.device.own import SOURCE, OwnMatrix, own_matrix
+from dovetail.workers.models.backends.device.products import product
+
+Product = Callable[[Tensor], Tensor]
+"""x [T, k] -> [T, n], both fp32."""
+
+SHAPE = (83, 333)
+"""[out, in] of the proof: two panels, the second one narrow, and no multiple of any step."""
+ROWS = (1, 3, 4, 5, 17, 33, 70)
+"""Rows of the proof: every function that there is, full and not."""
+TIMED_SHAPE = (4096, 4096)
+TIMED_ROWS = (1, 4, 16)
+TIMED_BYTES = 128 << 20
+"""Weights that are read in turn, so that no cache has them."""
+TIMES = 3
+STORED = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
+"""The type of a matrix that is packed."""
+SMALL = 0x3B
+"""A byte below which the upper half of a number of 16 or 32 bits is that of a small number."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The two products of a type of weights, to be held against each other on a device."""
+
+    kind: IntEnum
+    against: Callable[[Program, torch.device], str]
+    """Says what is wrong with ours; empty if it is right."""
+    pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
+    """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
+
+    @property
+    def name(self) -> str:
+        return self.kind.name.lower()
+
+
+class Products:
+    """The products of one device, those of ours where they have been chosen."""
+
+    def __init__(self, device: torch.device, program: Program | str) -> None:
+        """`program`: our functions for the device, or why there are none."""
+        self.device, self.program = device, program
+        self._chosen: dict[IntEnum, bool] = {}
+        self.said: dict[IntEnum, str] = {}
+        """Kind of matrix -> the sentence that says which product is used, and why."""
+        self.told: set[IntEnum] = set()
+        """The kinds of which a worker has said so."""
+
+    def owner(self, contest: Contest) -> Program | None:
+        """Return our functions if our product is used, which is settled at the first call; else
+        None."""
+        if contest.kind not in self._chosen:
+            chosen, why = self._choose(contest)
+            self._chosen[contest.kind] = chosen
+            whose = "dovetail's own" if chosen else "torch's"
+            self.said[contest.kind] = (
+                f"{self.device}: {whose} product multiplies {contest.name} weights: {why}"
+            )
+        return self.program if self._chosen[contest.kind] else None  # type: ignore[return-value]
+
+    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
+        """Return a matrix of a blob that lies in `memory` on the device: as it is, if the product
+        is ours, else as torch has it, and then the memory is free."""
+        contest = CONTESTS.get(lying.kind)
+        program = None if contest is None else self.owner(contest)
+        return unpack(lying, memory) if program is None else own_matrix(program, lying, memory)
+
+    @property
+    def mark(self) -> str:
+        """Return what a fingerprint says of the products: those of ours have other bytes than
+        torch's."""
+        ours = sorted(kind.name.lower() for kind in CONTESTS if self._chosen.get(kind))
+        return f"+own-{'-'.join(ours)}" if ours else ""
+
+    def _choose(self, contest: Contest) -> tuple[bool, str]:
+        if isinstance(self.program, str):
+            return False, self.program
+        try:
+            if wrong := contest.against(self.program, self.device):
+                return False, f"dovetail's own is not proved here: {wrong}"
+            if not self.program.timed:
+                return True, "it is proved, and times mean nothing here"
+            return _faster(self.program, self.device, contest)
+        except RuntimeError as error:  # of torch or the driver: whoever needs a product has torch's
+            return False, f"dovetail's own cannot be proved here: {_line(error)}"
+
+
+@cache
+def products_on(device: torch.device) -> Products:
+    """Return the products of a device of this process."""
+    source = SOURCE.read_text(encoding="utf-8")
+    return Products(device, kind_of(device).program(device, source))
+
+
+def tell_products(device: torch.device, name: str) -> None:
+    """Say on stderr which products a worker computes with on a device, and why, each once."""
+    products = products_on(device)
+    for kind in products.said.keys() - products.told:
+        print(f"{name}: {products.said[kind]}", file=sys.stderr)
+        products.told.add(kind)
+
+
+def _faster(program: Program, device: torch.device, contest: Contest) -> tuple[bool, str]:
+    """Return whether our product takes no longer than torch's, and what both take."""
+    name = f"{program.key}-{contest.name}.json"
+    known, rows = compiled.find(name), ", ".join(map(str, TIMED_ROWS))
+    ours, torchs = json.loads(known) if known else _measured(program, device, contest)
+    if isinstance(torchs, str):
+        return True, f"{_words(ours)} ms for {rows} rows, and torch has none ({torchs})"
+    if not known:
+        compiled.keep(name, json.dumps([ours, torchs]).encode())
+    said = f"{_words(ours)} ms for {rows} rows, torch's {_words(torchs)}"
+    return sum(ours) <= sum(torchs), said
+
+
+def _measured(
+    program: Program, device: torch.device, contest: Contest
+) -> tuple[Sequence[float], Sequence[float] | str]:
+    """Return the seconds of our product and of torch's for each of `TIMED_ROWS`; a sentence where
+    torch refuses."""
+    pairs = list(contest.pairs(program, device))
+    ours = [_seconds([own for own, _ in pairs], rows, device) for rows in TIMED_ROWS]
+    try:
+        theirs = [make() for _, make in pairs]
+        torchs = [_seconds(theirs, rows, device) for rows in TIMED_ROWS]
+    except RuntimeError as error:
+        return ours, _line(error)
+    return ours, torchs
+
+
+def _seconds(products: Sequence[Product], rows: int, device: torch.device) -> float:
+    """Return the least mean of a few turns over the products; reading a number waits for them."""
+    x, best = torch.ones(rows, TIMED_SHAPE[1], device=device), math.inf
+    for turn in range(TIMES + 1):
+        start = time.perf_counter()
+        for multiply in products:
+            y = multiply(x)
+        y[0, 0].item()
+        if turn:  # in the first one libraries choose their kernels
+            best = min(best, (time.perf_counter() - start) / len(products))
+    return best
+
+
+def _words(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{1e3 * one:.3g}" for one in seconds)
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# ---- 16 bits, int8
+
+
+def against_matrix(kind: Kind, program: Program, device: torch.device) -> str:
+    """Say where our product differs from the kernels'; empty if it is the same bytes."""
+    generator = torch.Generator().manual_seed(1)
+    matrix = PackedMatrix(kind, *SHAPE, bias=torch.randn(SHAPE[0], generator=generator))
+    matrix.pack(torch.randn(SHAPE, generator=generator).to(STORED[kind]))
+    memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes].to(device)
+    own = own_matrix(program, Lying(kind, *SHAPE, 0, matrix.nbytes, True), memory)
+    return against_kernels(own, matrix, device)
+
+
+def against_kernels(own: Product, matrix: PackedMatrix, device: torch.device) -> str:
+    """Say for how many rows a product on a device has other bytes than the kernels' with the same
+    matrix; empty if it never has."""
+    x = torch.randn(max(ROWS), matrix.k, generator=torch.Generator().manual_seed(2))
+    x[1] = 0.0
+    for rows in ROWS:
+        expected = matrix.linear(x[:rows].contiguous())
+        found = own(x[:rows].to(device)).cpu()
+        if not torch.equal(found, expected):
+            apart = float((found - expected).abs().max() / expected.abs().max())
+            return f"{rows} rows differ from the C++ kernels' by {apart:.1e}"
+    return ""
+
+
+def _pairs(
+    kind: Kind, program: Program, device: torch.device
+) -> Iterator[tuple[Product, Callable[[], Product]]]:
+    size = PackedMatrix(kind, *TIMED_SHAPE).nbytes
+    for _ in range(-(-TIMED_BYTES // size)):
+        memory = torch.randint(0, SMALL, (size,), dtype=torch.uint8, device=device)
+        lying = Lying(kind, *TIMED_SHAPE, 0, size, False)
+
+        def torchs(lying: Lying = lying, memory: Tensor = memory) -> Product:
+            matrix = unpack(lying, memory)
+            return lambda x: product(matrix, x)
+
+        yield own_matrix(program, lying, memory), torchs
+
+
+CONTESTS: Mapping[Kind, Contest] = {
+    kind: Contest(
+        kind,
+        partial(against_matrix, kind),
+        partial(_pairs, kind),
+    )
+    for kind in STORED
+}
+"""The types of weights that there is a product of ours for; fp32 are torch's."""
