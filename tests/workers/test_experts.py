@@ -368,10 +368,11 @@ def test_a_matrix_is_packed_by_one_thread_as_by_all(kind: Kind, dtype: torch.dty
     for shape in ((37, 48), (100, 33), (16, 3)):
         weight = (torch.randn(shape, generator=generator) ** 3).to(dtype)
         weight[0, :2] = torch.tensor([0.0, 1e-7])  # subnormal in fp16
-        alone, together = (PackedMatrix(kind, *shape) for _ in range(2))
+        alone, together, widened = (PackedMatrix(kind, *shape) for _ in range(3))
         alone.pack_alone(weight)
-        together.pack(weight.to(DTYPES[kind]))
-        assert bytes(alone.memory) == bytes(together.memory)
+        together.pack(weight)
+        widened.pack(weight.to(DTYPES[kind]))
+        assert bytes(alone.memory) == bytes(together.memory) == bytes(widened.memory)
         check_rows("experts'", alone, weight)
         with pytest.raises(UnsupportedError, match="experts' weights differs"):
             check_rows("experts'", alone, weight.roll(1, 0))

@@ -34,7 +34,7 @@ from dovetail.workers.kernels.layer_plan import (
     Rotary,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
-from dovetail.workers.models.backends.packing import DTYPES, PIECE_WEIGHTS
+from dovetail.workers.models.backends.packing import pack_rows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.substitutes import quantised
 
@@ -135,7 +135,7 @@ class KernelArithmetic:
         return rotary_table(self._geometry.frequencies, count, scaling=self._geometry.rope_scaling)
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
-        """A matrix of the kernels; a big one is converted piece by piece."""
+        """A matrix of the kernels."""
         kind = (
             KINDS[self._weights] if self._weights != "auto" else STORED.get(weight.dtype, Kind.FP32)
         )
@@ -143,9 +143,7 @@ class KernelArithmetic:
         matrix = PackedMatrix(
             kind, rows, inputs, bias=None if bias is None else bias.float().contiguous()
         )
-        piece = max(1, PIECE_WEIGHTS // inputs)
-        for start in range(0, rows, piece):
-            matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), start)
+        pack_rows(matrix, weight)
         return matrix
 
 

@@ -66,17 +66,15 @@ class Isa(IntEnum):
     NEON = 4
 
 
-ELEMENTS = {
-    Kind.FP32: ("float32",),
-    Kind.INT8: ("float32",),
-    Kind.FP16: ("float16", "uint16"),
-    Kind.BF16: ("bfloat16", "uint16"),
+STORED = {
+    "float32": Kind.FP32,
+    "float16": Kind.FP16,
+    "bfloat16": Kind.BF16,
 }
-"""The types that `PackedMatrix.pack` takes for a kind; uint16 are raw bits."""
-
-
-STORED_HALVES = {"float16": Kind.FP16, "bfloat16": Kind.BF16}
-"""Types of 16 bits that are widened while they are packed."""
+"""The kinds of numbers that matrices are packed from."""
+WIDENED = (Kind.FP32, Kind.INT8)
+"""Kinds that are packed from any of these; the others are packed from their own numbers, or from
+uint16, their raw bits."""
 
 
 class MatrixStruct(Structure):
@@ -101,10 +99,9 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_threads": (c_int, ()),
     "dt_layer_bytes": (c_int64, ()),
     "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
-    "dt_pack": (None, (c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
-    "dt_pack_alone": (
-        None,
-        (*(c_int, c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),),
+    **dict.fromkeys(
+        ("dt_pack", "dt_pack_alone"),
+        (None, (c_int, c_int, c_void_p, *[c_int64] * 4, c_void_p, c_void_p)),
     ),
     "dt_unpack_row": (None, (POINTER(MatrixStruct), c_int64, c_void_p)),
     "dt_pack_codes": (
@@ -219,31 +216,23 @@ class PackedMatrix:
         self._reference = byref(self.struct)
 
     def pack(self, rows: Array, first: int = 0) -> None:
-        """Pack rows [count, k] as the outputs first .. first + count; fp32 for FP32 and INT8 (which
-        scales each row), 16 bits as they are for the others."""
+        """Pack rows [count, k] as the outputs first .. first + count: fp32, fp16 or bf16 for FP32
+        and INT8 (which scales each row), 16 bits as they are for the others."""
         count = rows.shape[0]
         if not 0 <= first <= first + count <= self.n:
             raise ValueError(f"rows {first}..{first + count} of a matrix of {self.n}")
-        address = address_of(rows, (count, self.k), ELEMENTS[Kind(self.kind)])
-        library().dt_pack(
-            self.kind, address, first, count, self.n, self.k, self.struct.packed, self.struct.scales
-        )
+        library().dt_pack(*self._packing(rows, first, count))
 
     def pack_alone(self, rows: Array) -> None:
-        """Pack all rows [n, k] by the calling thread alone, so that several threads may pack a
-        matrix each. FP32 and INT8 take fp32, fp16 and bf16, the others their own type."""
-        stored = Kind.FP32 if self.kind in (Kind.FP32, Kind.INT8) else Kind(self.kind)
-        element = str(rows.dtype).removeprefix("torch.")
-        if stored is Kind.FP32 and element in STORED_HALVES:
-            stored = STORED_HALVES[element]
-        address = address_of(rows, (self.n, self.k), ELEMENTS[stored])
-        library().dt_pack_alone(
-            self.kind,
-            stored,
-            address,
-            *(0, self.n, self.n, self.k),
-            *(self.struct.packed, self.struct.scales),
-        )
+        """Pack all rows [n, k], as `pack` does, by the calling thread alone, so that several
+        threads may pack a matrix each."""
+        library().dt_pack_alone(*self._packing(rows, 0, self.n))
+
+    def _packing(self, rows: Array, first: int, count: int) -> tuple[Any, ...]:
+        """Return how the kernels are told to pack rows."""
+        stored, address = stored_rows(Kind(self.kind), rows, (count, self.k))
+        shape = (first, count, self.n, self.k)
+        return self.kind, stored, address, *shape, self.struct.packed, self.struct.scales
 
     def row(self, index: int) -> Array:
         """Return a row [k] in float32 as it is multiplied with, a numpy array."""
@@ -294,6 +283,15 @@ def address_of(array: Array, shape: tuple[int, ...], elements: Sequence[str]) ->
             f"{tuple(array.shape)}"
         )
     return _start(array)
+
+
+def stored_rows(kind: Kind, rows: Array, shape: tuple[int, int]) -> tuple[Kind, int]:
+    """Return the kind of the numbers of rows that a matrix of a kind is packed from, and where they
+    start; ValueError for an array of another shape or type."""
+    own = tuple(name for name, stored in STORED.items() if kind in (stored, *WIDENED))
+    raw = () if kind in WIDENED else ("uint16",)
+    address = address_of(rows, shape, (*own, *raw))
+    return STORED.get(str(rows.dtype).removeprefix("torch."), kind), address
 
 
 def fresh_memory(count: int) -> tuple[Any, int]:

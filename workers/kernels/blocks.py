@@ -15,12 +15,12 @@ from typing import Any
 
 from dovetail.workers.kernels import (
     ALIGNMENT,
-    ELEMENTS,
     Array,
     Kind,
     PackedMatrix,
     address_of,
     library,
+    stored_rows,
     threads,
 )
 
@@ -102,8 +102,8 @@ class BlockMatrix(PackedMatrix):
         packed = self.struct.packed + struct.offset
         if part.type in PLAIN:
             kind = PLAIN[part.type]
-            start = address_of(rows, (part.count, self.k), ELEMENTS[kind])
-            library().dt_pack(kind, start, 0, part.count, part.count, self.k, packed, None)
+            stored, start = stored_rows(kind, rows, (part.count, self.k))
+            library().dt_pack(kind, stored, start, 0, part.count, part.count, self.k, packed, None)
             return
         if not callable(rows):
             address_of(rows, (part.count, rows.shape[1]), ("uint8",))

@@ -99,9 +99,9 @@ int dt_threads() { return threads(); }
 
 int64_t dt_packed_bytes(int kind, int64_t n, int64_t k) { return bits_of(kind) != 0 ? codes_bytes(kind, n, k) : packed_bytes(kind, n, k); }
 
-void dt_pack(int kind, const void* source, int64_t first_row, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
+void dt_pack(int kind, int stored, const void* source, int64_t first_row, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
     const Turn mine;
-    pack(kind, source, first_row, count, n, k, packed, scales);
+    pack(kind, stored, source, first_row, count, n, k, packed, scales);
 }
 
 // Neither shares anything with another caller.

@@ -136,8 +136,8 @@ void pack_codes(int kind, const uint8_t* codes, const uint16_t* scales, const ui
     parallel(body);
 }
 
-void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
-    const Rows rows{kind, kind == INT8 ? FP32 : kind, source, first, first + count, n, k, static_cast<char*>(packed), scales};
+void pack(int kind, int stored, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales) {
+    const Rows rows{kind, stored, source, first, first + count, n, k, static_cast<char*>(packed), scales};
     auto body = [&](int part, int parts) { pack_part(rows, part, parts); };
     parallel(body);
 }

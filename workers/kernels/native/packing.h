@@ -56,11 +56,11 @@ static inline float widened(int stored, uint16_t bits) {
     return bits & 0x8000 ? -size : size;
 }
 
-// Rows first .. first + count of a matrix [n, k]: source [count, k], float for FP32 and INT8, raw 16 bits for FP16 and BF16. INT8 also sets scales[first ...].
-void pack(int kind, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
+// Rows first .. first + count of a matrix [n, k], of a source [count, k] whose numbers are of the kind `stored`: FP32, FP16 or BF16 for FP32 and INT8, else `kind`
+// itself. INT8 also sets scales[first ...].
+void pack(int kind, int stored, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
 
-// The same by the calling thread alone, of a source whose numbers are of the kind `stored`: FP32, FP16 or BF16 for FP32 and INT8, else `kind` itself. A caller
-// packs parts of a matrix that share no column of 16 on several threads.
+// The same by the calling thread alone. A caller packs parts of a matrix that share no column of 16 on several threads.
 void pack_alone(int kind, int stored, const void* source, int64_t first, int64_t count, int64_t n, int64_t k, void* packed, float* scales);
 
 // out [k] is row `row` of a matrix of FP32, FP16, BF16, INT8 or blocks, as it is multiplied with.

@@ -42,9 +42,6 @@ BLOCK_KINDS = (Kind.BLOCKS, Kind.EXACT_BLOCKS)
 ROUNDING = (Kind.INT8, Kind.BLOCKS)
 """Kinds that round the rows that they are multiplied with."""
 Q8_0 = 8
-PIECE_WEIGHTS = 1 << 19
-"""So many weights are converted at a time: 2 MiB of fp32, which a cache holds until they are
-packed."""
 SAMPLED = 4
 """Rows of a matrix that are compared with the checkpoint's."""
 PRODUCT_TOLERANCE = {**dict.fromkeys(Kind, 1e-4), Kind.INT8: 0.1}
@@ -73,7 +70,7 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
     )
     starts = itertools.accumulate((part.out_features for part in linears), initial=0)
     for part, first in zip(linears, starts, strict=False):
-        pack_rows(kind, matrix, part.weight.detach(), first)
+        pack_rows(matrix, part.weight.detach(), first)
     return matrix
 
 
@@ -151,12 +148,12 @@ def given_to(matrix: PackedMatrix, index: int, x: Tensor) -> Tensor:
     return ((blocks * turned).round() * (most / 127.0)).view(x.shape)
 
 
-def pack_rows(kind: Kind, matrix: PackedMatrix, weight: Tensor, first: int) -> None:
-    """Pack a weight [out, in] as the rows of a matrix from `first` on."""
-    outputs, inputs = weight.shape
-    piece = max(1, PIECE_WEIGHTS // inputs)
-    for start in range(0, outputs, piece):
-        matrix.pack(weight[start : start + piece].to(DTYPES[kind]).contiguous(), first + start)
+def pack_rows(matrix: PackedMatrix, weight: Tensor, first: int = 0) -> None:
+    """Pack a weight [out, in] of any type of `EXACT_KINDS` as the rows of a matrix from `first` on;
+    it is rounded where the matrix has 16 bits of another type."""
+    if matrix.kind in (Kind.FP16, Kind.BF16):
+        weight = weight.to(DTYPES[Kind(matrix.kind)])
+    matrix.pack(weight.contiguous(), first)
 
 
 def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
