@@ -9,6 +9,7 @@ searching is done by `runtime/planner.py`.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dovetail.launch.planning.alternatives import KINDS, Alternative
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.choice import drafts_there
 from dovetail.launch.planning.designs import Design, config_of, read_design
-from dovetail.launch.planning.prices import described
+from dovetail.launch.planning.prices import arithmetic, described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
 from dovetail.launch.planning.weights import AS_FAST, planned_types
 from dovetail.launch.planning.words import figure, flags, placement, toml, tree_of, why
@@ -32,7 +33,7 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.simulation.machines import SIZES, read_machine
 from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import TreeSettings
+from dovetail.protocol.settings import TreeSettings, byte_count
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 
@@ -80,6 +81,11 @@ WEIGHTS = {
     help="In place of --target: a model of that size.",
 )
 @click.option(
+    "--gguf-size",
+    metavar="SIZE",
+    help="Of a GGUF file of the target that is not here, such as 4.6GiB; with --machine.",
+)
+@click.option(
     "--rounds",
     multiple=True,
     type=click.Path(path_type=Path),
@@ -92,6 +98,7 @@ def command(
     drafts: tuple[str, ...],
     machine: str | None,
     target_size: str | None,
+    gguf_size: str | None,
     rounds: tuple[Path, ...],
     as_json: bool,
 ) -> None:
@@ -101,11 +108,12 @@ def command(
     With --target.split.device cpu the CPU stands for a GPU.
     """
     _check(configuration, machine, target_size)
+    file_bytes = _file_bytes(configuration, machine, gguf_size)
     recorded = [Recorded(read_library(path), str(path)) for path in rounds]
     with spinner() as say:
         say("reading the models")
         subjects = (
-            [_elsewhere(configuration, machine, target_size)]
+            [_elsewhere(configuration, machine, target_size, file_bytes)]
             if machine is not None
             else _here(configuration, say)
         )
@@ -192,21 +200,46 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
             raise UserError(f"{name} = {value}: that is what a plan finds out; leave it out")
 
 
-def _elsewhere(configuration: Configuration, machine: str, target_size: str | None) -> Subject:
-    """A machine that is described."""
+def _file_bytes(configuration: Configuration, machine: str | None, gguf_size: str | None) -> int:
+    """Return the size of the GGUF file that is named by it alone; 0: there is none."""
+    if gguf_size is None:
+        return 0
+    if machine is None or configuration.given("target.weights"):
+        raise UserError(
+            f"--gguf-size {gguf_size} goes with --machine and without --weights: name the file "
+            "itself with --target to plan for this machine"
+        )
+    try:
+        return byte_count(gguf_size)
+    except ValueError as error:
+        raise UserError(f"--gguf-size: {error}") from None
+
+
+def _elsewhere(
+    configuration: Configuration, machine: str, target_size: str | None, file_bytes: int
+) -> Subject:
+    """A machine that is described; `file_bytes`: of a GGUF file that is not here."""
     current = configuration.settings
     found = read_machine(machine)
-    weights = current.target.weights if configuration.given("target.weights") else found.weights
-    if weights not in found.target.peak_gflop_s:
-        raise UserError(
-            f"{found.title} says nothing of {weights} weights: choose "
-            f"{' or '.join(found.target.peak_gflop_s)}"
-        )
     design = (
         Design(config_of(target_size))
         if target_size is not None
         else read_design(folder_of(with_target(current.target).model))
     )
+    design = replace(design, file_bytes=file_bytes)
+    in_file = file_bytes or design.blocks
+    weights = (
+        current.target.weights
+        if configuration.given("target.weights")
+        else FILE
+        if in_file
+        else found.weights
+    )
+    if arithmetic(weights) not in found.target.peak_gflop_s:
+        raise UserError(
+            f"{found.title} says nothing of {weights} weights: choose "
+            f"{' or '.join(found.target.peak_gflop_s)}"
+        )
     hardware = described(found, weights, current.memory.vram_bytes, current.memory.ram_bytes)
     device = GPU if hardware.device is not None else None
     subject = Subject(configuration, design, hardware, device, device or "cpu", weights)

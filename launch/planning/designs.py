@@ -30,6 +30,7 @@ from dovetail.workers.models.backends.sizes import (
     WEIGHT_BYTES,
     Sizes,
     has_sizes,
+    in_a_file,
     sizes_of,
     weighed,
     with_host_experts,
@@ -140,6 +141,8 @@ class Design:
     """Its parts, as transformers builds it; None: its config.json says all that is counted."""
     blocks: Sequence[Tensor] = ()
     """The tensors of its GGUF file, if their numbers are blocks; empty for any other model."""
+    file_bytes: int = 0
+    """The size of a GGUF file of it that is not here; 0: none was named."""
 
     @property
     def uncoded(self) -> str:
@@ -165,6 +168,9 @@ class Design:
     def sizes(self, weights: str, cache: str = "fp32") -> Sizes:
         """Return the sizes of its parts in weights of a type, with keys and values of another; with
         experts, of the mean layer."""
+        if weights == FILE and self.file_bytes:
+            tied = bool(self.config.get("tie_word_embeddings"))
+            return in_a_file(self.sizes("half", cache), self.file_bytes, tied=tied)
         if weights == FILE:
             return sizes_in_blocks(sizes_of(self.config, "int8", cache), self.blocks)
         sizes = sizes_of(self.config, weights, cache)

@@ -23,6 +23,8 @@ from dovetail.protocol.calibration import (
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.runtime.costs.rounds import Messages, Origin, Source
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
+from dovetail.workers.models.backends.sizes import INT4
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 HERE = Messages(300e-6, 500e-6)
 """A message on its way over ipc, and what the coordinator does with one, right after a pass over
@@ -118,8 +120,15 @@ class Hardware:
     proposal_s: float = PROPOSAL_S
 
 
+def arithmetic(weights: str) -> str:
+    """Return the weights whose arithmetic is that of the given ones: blocks are computed with
+    activations in int8."""
+    return "int8" if weights in (FILE, INT4) else weights
+
+
 def described(machine: Described, weights: str, vram: int | None, ram: int | None) -> Hardware:
     """A machine of `dovetail simulate machines`, for a target with these weights."""
+    weights = arithmetic(weights)
     target, draft, memory = machine.target, machine.draft, machine.memory
     source = "its description"
     near = target.resident_bandwidth_gb_s

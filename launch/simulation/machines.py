@@ -3,13 +3,15 @@ there.
 
 A pass takes the longer of reading its bytes and computing its products (the roofline; Williams et
 al., 2009), and something for each layer. A description is a TOML file that says of every number
-where it is from: measured in a paper, or an estimate.
+where it is from: measured in a paper, or an estimate. Of a machine without a GPU it may have what a
+data sheet tells, memory channels and their rate, cores and instruction set, from which the rest is
+estimated.
 """
 
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -127,6 +129,51 @@ class MemoryPart(Frozen):
     """The rate of the bus between the two."""
 
 
+ATTAINED = 0.8
+"""Share of what memory and arithmetic are sold with, as in the descriptions of the papers'
+machines."""
+OPERATIONS = {"sse": 8, "avx": 16, "avx2": 32, "avx512": 64}
+"""Products and sums in fp32 that a core does in a cycle."""
+INT8_TIMES = 2
+"""Products of int8 for one of fp32: an estimate."""
+LAYER_US, LEVEL_US, HOP_US, COORDINATOR_US = 30.0, 150.0, 60.0, 100.0
+"""The microseconds of a layer, a level of a tree, and a message on its way and in the coordinator
+beside that: as in the description of the Dovetail paper's server, the level's ours."""
+
+
+class ProcessorPart(Frozen):
+    """The processors of a machine without a GPU, by their data sheet."""
+
+    channels: Annotated[int, Field(ge=1, le=1024)]
+    """Memory channels of all sockets; `cores` likewise."""
+    mt_s: Rate
+    """Transfers of 8 bytes on a channel, in millions a second: 3200 of DDR4-3200."""
+    cores: Annotated[int, Field(ge=1, le=65536)]
+    ghz: Annotated[float, Field(gt=0.0, le=100.0, strict=False)]
+    isa: Literal["sse", "avx", "avx2", "avx512"]
+
+    def parts(self) -> dict[str, Any]:
+        """Return the other parts of a description: a target on all cores, a draft on one."""
+        bandwidth = ATTAINED * self.channels * self.mt_s * 8 / 1000
+        core = ATTAINED * self.ghz * OPERATIONS[self.isa]
+        peak = self.cores * core
+        return {
+            "target": {
+                "bandwidth_gb_s": bandwidth,
+                "peak_gflop_s": {"fp32": peak, "half": peak, "int8": INT8_TIMES * peak},
+                "layer_us": LAYER_US,
+                "kv_bytes": 2,
+            },
+            "draft": {
+                "bandwidth_gb_s": bandwidth,
+                "peak_gflop_s": core,
+                "block_us": LAYER_US,
+                "pass_us": LEVEL_US,
+            },
+            "link": {"hop_us": HOP_US, "coordinator_us": COORDINATOR_US},
+        }
+
+
 class Machine(Frozen):
     """A machine, as a file describes it."""
 
@@ -201,9 +248,10 @@ def read_machine(name: str) -> Machine:
     """The machine of that name, or in that file; `UserError` says what is wrong with it."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        return Machine.model_validate(
-            tomllib.loads(decode(path.read_bytes(), f"the machine in {path}"))
-        )
+        table = tomllib.loads(decode(path.read_bytes(), f"the machine in {path}"))
+        if "processor" in table:
+            table |= ProcessorPart.model_validate(table.pop("processor")).parts()
+        return Machine.model_validate(table)
     except FileNotFoundError:
         raise UserError(
             f"there is no machine {name!r}: choose {', '.join(machine_names())}, or name a "

@@ -16,6 +16,7 @@ from benchmarks.gains import gains, picture, utilisation
 from benchmarks.goodput import goodput
 from benchmarks.heterospec import heterospec
 from benchmarks.http import http
+from benchmarks.legacy import legacy
 from benchmarks.levels import levels
 from benchmarks.limit import limit
 from benchmarks.links import links
@@ -82,5 +83,6 @@ for command in (
     utilisation,
     picture,
     plan,
+    legacy,
 ):
     main.add_command(command)

@@ -3,6 +3,7 @@ line, and whether the settings that it prints do start."""
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -17,6 +18,7 @@ from support.gguf_files import tokens_of, write_gguf
 from support.kernels import needs_kernels
 
 Run = Callable[..., CompletedProcess[str]]
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 FIELDS = {
     "name",
     "placement",
@@ -189,6 +191,31 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
     assert "layers with experts have no copy of few bits" in refused.stderr
 
 
+def test_a_gguf_file_that_is_not_here_is_planned_by_its_size(
+    plan: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Qwen3-30B-A3B as UD-Q4_K_XL: 16.49 GiB with its embedding."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_MOE))
+    asked = ("--machine", "two-xeons", "--target", str(tmp_path), "--draft", "none")
+    found = plan(*asked, "--gguf-size", "16.49GiB")
+    assert found["weights"] == "file"
+    alone = named(found, "target alone")
+    share = 16.49 * 2**30 / (found["parameters"] + 2048 * 151936)
+    read_s = share * found["active_parameters"] / 122.88e9
+    assert alone["tokens_per_s"] == pytest.approx(1 / (read_s + 48 * 30e-6), rel=0.05)
+
+
+def test_what_old_machines_publish_is_told_apart_and_all_of_it_was_predicted() -> None:
+    known = tomllib.loads((BENCHMARKS / "legacy.toml").read_text())
+    predictions = json.loads((BENCHMARKS / "legacy-predictions.json").read_text())
+    key = ("processor", "model", "weights")
+    reports = [tuple(one[name] for name in key) for one in known["reports"]]
+    assert len(set(reports)) == len(reports) >= 25
+    assert [tuple(one[name] for name in key) for one in predictions] == reports
+    assert {one["model"] for one in known["reports"]} == known["models"].keys()
+    assert all(one["source"].startswith("https://") for one in known["reports"])
+
+
 @needs_kernels
 def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     plan: Callable[..., dict[str, Any]], tmp_path: Path
@@ -243,6 +270,8 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
     [
         (("--machine", "nowhere"), "there is no machine 'nowhere'"),
         (("--target-size", "7B"), "goes with --machine"),
+        (("--gguf-size", "4GiB"), "goes with --machine"),
+        (("--machine", "two-xeons", "--gguf-size", "big"), "is not a size"),
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--target", "x"),
             "leave --target",

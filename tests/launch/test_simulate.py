@@ -314,6 +314,21 @@ def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path)
         read_machine(str(file)).costs(read_size("7B"), "int8")
 
 
+def test_of_a_machine_without_a_gpu_the_data_sheet_is_enough(tmp_path: Path) -> None:
+    """0.8 of what channels carry and of what cores compute, and something for each layer."""
+    file = tmp_path / "m.toml"
+    sheet = "channels = 4\nmt_s = 2400\ncores = 14\nghz = 2.4\nisa = 'avx2'\n"
+    file.write_text(f"title = 'm'\nweights = 'half'\n[processor]\n{sheet}")
+    costs = read_machine(str(file)).costs(read_size("7B"), "half")
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
+    layers = 32 * 30e-6
+    assert costs.verify_s(1, 0) == pytest.approx(2 * weights / 61.44e9 + layers)
+    assert costs.verify_s(64, 0) == pytest.approx(128 * weights / (0.8 * 14 * 2.4e9 * 32) + layers)
+    file.write_text(f"title = 'm'\nweights = 'half'\n[processor]\n{sheet}".replace("2'", "9'"))
+    with pytest.raises(UserError, match="isa: Input should be 'sse', 'avx', 'avx2' or 'avx512'"):
+        read_machine(str(file))
+
+
 @pytest.mark.parametrize("name", machine_names())
 def test_a_machine_that_comes_along_is_slower_with_more_rows_and_larger_models(name: str) -> None:
     machine = read_machine(name)

@@ -104,6 +104,21 @@ def with_host_experts(sizes: Sizes) -> Sizes:
     return replace(sizes, apart=sizes.experts)
 
 
+def in_a_file(sizes: Sizes, file_bytes: int, *, tied: bool) -> Sizes:
+    """Return the sizes of a model whose numbers lie in a file of so many bytes, as if each took as
+    many; `sizes`: of the same model in 16 bits; `tied`: its embedding is its head."""
+    whole = sizes.layers * sizes.layer + (1 if tied else 2) * sizes.head
+    share = file_bytes / whole
+    return replace(
+        sizes,
+        layer=round(share * sizes.layer),
+        matrix=round(share * sizes.matrix),
+        head=round(share * sizes.head),
+        embedding=0 if tied else round(share * sizes.head),
+        experts=round(share * sizes.experts),
+    )
+
+
 def has_sizes(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
     gpt2 = _has_names_of_gpt2(config)
