@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dovetail.workers.devices import Device
+from dovetail.workers.devices import Device, Program
 from dovetail.workers.models.backends.device import choice
 from dovetail.workers.models.backends.device.choice import (
     CONTESTS,
@@ -40,29 +40,32 @@ def run(report: Report, device: Device, progress: Callable[[str], None]) -> None
     memory = chip.memory_gb_s(place, size)
     report.note("memory", f"{memory:.0f} GB/s")
     on_cpu = device.name in ("cpu", "pretended:0")
-    products = Products(place, emulated()) if on_cpu else products_on(place)
-    if isinstance(products.program, str):
-        report.check("our functions", False, products.program, "compiled and loaded")
-        return
-    report.note("our functions", products.program.about)
+    products = Products(place, emulated) if on_cpu else products_on(place)
     for contest in (*CONTESTS.values(), *coded.CONTESTS.values()):
         progress(f"products of {contest.name} weights")
-        wrong = contest.against(products.program, place)
+        program = products.functions(contest.source)
+        if isinstance(program, str):
+            report.check(contest.name, False, program, "compiled and loaded")
+            continue
+        wrong = contest.against(program, place)
         report.check(
             f"{contest.name}: proof", not wrong, wrong or "the kernels' bytes", "the same bytes"
         )
         if not wrong:
-            _time(report, products, contest, rows, memory)
+            _time(report, program, place, contest, rows, memory)
             products.owner(contest)
             report.note(f"{contest.name}: chosen", products.said[contest.kind])
 
 
 def _time(
-    report: Report, products: Products, contest: Contest, rows: Sequence[int], memory: float
+    report: Report,
+    program: Program,
+    place: torch.device,
+    contest: Contest,
+    rows: Sequence[int],
+    memory: float,
 ) -> None:
     """Hold our product against torch's, and rows alone against rows beside others."""
-    place, program = products.device, products.program
-    assert not isinstance(program, str)
     pairs = list(contest.pairs(program, place))
     ours, why_not = [own for own, _ in pairs], ""
     theirs: Sequence[Product] = ()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dovetail.workers.devices import pretended
 from dovetail.workers.kernels.build import compiler
-from dovetail.workers.models.backends.device.own import SOURCE
 
 FOLDER = Path(__file__).parent / "cuda"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
@@ -61,13 +60,13 @@ class Emulated:
 
 
 @cache
-def library_file() -> Path:
-    """Return our functions as a library of this machine, with what stands for NVIDIA's driver
+def library_file(source: str) -> Path:
+    """Return functions of ours as a library of this machine, with what stands for NVIDIA's driver
     (`cuda/driver.cpp`); it goes with this process."""
     folder = Path(tempfile.mkdtemp(prefix="dovetail-functions-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    text = f'#include "{SOURCE}"\n#include "{FOLDER / "driver.cpp"}"\n'
-    program, made = compiler(), folder / "products.so"
+    text = f'{source}\n#include "{FOLDER / "driver.cpp"}"\n'
+    program, made = compiler(), folder / "functions.so"
     assert program is not None
     command = [program, *FLAGS, "-include", str(FOLDER / "cpu.h"), "-x", "c++", "-"]
     subprocess.run([*command, "-o", str(made), "-ldl"], check=True, input=text, text=True)
@@ -75,13 +74,13 @@ def library_file() -> Path:
 
 
 @cache
-def _library() -> CDLL:
-    library = CDLL(str(library_file()))
+def _library(source: str) -> CDLL:
+    library = CDLL(str(library_file(source)))
     library.launch.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64)
     library.launch.restype = None
     return library
 
 
-def emulated() -> Emulated:
-    """Return the functions of `products.cu`, compiled once a process."""
-    return Emulated(_library())
+def emulated(source: str) -> Emulated:
+    """Return functions of ours, compiled once a process."""
+    return Emulated(_library(source))

@@ -71,7 +71,7 @@ def inputs(rows: int, k: int) -> Tensor:
 def test_a_row_has_the_bytes_that_the_kernels_give_it(kind: Kind, shape: tuple[int, int]) -> None:
     for bias in (True, False):
         matrix = packed(kind, *shape, bias=bias)
-        own, x = own_matrix(emulated(), *lying(matrix)), inputs(max(ROWS), shape[1])
+        own, x = own_matrix(emulated(SOURCE), *lying(matrix)), inputs(max(ROWS), shape[1])
         whole = matrix.linear(x)
         for rows in ROWS:
             found = own(x[:rows])
@@ -88,7 +88,7 @@ def test_a_row_over_codes_has_the_bytes_that_the_kernels_give_it(
     codes, bias = coded._random(bits, shape, 5), torch.linspace(-1, 1, shape[0])
     for offset in (bias, None):
         matrix = coded.pack_codes([codes], [offset])
-        own, x = own_codes(emulated(), matrix, bits, CPU), inputs(20, shape[1])
+        own, x = own_codes(emulated(SOURCE), matrix, bits, CPU), inputs(20, shape[1])
         whole = matrix.linear(x)
         for rows in (1, 3, 8, 9, 20):
             assert own(x[:rows]).numpy().tobytes() == whole[:rows].numpy().tobytes(), rows
@@ -99,7 +99,7 @@ def test_what_is_not_a_number_stays_none_and_stays_in_its_row() -> None:
     x = inputs(3, 33)
     x[1, 5] = float("inf")
     for kind in (Kind.FP16, Kind.INT8):
-        y = own_matrix(emulated(), *lying(packed(kind, 100, 33)))(x)
+        y = own_matrix(emulated(SOURCE), *lying(packed(kind, 100, 33)))(x)
         assert not bool(y[1].isfinite().any())
         assert bool(y[[0, 2]].isfinite().all())
 
@@ -127,7 +127,7 @@ class Timed(Emulated):
 
 @needs_kernels
 def test_ours_is_used_where_it_is_proved() -> None:
-    products, matrix = Products(CPU, emulated()), packed(Kind.BF16, 37, 130)
+    products, matrix = Products(CPU, emulated), packed(Kind.BF16, 37, 130)
     assert products.owner(CONTESTS[Kind.BF16]) is not None
     assert products.mark == "+own-bf16"
     assert "own product multiplies bf16 weights" in products.said[Kind.BF16]
@@ -137,7 +137,7 @@ def test_ours_is_used_where_it_is_proved() -> None:
 
 @needs_kernels
 def test_ours_is_not_used_where_a_number_differs() -> None:
-    products = Products(CPU, Wrong(emulated()._library))
+    products = Products(CPU, lambda source: Wrong(emulated(source)._library))
     assert products.owner(CONTESTS[Kind.FP16]) is None
     assert products.said[Kind.FP16].startswith(
         "cpu: torch's product multiplies fp16 weights: dovetail's own is not proved here: 17 rows"
@@ -148,14 +148,17 @@ def test_ours_is_not_used_where_a_number_differs() -> None:
 
 @needs_kernels
 def test_weights_of_32_bits_are_torchs() -> None:
-    products, matrix = Products(CPU, "there is no compiler"), PackedMatrix(Kind.FP32, 16, 3)
+    products, matrix = (
+        Products(CPU, lambda _: "there is no compiler"),
+        PackedMatrix(Kind.FP32, 16, 3),
+    )
     matrix.pack(torch.ones(16, 3))
     assert isinstance(products.lay_out(*lying(matrix)), Matrix)
     assert products.said == {}
 
 
 def test_without_a_compiler_torch_multiplies_and_it_is_said_why() -> None:
-    products = Products(CPU, "there is no compiler")
+    products = Products(CPU, lambda _: "there is no compiler")
     assert products.owner(CONTESTS[Kind.FP16]) is None
     assert products.said[Kind.FP16] == (
         "cpu: torch's product multiplies fp16 weights: there is no compiler"
@@ -179,7 +182,7 @@ def test_the_product_that_was_measured_to_be_faster_is_used_at_every_start(
         "dovetail.workers.models.backends.device.choice._measured", lambda *_: measured
     )
     for _ in range(2):
-        products = Products(CPU, Timed(emulated()._library))
+        products = Products(CPU, lambda source: Timed(emulated(source)._library))
         assert (products.owner(CONTESTS[Kind.INT8]) is not None) is chosen
         assert "0.1, 0.1" in products.said[Kind.INT8]
         if not isinstance(measured[1], str):  # else torch may be able to another time
@@ -192,7 +195,7 @@ def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
     for room in ("backends.device.choice", "substitutes.coded"):
         monkeypatch.setattr(f"dovetail.workers.models.{room}.TIMED_SHAPE", (64, 128))
     monkeypatch.setattr("dovetail.workers.models.backends.device.choice.TIMED_BYTES", 1)
-    products = Products(CPU, Timed(emulated()._library))
+    products = Products(CPU, lambda source: Timed(emulated(source)._library))
     for contest in (CONTESTS[Kind.FP16], CONTESTS[Kind.INT8], coded.CONTESTS[4]):
         products.owner(contest)
         assert f"for {', '.join(map(str, TIMED_ROWS))} rows, torch" in products.said[contest.kind]
@@ -201,10 +204,12 @@ def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
 @needs_kernels
 def test_a_substitute_multiplies_its_codes_with_ours_where_that_is_proved() -> None:
     parts, biases = [coded._random(4, (32, 100), seed) for seed in (1, 2)], [None, None]
-    x, own = inputs(5, 100), Products(CPU, emulated())
+    x, own = inputs(5, 100), Products(CPU, emulated)
     expected = coded.pack_codes(parts, biases).linear(x)
     assert torch.equal(coded.coded_product(parts, biases, CPU, own)(x), expected)
-    torchs = coded.coded_product(parts, biases, CPU, Products(CPU, "there is no compiler"))
+    torchs = coded.coded_product(
+        parts, biases, CPU, Products(CPU, lambda _: "there is no compiler")
+    )
     assert isinstance(torchs, CodedProduct)
 
 
@@ -215,7 +220,7 @@ def test_a_product_is_captured_in_a_graph_as_a_gpu_captures_it() -> None:
     for kind in (Kind.FP16, Kind.INT8):
         matrix = packed(kind, 100, 33)
         where, memory = lying(matrix)
-        own = own_matrix(emulated(), where, memory.to(place))
+        own = own_matrix(emulated(SOURCE), where, memory.to(place))
         x = torch.zeros(5, 33, device=place)
         replay = pretended.capture(lambda own=own, x=x: own(x))
         x.copy_(inputs(5, 33))
@@ -228,9 +233,9 @@ def test_a_product_is_captured_in_a_graph_as_a_gpu_captures_it() -> None:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
     """A driver that runs our functions on the CPU; see `support/cuda/driver.cpp`."""
-    monkeypatch.setattr(nvidia_driver, "DRIVER", str(library_file()))
+    monkeypatch.setattr(nvidia_driver, "DRIVER", str(library_file(SOURCE)))
     nvidia_driver._driver.cache_clear()
-    yield CDLL(str(library_file()))
+    yield CDLL(str(library_file(SOURCE)))
     nvidia_driver._driver.cache_clear()
 
 
@@ -264,7 +269,7 @@ def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
     with pytest.raises(DriverError, match="named symbol not found"):
         functions.launch("nothing", (1, 1), 32, ())
     driver.refuse(1)
-    products = Products(CPU, functions)
+    products = Products(CPU, lambda _: functions)
     assert products.owner(CONTESTS[Kind.FP16]) is None
     assert products.said[Kind.FP16].endswith("cuLaunchKernel: error 1, refused")
     driver.refuse(0)
@@ -275,7 +280,7 @@ def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(COMPILER, str)
-    code = COMPILER.compile(SOURCE.read_text(encoding="utf-8"), architecture)
+    code = COMPILER.compile(SOURCE, architecture)
     assert isinstance(code, bytes), code
     assert code.startswith(b"\x7fELF")
     for name in ("fp16_4", "int8_64", "round_rows", "codes4", "round_groups"):

@@ -16,7 +16,7 @@ from dovetail.workers.devices.pretended import (
     device,
 )
 from dovetail.workers.models.backends.device.choice import products_on, tell_products
-from dovetail.workers.models.backends.device.own import OwnMatrix
+from dovetail.workers.models.backends.device.own import SOURCE, OwnMatrix
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.stage_engines import SettledLayer
 from dovetail.workers.models.backends.staged import Staged, Staging
@@ -46,7 +46,7 @@ PATHS = [[10], [10, 11], [10, 12], [10, 12, 13]]
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """Our functions, which the pretended GPU has as long as a test takes."""
-    own = emulated()
+    own = emulated(SOURCE)
     monkeypatch.setattr(PRETENDED, "program", lambda *_: own)
     products_on.cache_clear()
     yield own

@@ -19,6 +19,7 @@ from dovetail.workers.devices import cuda
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
 from dovetail.workers.models.backends.device.choice import CONTESTS, products_on
+from dovetail.workers.models.backends.device.own import SOURCE
 from dovetail.workers.models.substitutes import coded
 
 SHAPE = (83, 70)
@@ -56,8 +57,8 @@ def products_of(device: torch.device) -> dict[str, Any]:
     if missing := kernels.why_not():
         return {"missing": missing, "said": []}
     products = products_on(device)
-    if isinstance(products.program, str):
-        return {"missing": products.program, "said": []}
+    if isinstance(missing := products.functions(SOURCE), str):
+        return {"missing": missing, "said": []}
     for contest in (*CONTESTS.values(), *coded.CONTESTS.values()):
         products.owner(contest)
     return {"missing": "", "said": [*products.said.values()]}

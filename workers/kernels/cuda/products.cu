@@ -89,12 +89,13 @@ static __device__ void widen(uint4 from, uint4* to) {
 
 // ---- 16 bits, int8
 
-// A block computes one panel of outputs for TILE rows, each thread COLUMNS outputs of ROWS rows. STEPS steps of the panel and of the rows lie in shared memory,
-// while the next ones are already on their way into registers.
-template <int KIND, int COLUMNS, int ROWS, int STEPS>
+// A block computes one panel of outputs for TILE rows: each thread of GROUPS groups COLUMNS outputs of ROWS rows. STEPS steps of the panel and of the rows lie
+// in shared memory, while the next ones are already on their way into the registers of all threads.
+template <int KIND, int COLUMNS, int ROWS, int GROUPS, int STEPS>
 static __device__ void product(const char* packed, const unsigned* x, const float* row_scales, const float* scales, const float* bias, float* y, Int n,
                                Int steps, Int rows) {
-    constexpr int ACROSS = PANEL / COLUMNS, GROUPS = THREADS / ACROSS, TILE = GROUPS * ROWS;
+    constexpr int ACROSS = PANEL / COLUMNS, TILE = GROUPS * ROWS;
+    static_assert(GROUPS * ACROSS <= THREADS, "there are no more threads");
     constexpr int BYTES = KIND == INT8 ? 4 : 2, WIDE = 4 / BYTES;  // of a step; WIDE: words that a loaded one becomes
     constexpr int STRIDE = STEPS + 4;  // words of a row of x: the rows of neighbouring groups lie in other banks
     constexpr int LOADS = (STEPS * PANEL * BYTES / 16 + THREADS - 1) / THREADS, VALUES = (TILE * STEPS + THREADS - 1) / THREADS;
@@ -108,7 +109,7 @@ static __device__ void product(const char* packed, const unsigned* x, const floa
     const Int first_row = (Int)blockIdx.y * TILE, first_column = (Int)blockIdx.x * PANEL;
     const int width = smaller(PANEL, (n + VECTOR - 1) / VECTOR * VECTOR - first_column);
     const char* const weights = packed + first_column * steps * BYTES;
-    const bool busy = first_row + group < rows && column < width;
+    const bool busy = group < GROUPS && first_row + group < rows && column < width;
 
     uint4 next_weights[LOADS];
     unsigned next_x[VALUES];
@@ -191,16 +192,17 @@ static __device__ void product(const char* packed, const unsigned* x, const floa
         }
 }
 
-#define DT_PRODUCT(NAME, KIND, TILE, COLUMNS, ROWS, STEPS)                                                                                              \
+#define DT_PRODUCT(NAME, KIND, TILE, COLUMNS, ROWS, GROUPS, STEPS)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS) NAME##_##TILE(const char* packed, const unsigned* x, const float* row_scales,                \
                                                                         const float* scales, const float* bias, float* y, Int n, Int steps, Int rows) { \
-        product<KIND, COLUMNS, ROWS, STEPS>(packed, x, row_scales, scales, bias, y, n, steps, rows);                                                   \
+        product<KIND, COLUMNS, ROWS, GROUPS, STEPS>(packed, x, row_scales, scales, bias, y, n, steps, rows);                                                   \
     }
-#define DT_PRODUCTS(NAME, KIND)            \
-    DT_PRODUCT(NAME, KIND, 4, 1, 1, 128)   \
-    DT_PRODUCT(NAME, KIND, 16, 4, 1, 64)   \
-    DT_PRODUCT(NAME, KIND, 32, 4, 2, 64)   \
-    DT_PRODUCT(NAME, KIND, 64, 4, 4, 32)
+// Of 16 rows half of the threads compute: each number that they read from shared memory meets two of the other side.
+#define DT_PRODUCTS(NAME, KIND)               \
+    DT_PRODUCT(NAME, KIND, 4, 1, 1, 4, 128)   \
+    DT_PRODUCT(NAME, KIND, 16, 4, 2, 8, 64)   \
+    DT_PRODUCT(NAME, KIND, 32, 4, 2, 16, 64)  \
+    DT_PRODUCT(NAME, KIND, 64, 4, 4, 16, 32)
 
 DT_PRODUCTS(fp16, FP16)
 DT_PRODUCTS(bf16, BF16)

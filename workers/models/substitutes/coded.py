@@ -18,7 +18,7 @@ from dovetail.workers.models.backends.device.choice import (
     against_kernels,
     products_on,
 )
-from dovetail.workers.models.backends.device.own import own_codes
+from dovetail.workers.models.backends.device.own import SOURCE, own_codes
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import BITS, Codes
 
@@ -103,7 +103,13 @@ def _pairs(
 
 
 CONTESTS = {
-    bits: Contest(kind, partial(_against, bits), partial(_pairs, bits))
+    bits: Contest(
+        kind,
+        f"product multiplies {kind.name.lower()} weights",
+        SOURCE,
+        partial(_against, bits),
+        partial(_pairs, bits),
+    )
     for bits, kind in KINDS.items()
 }
 """Bits of a code -> our product and torch's."""

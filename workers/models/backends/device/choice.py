@@ -1,9 +1,10 @@
-"""The choice between our own product and torch's on a device, for each type of weights.
+"""The choice between functions of ours and torch's on a device: products for each type of weights,
+and attention.
 
-Ours is used where it is proved right on that device and measured to be no slower: a small product
-has to give the bytes that the kernels give on the CPU, for any number of rows, and products of 1, 4
-and 16 rows may together take no longer than torch's. What was measured is kept beside the compiled
-functions, so that a later start chooses the same. Knows products, not models.
+Ours are used where they are proved right on that device and measured to be no slower: a small
+product has to give the bytes that the kernels give on the CPU, for any number of rows, and products
+of 1, 4 and 16 rows may together take no longer than torch's. What was measured is kept beside the
+compiled functions, so that a later start chooses the same. Knows products, not models.
 """
 
 import json
@@ -45,9 +46,13 @@ SMALL = 0x3B
 
 @dataclass(frozen=True)
 class Contest:
-    """The two products of a type of weights, to be held against each other on a device."""
+    """What ours and torch's both compute, to be held against each other on a device."""
 
     kind: IntEnum
+    does: str
+    """What a sentence says of it."""
+    source: str
+    """The functions of ours, in CUDA C++."""
     against: Callable[[Program, torch.device], str]
     """Says what is wrong with ours; empty if it is right."""
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
@@ -61,9 +66,9 @@ class Contest:
 class Products:
     """The products of one device, those of ours where they have been chosen."""
 
-    def __init__(self, device: torch.device, program: Program | str) -> None:
-        """`program`: our functions for the device, or why there are none."""
-        self.device, self.program = device, program
+    def __init__(self, device: torch.device, functions: Callable[[str], Program | str]) -> None:
+        """`functions`: compiles functions of ours for the device, or says why it cannot."""
+        self.device, self.functions = device, cache(functions)
         self._chosen: dict[IntEnum, bool] = {}
         self.said: dict[IntEnum, str] = {}
         """Kind of matrix -> the sentence that says which product is used, and why."""
@@ -77,10 +82,9 @@ class Products:
             chosen, why = self._choose(contest)
             self._chosen[contest.kind] = chosen
             whose = "dovetail's own" if chosen else "torch's"
-            self.said[contest.kind] = (
-                f"{self.device}: {whose} product multiplies {contest.name} weights: {why}"
-            )
-        return self.program if self._chosen[contest.kind] else None  # type: ignore[return-value]
+            self.said[contest.kind] = f"{self.device}: {whose} {contest.does}: {why}"
+        program = self.functions(contest.source)
+        return program if self._chosen[contest.kind] and not isinstance(program, str) else None
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
         """Return a matrix of a blob that lies in `memory` on the device: as it is, if the product
@@ -97,14 +101,15 @@ class Products:
         return f"+own-{'-'.join(ours)}" if ours else ""
 
     def _choose(self, contest: Contest) -> tuple[bool, str]:
-        if isinstance(self.program, str):
-            return False, self.program
+        program = self.functions(contest.source)
+        if isinstance(program, str):
+            return False, program
         try:
-            if wrong := contest.against(self.program, self.device):
+            if wrong := contest.against(program, self.device):
                 return False, f"dovetail's own is not proved here: {wrong}"
-            if not self.program.timed:
+            if not program.timed:
                 return True, "it is proved, and times mean nothing here"
-            return _faster(self.program, self.device, contest)
+            return _faster(program, self.device, contest)
         except RuntimeError as error:  # of torch or the driver: whoever needs a product has torch's
             return False, f"dovetail's own cannot be proved here: {_line(error)}"
 
@@ -112,8 +117,7 @@ class Products:
 @cache
 def products_on(device: torch.device) -> Products:
     """Return the products of a device of this process."""
-    source = SOURCE.read_text(encoding="utf-8")
-    return Products(device, kind_of(device).program(device, source))
+    return Products(device, partial(kind_of(device).program, device))
 
 
 def tell_products(device: torch.device, name: str) -> None:
@@ -218,6 +222,8 @@ def _pairs(
 CONTESTS: Mapping[Kind, Contest] = {
     kind: Contest(
         kind,
+        f"product multiplies {kind.name.lower()} weights",
+        SOURCE,
         partial(against_matrix, kind),
         partial(_pairs, kind),
     )
