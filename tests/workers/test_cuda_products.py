@@ -17,6 +17,7 @@ from dovetail.workers.devices.nvidia import driver as nvidia_driver
 from dovetail.workers.devices.nvidia.driver import DriverError, Functions, load_functions
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import Lying, Matrix
+from dovetail.workers.models.backends.device import attention
 from dovetail.workers.models.backends.device.choice import CONTESTS, STORED, TIMED_ROWS, Products
 from dovetail.workers.models.backends.device.own import SOURCE, own_codes, own_matrix
 from dovetail.workers.models.substitutes import coded
@@ -104,6 +105,11 @@ def test_what_is_not_a_number_stays_none_and_stays_in_its_row() -> None:
         assert bool(y[[0, 2]].isfinite().all())
 
 
+def nobody(_: str) -> str:
+    """Compile nothing."""
+    return "there is no compiler"
+
+
 class Wrong(Emulated):
     """Functions of which one adds a little to what it computes."""
 
@@ -149,7 +155,7 @@ def test_ours_is_not_used_where_a_number_differs() -> None:
 @needs_kernels
 def test_weights_of_32_bits_are_torchs() -> None:
     products, matrix = (
-        Products(CPU, lambda _: "there is no compiler"),
+        Products(CPU, nobody),
         PackedMatrix(Kind.FP32, 16, 3),
     )
     matrix.pack(torch.ones(16, 3))
@@ -158,7 +164,7 @@ def test_weights_of_32_bits_are_torchs() -> None:
 
 
 def test_without_a_compiler_torch_multiplies_and_it_is_said_why() -> None:
-    products = Products(CPU, lambda _: "there is no compiler")
+    products = Products(CPU, nobody)
     assert products.owner(CONTESTS[Kind.FP16]) is None
     assert products.said[Kind.FP16] == (
         "cpu: torch's product multiplies fp16 weights: there is no compiler"
@@ -192,11 +198,12 @@ def test_the_product_that_was_measured_to_be_faster_is_used_at_every_start(
 @needs_kernels
 def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for room in ("backends.device.choice", "substitutes.coded"):
+    for room in ("backends.device.choice", "backends.device.attention", "substitutes.coded"):
         monkeypatch.setattr(f"dovetail.workers.models.{room}.TIMED_SHAPE", (64, 128))
     monkeypatch.setattr("dovetail.workers.models.backends.device.choice.TIMED_BYTES", 1)
     products = Products(CPU, lambda source: Timed(emulated(source)._library))
-    for contest in (CONTESTS[Kind.FP16], CONTESTS[Kind.INT8], coded.CONTESTS[4]):
+    monkeypatch.setattr("dovetail.workers.models.backends.device.attention.TIMED_SLOTS", 100)
+    for contest in (CONTESTS[Kind.FP16], CONTESTS[Kind.INT8], coded.CONTESTS[4], attention.CONTEST):
         products.owner(contest)
         assert f"for {', '.join(map(str, TIMED_ROWS))} rows, torch" in products.said[contest.kind]
 
@@ -207,9 +214,7 @@ def test_a_substitute_multiplies_its_codes_with_ours_where_that_is_proved() -> N
     x, own = inputs(5, 100), Products(CPU, emulated)
     expected = coded.pack_codes(parts, biases).linear(x)
     assert torch.equal(coded.coded_product(parts, biases, CPU, own)(x), expected)
-    torchs = coded.coded_product(
-        parts, biases, CPU, Products(CPU, lambda _: "there is no compiler")
-    )
+    torchs = coded.coded_product(parts, biases, CPU, Products(CPU, nobody))
     assert isinstance(torchs, CodedProduct)
 
 

@@ -18,6 +18,7 @@ from dovetail.workers import kernels
 from dovetail.workers.devices import cuda
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
+from dovetail.workers.models.backends.device import attention
 from dovetail.workers.models.backends.device.choice import CONTESTS, products_on
 from dovetail.workers.models.backends.device.own import SOURCE
 from dovetail.workers.models.substitutes import coded
@@ -57,9 +58,9 @@ def products_of(device: torch.device) -> dict[str, Any]:
     if missing := kernels.why_not():
         return {"missing": missing, "said": []}
     products = products_on(device)
-    if isinstance(missing := products.functions(SOURCE), str):
-        return {"missing": missing, "said": []}
-    for contest in (*CONTESTS.values(), *coded.CONTESTS.values()):
+    if isinstance(functions := products.functions(SOURCE), str):
+        return {"missing": functions, "said": []}
+    for contest in (*CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST):
         products.owner(contest)
     return {"missing": "", "said": [*products.said.values()]}
 

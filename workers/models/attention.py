@@ -267,6 +267,35 @@ def attend(
         ).contiguous().unsqueeze(0), None
 
 
+Attending = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, float, float | None, Tensor | None], Tensor
+]
+"""The arguments of `by_torch`, and what that gives."""
+
+
+def by_torch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention by torch: query [1, kv_heads, R, head_dim], the query heads of a key head
+    below each other as rows of it, keys and values [kv_heads, S, head_dim] of any type, mask
+    [..., R, S] of 0 and -inf, sinks [heads] -> [1, kv_heads, R, head_dim]."""
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
+    if cap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
+        )
+    if sinks is not None:
+        groups = sinks.numel() // len(keys)
+        sinks = sinks.view(len(keys), -1, 1).repeat_interleave(query.shape[2] // groups, 1)
+    return attend_by_scores(query, keys, values, mask, scale, cap, sinks)
+
+
 def attend_blocks(
     layer: int,
     query: Tensor,
@@ -278,11 +307,12 @@ def attend_blocks(
     cap: float | None = None,
     sinks: Tensor | None = None,
     chunk: int = 0,
+    by: Attending = by_torch,
 ) -> Tensor:
     """Compute attention for one layer without transformers: query [heads, T, head_dim], key and
     value [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
     outputs = [
-        _attend_block(layer, query, key, value, block, scale, (window, chunk), cap, sinks)
+        _attend_block(layer, query, key, value, block, scale, (window, chunk), cap, sinks, by)
         for block in blocks
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -298,6 +328,7 @@ def _attend_block(
     reach: Reach,
     cap: float | None,
     sinks: Tensor | None,
+    by: Attending,
 ) -> Tensor:
     """The query heads that share a key head are laid below each other as rows of that head, so that
     no key is ever repeated."""
@@ -307,19 +338,10 @@ def _attend_block(
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
     cache.write(layer, key[:, rows], value[:, rows], segment.start)
     low, mask = block.view(*reach)
-    keys, values = (
-        part.to(query.dtype) for part in cache.view(layer, low, segment.start + segment.count)
-    )
+    keys, values = cache.view(layer, low, segment.start + segment.count)
     heads, _, size = query.shape
     packed = query[:, rows].reshape(1, keys.shape[0], -1, size)
-    if cap is None and sinks is None:
-        output = scaled_dot_product_attention(
-            packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
-        )
-    else:
-        if sinks is not None:
-            sinks = sinks.view(len(keys), -1, 1).repeat_interleave(segment.count, 1)
-        output = attend_by_scores(packed, keys, values, mask, scale, cap, sinks)
+    output = by(packed, keys, values, mask, scale, cap, sinks)
     return output.reshape(heads, segment.count, -1).transpose(0, 1)
 
 

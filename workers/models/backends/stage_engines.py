@@ -12,7 +12,7 @@ from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import LANES, LayerPlan
 from dovetail.workers.models import attention
-from dovetail.workers.models.attention import Masks
+from dovetail.workers.models.attention import Masks, by_torch
 from dovetail.workers.models.backends.blob import (
     ROUTER,
     Blob,
@@ -28,13 +28,14 @@ from dovetail.workers.models.backends.blocked_cache import (
     states_of,
 )
 from dovetail.workers.models.backends.device.angles import Angles, Turn
+from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.device.products import product
 from dovetail.workers.models.backends.device.rows import Rows
 from dovetail.workers.models.backends.device.scan import StatefulRows
-from dovetail.workers.models.cache import Heads, KVCache, MixedKVCache
+from dovetail.workers.models.cache import HALF, Heads, KVCache, MixedKVCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.timing import asked
@@ -70,6 +71,9 @@ class Engine(Protocol):
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         """A layer, but for its matrices."""
 
+    def expect(self, dtype: torch.dtype) -> None:
+        """Prepare for keys and values of a type, once all layers are there."""
+
     def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache of layers, with keys and values of a type."""
 
@@ -101,6 +105,9 @@ class KernelEngine:
 
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         return _KernelReady(plan, blob)
+
+    def expect(self, dtype: torch.dtype) -> None:
+        """Do nothing: the kernels read keys and values of every type."""
 
     def new_cache(
         self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype
@@ -181,6 +188,7 @@ class TorchEngine:
     def __init__(self, device: torch.device, products: Products | None = None) -> None:
         """`products`: the choice for each type of weights; None: all are torch's."""
         self.device, self.products = device, products
+        self.by = by_torch if products is None else attending(products)
         self._masks: dict[int, Masks] = {}
         """By how many query heads share a key head."""
         self._angles = Angles(device)
@@ -195,6 +203,11 @@ class TorchEngine:
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         self.take(plan)
         return _TorchReady(plan, blob, self)
+
+    def expect(self, dtype: torch.dtype) -> None:
+        """Settle who computes attention over keys and values of 16 bits, before it is captured."""
+        if self.products is not None and self._masks and dtype == HALF:
+            self.products.owner(CONTEST)
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
         """Return a matrix of a blob that lies in `memory` on the device, as its product takes it:
@@ -237,7 +250,7 @@ class TorchEngine:
             for segment, first in zip(segments, firsts, strict=False)
             if isinstance(segment.cache, KVCache) and segment.cache.states is not None
         ]
-        return Rows(self.turn(positions.to(self.device)), blocks, stateful)
+        return Rows(self.turn(positions.to(self.device)), blocks, stateful, self.by)
 
     def turn(self, positions: Tensor) -> Turn | None:
         """The angles of rows, positions int64 [T] on the device."""

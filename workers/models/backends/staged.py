@@ -340,6 +340,7 @@ class Staged(Kernels):
     def _together(self) -> StagedLayers:
         for stage in self._stages:
             stage.finish()
+            stage.engine.expect(self._cache)
         reader = (
             None
             if self._staging.reader is None

@@ -297,6 +297,7 @@ class DeviceSubstitute(Kernels):
                 written,
                 free,
                 {window: mask.repeat(groups, 1) for window, mask in masks.items()},
+                by=self._engine.by,
             )
             passing = states.clone()
             for layer in self._coded:

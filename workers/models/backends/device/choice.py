@@ -22,6 +22,7 @@ from torch import Tensor
 from dovetail.workers.devices import Program, kind_of
 from dovetail.workers.devices.nvidia import compiled
 from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.coded import Coded
 from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
 from dovetail.workers.models.backends.device.own import SOURCE, OwnMatrix, own_matrix
 from dovetail.workers.models.backends.device.products import product
@@ -46,11 +47,11 @@ SMALL = 0x3B
 
 @dataclass(frozen=True)
 class Contest:
-    """What ours and torch's both compute, to be held against each other on a device."""
+    """Something that ours and torch's both compute, to be held against each other on a device."""
 
     kind: IntEnum
     does: str
-    """What a sentence says of it."""
+    """The words of a sentence about it."""
     source: str
     """The functions of ours, in CUDA C++."""
     against: Callable[[Program, torch.device], str]
@@ -95,9 +96,10 @@ class Products:
 
     @property
     def mark(self) -> str:
-        """Return what a fingerprint says of the products: those of ours have other bytes than
-        torch's."""
-        ours = sorted(kind.name.lower() for kind in CONTESTS if self._chosen.get(kind))
+        """Return what a fingerprint says of what is ours, which has other bytes than torch's; a
+        substitute's codes change nothing of what is verified."""
+        chosen = [kind for kind, own in self._chosen.items() if own and not isinstance(kind, Coded)]
+        ours = sorted(kind.name.lower() for kind in chosen)
         return f"+own-{'-'.join(ours)}" if ours else ""
 
     def _choose(self, contest: Contest) -> tuple[bool, str]:

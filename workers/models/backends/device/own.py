@@ -18,7 +18,8 @@ from dovetail.workers.kernels import ALIGNMENT, Kind
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix
 from dovetail.workers.models.backends.blob import ELEMENTS, PANEL, STEP, VECTOR, Lying
 
-SOURCE = (Path(kernels.__file__).parent / "cuda" / "products.cu").read_text(encoding="utf-8")
+FOLDER = Path(kernels.__file__).parent / "cuda"
+SOURCE = (FOLDER / "products.cu").read_text(encoding="utf-8")
 TILES = (4, 16, 32, 64)
 """Rows that a block computes; the smallest that holds all rows is taken."""
 THREADS = 192

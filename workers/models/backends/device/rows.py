@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from dovetail.workers.kernels.layer_plan import LayerPlan
-from dovetail.workers.models.attention import Block, attend_blocks, attend_by_scores
+from dovetail.workers.models.attention import Attending, Block, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import rounded
@@ -40,6 +39,7 @@ class Rows:
     """By how many query heads share a key head."""
     stateful: Sequence[StatefulRows] = ()
     """The rows and the states of their sessions, if layers have any."""
+    by: Attending = by_torch
 
     def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend_blocks(
@@ -53,6 +53,7 @@ class Rows:
             plan.softcap or None,
             plan.sinks,
             plan.chunk,
+            self.by,
         )
 
 
@@ -71,6 +72,7 @@ class FixedRows:
     each query head of a key head."""
     stateful: Sequence[StatefulRows] = ()
     """None: states are not in fixed shapes."""
+    by: Attending = by_torch
 
     def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
@@ -78,17 +80,10 @@ class FixedRows:
         values.index_copy_(1, self.slots, rounded(value, values.dtype))
         heads, rows, size = query.shape
         mask = self.masks[plan.window]
-        keys, values = (
-            keys[:, : mask.shape[1]].to(query.dtype).unsqueeze(0),
-            values[:, : mask.shape[1]].to(query.dtype).unsqueeze(0),
-        )
+        keys, values = keys[:, : mask.shape[1]], values[:, : mask.shape[1]]
         packed = query.reshape(1, plan.kv_heads, -1, size)
-        if plan.softcap:
-            output = attend_by_scores(packed, keys, values, mask, scale_of(plan), plan.softcap)
-        else:
-            output = scaled_dot_product_attention(
-                packed, keys, values, attn_mask=mask, scale=scale_of(plan)
-            )
+        cap = plan.softcap or None
+        output = self.by(packed, keys, values, mask, scale_of(plan), cap, plan.sinks)
         return output.reshape(heads, rows, -1).transpose(0, 1)
 
 

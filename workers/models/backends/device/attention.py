@@ -1,0 +1,225 @@
+"""Attention of ours on a GPU over keys and values of 16 bits, which are read as they lie: nothing
+is widened in memory (`kernels/cuda/attention.cu`).
+
+A row's numbers follow from the keys and values that it sees, in the order of their slots, whatever
+lies between them and whatever other rows there are. Knows tensors; masks are the caller's.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices import Program
+from dovetail.workers.models.attention import Attending, by_torch
+from dovetail.workers.models.backends.device.choice import (
+    TIMED_SHAPE,
+    Contest,
+    Product,
+    Products,
+)
+from dovetail.workers.models.backends.device.own import FOLDER
+from dovetail.workers.models.cache import HALF
+
+SOURCE = (FOLDER / "attention.cu").read_text(encoding="utf-8")
+ROWS, SLOTS, COLUMNS = 8, 64, 64
+"""Rows, slots and columns of values of a block."""
+THREADS, VALUE_THREADS = 128, 160
+WIDTHS = (128, 256)
+"""The most numbers of a key that a function takes."""
+MULTIPLE = 8
+"""Numbers of a key come in multiples of this."""
+MOST_SCORES = 1 << 24
+"""So many scores are in memory at a time, 64 MiB, unless a single key head has more."""
+TOLERANCE = 1e-5
+"""The largest difference to attention in double precision, as a share of the largest output."""
+PROOF_WIDTHS = (64, 128, 256)
+TIMED_SLOTS, TIMED_HEAD, TIMED_GROUPS, TIMED_CACHES = 2048, 128, 4, 4
+
+
+class Function(IntEnum):
+    """Functions of ours beside products; the numbers are none of a `Kind` or `Coded`."""
+
+    ATTENTION = 100
+
+
+def attending(products: Products) -> Attending:
+    """Return how attention is computed on a device: by ours, where it has been chosen and can be,
+    else by torch."""
+
+    def attend(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        cap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        program = products.owner(CONTEST) if cap is None and fits(keys, values) else None
+        if program is None:
+            return by_torch(query, keys, values, mask, scale, cap, sinks)
+        return own_attention(program, query, keys, values, mask, scale, sinks)
+
+    return attend
+
+
+def fits(keys: Tensor, values: Tensor) -> bool:
+    """Return whether ours takes keys and values [kv_heads, S, width]: halves, a row of which lies
+    behind the other."""
+    width = keys.shape[-1]
+    return (
+        keys.dtype == values.dtype == HALF
+        and values.shape == keys.shape
+        and keys.stride() == values.stride()
+        and keys.stride()[1:] == (width, 1)
+        and width % MULTIPLE == 0
+        and width <= WIDTHS[-1]
+    )
+
+
+def own_attention(
+    program: Program,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention as `by_torch` does, whose arguments these are, without widening keys and
+    values: [1, kv_heads, R, width]."""
+    _, heads, rows, width = query.shape
+    slots, query = keys.shape[1], query.contiguous()
+    mask = None if mask is None else mask.view(mask.shape[-2:])
+    groups = 1 if sinks is None else sinks.numel() // heads
+    at_once, blocks = min(heads, max(1, MOST_SCORES // (rows * slots))), -(-rows // ROWS)
+    out, scores = torch.empty_like(query), query.new_empty(at_once, rows, slots)
+    sink_weights = None if sinks is None else query.new_empty(at_once, rows)
+    size = next(most for most in WIDTHS if width <= most)
+    for first in range(0, heads, at_once):
+        part = slice(first, min(heads, first + at_once))
+        count = part.stop - part.start
+        program.launch(
+            f"scores_{size}",
+            (-(-slots // SLOTS), count * blocks),
+            THREADS,
+            (
+                *(query[0, part], keys[part], keys.stride(0)),
+                *(mask, 0 if mask is None else mask.stride(0)),
+                *(scores, rows, slots, width, _bits(scale)),
+            ),
+        )
+        own_sinks = None if sinks is None else sinks[part.start * groups :]
+        program.launch(
+            "weights_of",
+            (count * rows, 1),
+            THREADS,
+            (scores, own_sinks, sink_weights, slots, rows // groups),
+        )
+        program.launch(
+            "values_of",
+            (-(-width // COLUMNS), count * blocks),
+            VALUE_THREADS,
+            (scores, values[part], keys.stride(0), sink_weights, out[0, part], rows, slots, width),
+        )
+    return out
+
+
+def _bits(number: float) -> int:
+    """Return a number of 32 bits as an integer."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+# ---- its proof, and what it is timed by
+
+
+def _against(program: Program, device: torch.device) -> str:
+    """Say where our attention is wrong; empty if it is right for rows of a tree, alone and beside
+    others, and wherever in the cache what they see lies."""
+    for width in PROOF_WIDTHS:
+        if wrong := _against_width(program, device, width):
+            return f"keys of {width} numbers: {wrong}"
+    return ""
+
+
+def _against_width(program: Program, device: torch.device, width: int) -> str:
+    generator, slots, rows = torch.Generator().manual_seed(width), 150, 10
+    keys, values = torch.randn(2, 2, slots, width, generator=generator).to(HALF)
+    query = torch.randn(1, 2, rows, width, generator=generator)
+    seen = torch.rand(rows, slots, generator=generator) < torch.linspace(0.1, 1.0, rows)[:, None]
+    seen[:, 0] = True
+    sinks, scale = torch.randn(4, generator=generator), width**-0.5
+
+    def ours(rows: slice, own: Tensor | slice, sinks: Tensor | None) -> Tensor:
+        mask = torch.zeros(seen[rows][:, own].shape).masked_fill(~seen[rows][:, own], -torch.inf)
+        return own_attention(
+            program,
+            query[:, :, rows].to(device),
+            keys[:, own].to(device),
+            values[:, own].to(device),
+            mask.to(device),
+            scale,
+            None if sinks is None else sinks.to(device),
+        ).cpu()
+
+    mask = torch.zeros(rows, slots, dtype=torch.double).masked_fill(~seen, -torch.inf)
+    for own_sinks in (None, sinks):
+        sunk = None if own_sinks is None else own_sinks.double()
+        expected = by_torch(query.double(), keys.double(), values.double(), mask, scale, None, sunk)
+        found = ours(slice(None), slice(None), own_sinks)
+        apart = float((found - expected).abs().max() / expected.abs().max())
+        if not apart < TOLERANCE:
+            return f"differs from the exact result by {apart:.1e}"
+    found = ours(slice(None), slice(None), None)
+    for row in range(rows):
+        alone = ours(slice(row, row + 1), seen[row].nonzero().flatten(), None)
+        if not torch.equal(alone[:, :, 0], found[:, :, row]):
+            return "a row depends on other rows, or on what it does not see"
+    return ""
+
+
+def _pairs(
+    program: Program, device: torch.device
+) -> Iterator[tuple[Product, Callable[[], Product]]]:
+    """Yield attention over caches: x [T, heads width] -> the same shape."""
+    width = min(TIMED_HEAD, TIMED_SHAPE[1])
+    heads = max(1, TIMED_SHAPE[1] // width // TIMED_GROUPS)
+    for _ in range(TIMED_CACHES):
+        cache = torch.rand(2, heads, TIMED_SLOTS, width, device=device).to(HALF)
+        yield (
+            partial(_over, cache, partial(own_attention, program)),
+            lambda cache=cache: partial(_over, cache, _by_torch),  # type: ignore[misc]
+        )
+
+
+def _over(cache: Tensor, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Attend to all of a cache [2, kv_heads, S, width] with x [T, heads width]."""
+    _, heads, slots, width = cache.shape
+    query = x.view(len(x), heads, -1, width).transpose(0, 1).reshape(1, heads, -1, width)
+    mask = torch.zeros(query.shape[2], slots, device=x.device)
+    return attend(query, cache[0], cache[1], mask, width**-0.5, sinks=None).reshape(x.shape)
+
+
+def _by_torch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    *,
+    sinks: Tensor | None,
+) -> Tensor:
+    return by_torch(query, keys, values, mask, scale, None, sinks)
+
+
+CONTEST = Contest(
+    Function.ATTENTION,
+    "attention reads keys and values of 16 bits",
+    SOURCE,
+    _against,
+    _pairs,
+)
