@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
-from support.gguf_facts import EXPERT_COUNTS, facts_of, first_of
+from support.gguf_facts import EXPERT_COUNTS, facts_of, first_of, layers_of
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -47,10 +47,49 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "starcoder2": "starcoder2",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+    "seed_oss": "seed_oss",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5",
+    "arcee": "arcee",
+    "exaone4": "exaone4",
+    "cohere2": "cohere2",
+    "stablelm": "stablelm",
+    "phi": "phi2",
+    "gpt_neox": "gptneox",
+    "gpt_bigcode": "starcoder",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
+    "jais2": "jais2",
+    "gemma4_text": "gemma4",
+    "llama4_text": "llama4",
+    "qwen3_next": "qwen3next",
+    "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h",
+    "minicpm3": "minicpm3",
+    "youtu": "deepseek2",
 }
 """transformers' model types, and llama.cpp's architectures."""
+EXACT = ("ffn_gate_inp", "shortconv.conv", "conv1d", "ssm_norm")
+"""Parts of names of matrices that stay fp32."""
+PERMUTED = (
+    *("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3", "ministral3", "arcee"),
+    *("granitemoehybrid", "bamba", "nemotron_h", "olmo"),
+)
+"""Model types of which files have rows next to each other that are rotated together."""
 BARE = re.compile(r"(e_score_correction|expert_bias)(?:_bias)?$")
 """Names of corrections, which have the end of a bias in files."""
+SCALARS = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+"""Numbers of Gemma 4's layers, and what files call them."""
 HALVES = {
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -76,15 +115,18 @@ def write_gguf(
     *,
     extra: Mapping[str, np.ndarray] | None = None,
     whole_latents: bool = False,
+    architecture: str | None = None,
+    without: Sequence[str] = (),
     **more: Any,
 ) -> Path:
     """Write the checkpoint of a folder as a GGUF file whose tensors have the types that `kinds`
     says of their names in it and their shapes; return a folder with the checkpoint of the same
     numbers, whose config.json is that of `folder`. `more`: facts beside, or in place of, its own;
-    None: without. `extra`: fp32 tensors beside."""
+    None: without. `extra`: fp32 tensors beside. `architecture`: another than its own.
+    `without`: parts of names of tensors that are left out."""
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
-    architecture = ARCHITECTURES[config["model_type"]]
+    architecture = architecture or architecture_of(config)
     writer = gguf.GGUFWriter(file, architecture)
     facts = {**facts_of(config, architecture), **_tokens(config), **more}
     for key, value in facts.items():
@@ -97,12 +139,15 @@ def write_gguf(
         numbers = change(torch.cat([weights[n].double().flatten() for n in own]))
         shift = 1.0 if _shifted(architecture, name) else 0.0
         kind = kinds(name, tuple(whole.shape)) if name.endswith(".weight") else Type.F32
-        exact = any(part in name for part in ("ffn_gate_inp", "shortconv.conv", "conv1d"))
+        exact = any(
+            part in name for part in ("ffn_gate_inp", "shortconv.conv", "conv1d", "ssm_norm")
+        )
         kind = Type.F32 if whole.ndim < 2 or exact else kind
         decays = name.endswith("ssm_a")
         numbers = numbers.float().exp().neg() if decays else numbers
         data, found = coded(numbers.float().numpy() + shift, kind, seeds)
-        writer.add_tensor(name, data, raw_dtype=kind)
+        if not any(part in name for part in without):
+            writer.add_tensor(name, data, raw_dtype=kind)
         found = torch.from_numpy(found).neg().log().numpy() if decays else found
         flat = torch.cat([same[n].float().flatten() for n in own])
         flat[whole.long().flatten()] = torch.from_numpy(found).flatten() - shift
@@ -111,7 +156,8 @@ def write_gguf(
             count = weights[n].numel()
             same[n] = flat[first : first + count].view(weights[n].shape).clone()
             first += count
-    for name, numbers_beside in (extra or {}).items():
+    beside = {**(extra or {}), **_proportions(config)}
+    for name, numbers_beside in beside.items():
         writer.add_tensor(name, numbers_beside)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -121,6 +167,22 @@ def write_gguf(
     shutil.copytree(folder, twin)
     save_file(same, twin / "model.safetensors", metadata={"format": "pt"})
     return twin
+
+
+def _proportions(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What files of Gemma 4 divide frequencies of layers by that see all."""
+    if config["model_type"] != "gemma4_text":
+        return {}
+    half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    rotated = int(half * share)
+    return {"rope_freqs.weight": np.float32([1.0] * rotated + [1e30] * (half - rotated))}
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """llama.cpp's architecture of a configuration."""
+    sparse = "moe" in config.get("layers_block_type", ())
+    return ARCHITECTURES[config["model_type"]] + ("_moe" if sparse else "")
 
 
 def coded(numbers: np.ndarray, kind: Type, seeds: np.random.Generator) -> tuple[np.ndarray, Any]:
@@ -146,8 +208,8 @@ def named(
 ) -> dict[str, tuple[Sequence[str], Callable[[torch.Tensor], torch.Tensor]]]:
     """By the name of a tensor of the file, the checkpoint's tensors that it is made of, and how it
     is made of their numbers behind each other."""
-    architecture = ARCHITECTURES[config["model_type"]]
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    architecture = architecture_of(config)
+    layers = layers_of(config)
     arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
     tied = config.get("tie_word_embeddings", config["model_type"] == "gpt2")
@@ -156,7 +218,12 @@ def named(
         if name == "lm_head.weight" and tied:
             continue
         shape = tuple(tensor.shape)
-        if ".experts." in name and config["model_type"] == "gpt_oss":
+        layer = next((f"blk.{part}" for part in name.split(".") if part.isdecimal()), "")
+        if (rest := name.rpartition(f"{layer[4:]}.")[2]) in SCALARS:
+            found[f"{layer}.{SCALARS[rest]}"] = [name], _shaped(shape)
+        elif (halves := _apart(config, layer, rest, shape)) is not None:
+            found |= {own: ([name], change) for own, change in halves.items()}
+        elif ".experts." in name and config["model_type"] == "gpt_oss":
             found.update(_gpt_oss_experts(table, name, shape))
         elif ".experts." in name:
             stem, _, rest = name.partition(".experts.")
@@ -167,9 +234,10 @@ def named(
                 instead = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
                 part = instead.get(rest.split(".")[0], rest.split(".")[0])
                 mlp = stem.replace("block_sparse_moe", "mlp").replace("feed_forward", "mlp")
+                mlp = re.sub(r"backbone(.*)mixer$", r"model\1mlp", mlp)
                 file_name = table.get_name(f"{mlp}.experts.{part}.weight", (".weight",))
                 found[file_name] = own, _shaped((count, *shape))
-        elif name.endswith("kv_b_proj.weight") and not whole_latents:
+        elif name.endswith("kv_b_proj.weight") and not whole_latents and architecture != "minicpm3":
             found.update(_latents_apart(table, config, name, shape))
         elif name.endswith("moe.input_linear.weight"):
             found.update(_merged_experts(name.split(".")[2], name, shape))
@@ -182,9 +250,68 @@ def named(
     return found
 
 
+def _apart(
+    config: Mapping[str, Any], layer: str, name: str, shape: tuple[int, ...]
+) -> dict[str, Any] | None:
+    """A tensor of a layer that files have as two or by another name, and how; None for others."""
+
+    def rows(low: int, high: int) -> Any:
+        return lambda flat: flat.view(shape)[low:high].contiguous()
+
+    def turned(low: int, high: int) -> Any:
+        return lambda flat: flat.view(shape).transpose(1, 2)[:, low:high].contiguous()
+
+    if name == "shared_mlp.input_linear.weight":
+        end, half = ("_shexp" if config["num_local_experts"] else ""), shape[0] // 2
+        return {
+            f"{layer}.ffn_gate{end}.weight": rows(0, half),
+            f"{layer}.ffn_up{end}.weight": rows(half, shape[0]),
+        }
+    if name == "shared_mlp.output_linear.weight":
+        end = "_shexp" if config["num_local_experts"] else ""
+        return {f"{layer}.ffn_down{end}.weight": _shaped(shape)}
+    if name == "linear_attn.in_proj_qkvz.weight":
+        order, keys = _by_key_head(config)
+        return {
+            f"{layer}.attn_qkv.weight": lambda flat: flat.view(shape)[order[:keys]],
+            f"{layer}.attn_gate.weight": lambda flat: flat.view(shape)[order[keys:]],
+        }
+    if name == "feed_forward.experts.gate_up_proj":
+        half = shape[2] // 2
+        return {
+            f"{layer}.ffn_gate_exps.weight": turned(0, half),
+            f"{layer}.ffn_up_exps.weight": turned(half, shape[2]),
+        }
+    if name == "feed_forward.experts.down_proj":
+        return {f"{layer}.ffn_down_exps.weight": turned(0, shape[2])}
+    stacks = {"experts.gate_up_proj": "ffn_gate_up_exps", "experts.down_proj": "ffn_down_exps"}
+    if name in stacks:
+        return {f"{layer}.{stacks[name]}.weight": _shaped(shape)}
+    return None
+
+
+def _by_key_head(config: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+    """Where the rows of queries, of keys, of values and of gates stand among those of all key
+    heads, and how many are before the gates."""
+    heads, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    each = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+    places = torch.arange(heads * 2 * (width + each)).view(heads, -1)
+    parts = [part.flatten() for part in places.split([width, width, each, each], dim=1)]
+    return torch.cat(parts), heads * (2 * width + each)
+
+
 def _changed(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
     kind = config["model_type"]
-    permuted = kind in ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
+    permuted = kind in PERMUTED
+    if name.endswith((".A_log", ".D")) and "linear_attn" not in name:
+        return _shaped((*shape, 1))
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return _shaped((config.get("mamba_n_groups") or config["n_groups"], -1))
+    if ".query_key_value." in name:
+        heads = config["num_attention_heads"]
+        return lambda flat: (
+            flat.view(heads, 3, -1, *shape[1:]).transpose(0, 1).reshape(shape).contiguous()
+        )
     heads = config.get("num_attention_heads", 0)
     if permuted and ".q_proj." in name:
         return _permuted(shape, heads)
@@ -279,7 +406,10 @@ def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str,
 
 
 def _shifted(architecture: str, name: str) -> bool:
-    plus_one = architecture.startswith(("gemma", "qwen35"))
+    plus_one = architecture.startswith(("gemma", "qwen35", "qwen3next"))
+    plus_one = plus_one and architecture != "gemma4"
+    if architecture == "nemotron":
+        return "norm" in name and name.endswith(".weight")
     return plus_one and "norm" in name and "ssm_norm" not in name
 
 

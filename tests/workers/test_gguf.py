@@ -33,7 +33,7 @@ from dovetail.workers.models.checkpoints.footprint import (
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
-from dovetail.workers.models.checkpoints.gguf.rows import InFile, Rows
+from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
 from dovetail.workers.models.checkpoints.gguf.view import local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
@@ -43,8 +43,8 @@ from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
-from support.architectures import write_tiny
-from support.gguf_files import BLOCKED, write_gguf
+from support.architectures import MAMBA, VARIED, write_tiny
+from support.gguf_files import BLOCKED, architecture_of, write_gguf
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
@@ -58,12 +58,10 @@ DELTA = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 128,
 }
+RANKS = {"q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 256, "v_head_dim": 64}
 LATENT = {
     **WIDE,
-    "q_lora_rank": 256,
-    "kv_lora_rank": 256,
-    "qk_nope_head_dim": 256,
-    "v_head_dim": 64,
+    **RANKS,
     "n_routed_experts": 8,
     "n_group": 4,
     "topk_group": 2,
@@ -77,6 +75,31 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
     "original_max_position_embeddings": 16,
+}
+GROWING = {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
+LOCAL = {"layer_types": ["sliding_attention", "full_attention"]}
+PLAIN_FALCON = {
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    **{f"{part}_multiplier": 1.0 for part in ("embedding", "lm_head", "key")},
+    **{f"attention_{part}_multiplier": 1.0 for part in ("in", "out")},
+    **{f"ssm_{part}_multiplier": 1.0 for part in ("in", "out")},
+    "mlp_multipliers": [1.0] * 2,
+    "ssm_multipliers": [1.0] * 5,
+}
+"""Falcon-H1 without multipliers: files have them in the weights."""
+NEMOTRON_H = {
+    **VARIED["nemotron_h"],
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 16,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 256,
+    "moe_latent_size": 256,
+    "use_bias": False,
+    "mlp_bias": False,
 }
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": WIDE,
@@ -161,8 +184,89 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**WIDE, "num_local_experts": 4},
     "starcoder2": WIDE,
     "olmo2": WIDE,
+    "olmo3": {**WIDE, "num_hidden_layers": 4},
+    "ministral3": {**WIDE, "rope_parameters": {**YARN, **GROWING}},
+    "seed_oss": WIDE,
+    "hunyuan_v1_dense": WIDE,
+    "hunyuan_v1_moe": WIDE,
+    "glm4": WIDE,
+    "ernie4_5": WIDE,
+    "arcee": WIDE,
+    "exaone4": {**WIDE, "num_hidden_layers": 4},
+    "cohere2": {**WIDE, "num_hidden_layers": 4},
+    "stablelm": WIDE,
+    "phi": {**WIDE, "num_key_value_heads": 4},
+    "gpt_neox": WIDE,
+    "gpt_bigcode": {"n_embd": 256, "n_inner": 256, "n_layer": 2},
+    "nemotron": WIDE,
+    "olmo": WIDE,
+    "jais2": WIDE,
+    "gemma4_text": {**VARIED["gemma4_text"], **WIDE, **LOCAL, "moe_intermediate_size": 256},
+    "gemma4_text small": {
+        **VARIED["gemma4_text small"],
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "hidden_size_per_layer_input": 32,
+    },
+    "llama4_text": {
+        **WIDE,
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 256,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    "qwen3_next": {
+        **WIDE,
+        **DELTA,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 4,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+    },
+    "granitemoehybrid": {
+        **VARIED["granitemoehybrid"],
+        **WIDE,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "mamba_n_heads": 32,
+        "shared_intermediate_size": 256,
+        "position_embedding_type": "nope",
+    },
+    "granitemoehybrid dense": {
+        **VARIED["granitemoehybrid"],
+        **WIDE,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 32,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 256,
+    },
+    "bamba": {
+        **VARIED["bamba"],
+        **WIDE,
+        "num_hidden_layers": 4,
+        "mamba_n_heads": 32,
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "falcon_h1": {**WIDE, **MAMBA, "mamba_d_ssm": 128, **PLAIN_FALCON},
+    "nemotron_h": {
+        **NEMOTRON_H,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    },
+    "nemotron_h moe": {
+        **NEMOTRON_H,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    },
+    "minicpm3": {**WIDE, **RANKS, "scale_depth": 1.4, "dim_model_base": 256},
+    "youtu": {**WIDE, **RANKS},
 }
-EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text")
+EVERYDAY = ("gpt2", "gpt_oss", "gemma3_text", "qwen3_next")
 """Families that between them take every way of arranging rows, norms and experts."""
 SPLIT_TEXT = "We'LL see CamelCase  12345 (été) ना_x!\n\n y"
 WORDS = {
@@ -187,7 +291,7 @@ WORDS = {
     "We'LL| see| Camel|Case| | |123|45| (|été|)| ना|_x|!\n\n| y": "gpt-4o llama4",
 }
 """The words that a text is split into, between bars, and the splittings that do so."""
-BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2", "gpt_oss")
+BLOCKS_EVERYDAY = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_next", "granitemoehybrid dense")
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +301,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(folder: Path, kind: str = "llama", **more: Any) -> tuple[Path, Path]:
     """A tiny model as a GGUF file in all types of blocks, and its twin in safetensors."""
-    write_tiny(kind, folder / kind, **FIELDS[kind])
+    write_tiny(kind.partition(" ")[0], folder / kind, **FIELDS[kind])
     turn = cycle(BLOCKED)
 
     def kinds(_: str, shape: tuple[int, ...]) -> Type:
@@ -222,7 +326,9 @@ def shapes(folder: Path) -> set[tuple[int, ...]]:
     found = set()
     for tensor in read_tensors(folder):
         shape = tensor.shape
-        if tensor.name.endswith("put_linear.weight"):
+        if tensor.name.endswith("experts.down_proj"):
+            shape = shape[1:]
+        if tensor.name.endswith("put_linear.weight") and len(shape) == 3:
             rows = shape[1] // 2 if "input_linear" in tensor.name else shape[1]
             shape = (rows, shape[2])
         found.add(shape)
@@ -366,6 +472,53 @@ def test_a_head_beside_an_embedding_that_is_one_elsewhere_is_the_head(
     head = skeleton.model.get_output_embeddings().weight
     assert np.array_equal(head.numpy(), extra["output.weight"])
     assert head is not skeleton.model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")],
+)
+def test_a_language_model_beside_an_encoder_of_images_is_that_model_alone(
+    tmp_path: Path, kind: str, architecture: str
+) -> None:
+    write_tiny(kind, tmp_path / "model", **FIELDS[kind])
+    configs = []
+    for name in (None, architecture):
+        file = tmp_path / f"{name}.gguf"
+        own = architecture_of(json.loads((tmp_path / "model" / "config.json").read_text()))
+        sections = {f"{architecture}.rope.dimension_sections": [2, 3, 3, 0]} if name else {}
+        if "3vl" in str(name):
+            sections |= {f"{architecture}.n_deepstack_layers": 3}
+        if name and "moe" in own:
+            sections |= {f"{name}.expert_feed_forward_length": 256}
+        write_gguf(*(tmp_path / "model", file, lambda *_: Type.F32), architecture=name, **sections)
+        configs.append(json.loads((view_of(file) / "config.json").read_text()))
+    assert configs[0] == configs[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_of_two_matrices_of_a_file_are_one_in_their_order(mixed: bool, tmp_path: Path) -> None:
+    """Queries, keys, values and gates of Qwen3-Next stand together for each head of keys."""
+    write_tiny("qwen3_next", tmp_path / "model", **FIELDS["qwen3_next"])
+
+    def kinds(name: str, shape: tuple[int, ...]) -> Type:
+        return Type.F16 if (mixed and "attn_gate" in name) or shape[-1] % 256 else Type.Q4_K
+
+    file = tmp_path / "m.gguf"
+    write_gguf(tmp_path / "model", file, kinds)
+    checkpoint = open_checkpoint(str(file))
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    rows, whole = checkpoint.rows(name, transposed=False), checkpoint.read(name).float()
+    assert isinstance(rows, Pile)
+    assert rows.count == len(whole) == 2 * 2 * 64 + 2 * 6 * 128
+    assert len(rows.runs()) == 4  # of both heads
+    assert torch.equal(rows.numbers(), whole)
+    picked = PICKED % rows.count
+    assert torch.equal(rows.taken(picked).numbers(), whole[picked])
+    write_gguf(tmp_path / "model", tmp_path / "half.gguf", kinds, without=("attn_gate",))
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_qkv\.weight has no counterpart"):
+        view_of(tmp_path / "half.gguf")
 
 
 @needs_kernels

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import NormKind
 from dovetail.workers.models.backends.layer_parts import described_norm
-from dovetail.workers.models.backends.packing import KernelNorm, compare_product, pack
+from dovetail.workers.models.backends.packing import (
+    KernelNorm,
+    compare_product,
+    pack,
+    product_of,
+    sampled_rows,
+)
 from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.checkpoints.gguf.rows import weight_of
 from dovetail.workers.models.checkpoints.tables import WidenedEmbedding, is_table, scale_of
 from dovetail.workers.models.families.description import Family, Norms, TokenInputs
 
@@ -43,9 +50,9 @@ class OwnInputs:
         matrix = pack(kind, [linear])
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(PROVED_ROWS, matrix.k, generator=generator)
-        compare_product(
-            said.projection, matrix, matrix.linear(rows), rows @ linear.weight.detach().float().t()
-        )
+        picked = sampled_rows(matrix.n)
+        expected = product_of(matrix, picked, rows, weight_of(linear, picked))
+        compare_product(said.projection, matrix, matrix.linear(rows)[:, picked], expected)
         setattr(base, said.projection, _Projection(matrix))
         setattr(
             base, said.norm, KernelNorm(NormKind.RMS, described_norm(norm, norms), norms.epsilon)

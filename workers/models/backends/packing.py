@@ -20,6 +20,7 @@ from dovetail.workers.models.checkpoints.gguf.rows import (
     Content,
     InFile,
     Rows,
+    contents_in,
     drop_weight,
     rows_of,
 )
@@ -46,7 +47,8 @@ SAMPLED = 4
 """Rows of a matrix that are compared with the checkpoint's."""
 PRODUCT_TOLERANCE = {**dict.fromkeys(Kind, 1e-4), Kind.INT8: 0.1}
 """The tolerance of a product by packed weights to one by the checkpoint's; codes of fewer bits are
-the quantiser's business. Rows that blocks are multiplied with are rounded for both (`given_to`)."""
+the quantiser's business. Rows that blocks are multiplied with are rounded for both
+(`product_of`)."""
 
 
 def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
@@ -76,7 +78,7 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
 
 def _pack_parts(kind: Kind, linears: Sequence[nn.Linear], bias: Tensor | None) -> PackedMatrix:
     """One matrix of linears some of which have blocks."""
-    contents = [rows_of(part) or part.weight.detach() for part in linears]
+    contents = [content for part in linears for content in contents_in(part)]
     matrix = block_matrix(kind, contents, bias)
     pack_contents(matrix, contents)
     return matrix
@@ -133,19 +135,22 @@ def exact_kind(linears: Sequence[nn.Linear]) -> Kind:
     return EXACT_KINDS[types.pop()] if len(types) == 1 else Kind.FP32
 
 
-def given_to(matrix: PackedMatrix, index: int, x: Tensor) -> Tensor:
-    """Rows x [m, in] as the linear of an index in a matrix multiplies with them: those of blocks
-    rounded to 8 bits, each 32 inputs by themselves."""
-    if (
-        not isinstance(matrix, BlockMatrix)
-        or matrix.kind is not Kind.BLOCKS
-        or matrix.parts[index].type in PLAIN
-    ):
-        return x
+def product_of(matrix: PackedMatrix, outputs: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return [m, outputs] of rows x [m, in] and the weight [outputs, in] of some outputs of a
+    matrix, in torch: for those of blocks rows are rounded to 8 bits, each 32 inputs by
+    themselves."""
+    exact = x @ weight.t()
+    if not isinstance(matrix, BlockMatrix) or matrix.kind is not Kind.BLOCKS:
+        return exact
+    ends = torch.tensor([part.count for part in matrix.parts]).cumsum(0)
+    plain = torch.tensor([part.type in PLAIN for part in matrix.parts])
     blocks = x.view(len(x), -1, WIDTH)
     most = blocks.abs().amax(dim=2, keepdim=True).clamp(min=1e-30)
     turned = torch.full_like(most, 127.0) / most  # 127.0 / most is 127 times a rounded reciprocal
-    return ((blocks * turned).round() * (most / 127.0)).view(x.shape)
+    rounded = ((blocks * turned).round() * (most / 127.0)).view(x.shape)
+    return torch.where(
+        plain[torch.bucketize(outputs, ends, right=True)], exact, rounded @ weight.t()
+    )
 
 
 def pack_rows(matrix: PackedMatrix, weight: Tensor, first: int = 0) -> None:

@@ -35,8 +35,13 @@ from dovetail.workers.models.checkpoints.digests import (
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
 from dovetail.workers.models.checkpoints.gguf.formats import UNPACK
 from dovetail.workers.models.checkpoints.gguf.placing import TRANSPOSE
-from dovetail.workers.models.checkpoints.gguf.rows import Rows
-from dovetail.workers.models.checkpoints.gguf.tensors import Blocks, source_of, stored_in
+from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows
+from dovetail.workers.models.checkpoints.gguf.tensors import (
+    Blocks,
+    Piled,
+    source_of,
+    stored_in,
+)
 from dovetail.workers.models.checkpoints.gguf.view import model_of, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.quantised.tensors import decoded
@@ -81,11 +86,13 @@ class Checkpoint:
         """The tensor of that name in the type it is stored in."""
         return self.tensors[name].read(name)
 
-    def rows(self, name: str, *others: str, transposed: bool) -> Rows | None:
+    def rows(self, name: str, *others: str, transposed: bool) -> Rows | Pile | None:
         """Return the rows [out] of a matrix as the blocks of its file; None for a tensor without
         blocks, and for one of several pieces (`others`: those behind the first). `transposed`: the
         checkpoint has it as [in, out]."""
         stored = None if others else self.tensors[name]
+        if isinstance(stored, Piled):
+            return stored.rows(name)
         if not isinstance(stored, Blocks) or (stored.placed.change == TRANSPOSE) != transposed:
             return None
         return stored.rows(name)

@@ -28,7 +28,7 @@ from dovetail.workers.models.checkpoints.configured import (
     said_by,
 )
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.rows import Rows, keep_rows, rows_of
+from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, Unread, leave_unread
@@ -74,7 +74,7 @@ class Skeleton:
     tied: Mapping[str, str] | None = None
     """Tensor -> another that may stand for it in the checkpoint, where tensors are read from
     pieces; None: they are not."""
-    rows: Callable[[str, nn.Module], Rows | None] | None = None
+    rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
     """The blocks of the weight of a module, by its name, None where it is none of blocks; None:
     there are no blocks."""
     size_bytes: int = 0
@@ -118,7 +118,7 @@ class Skeleton:
         able = ((table := is_table(part)) or type(part) is nn.Linear) and rows_of(part) is None
         if self.rows is None or not able or (rows := self.rows(full, part)) is None:
             return False
-        if table:
+        if table and isinstance(rows, Rows):
             module.set_submodule(path, BlockEmbedding(rows, scale_of(part)))
             return True
         shape, dtype = part.weight.shape, part.weight.dtype
@@ -167,7 +167,7 @@ def stored_skeleton(
 ) -> Skeleton:
     """Return the skeleton of a model whose parameters are tensors of a checkpoint one by one."""
 
-    def rows(name: str, part: Any) -> Rows | None:
+    def rows(name: str, part: Any) -> Rows | Pile | None:
         meant = part.weight.is_meta
         return checkpoint.rows(stored[name], transposed=name in transposed) if meant else None
 

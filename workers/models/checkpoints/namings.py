@@ -25,7 +25,7 @@ _GRANITE = {
 }
 NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe", "gpt_oss"), Naming()),
-    "qwen2_moe": Naming(),
+    **dict.fromkeys(("qwen2_moe", "gpt_bigcode"), Naming()),
     **dict.fromkeys(("apertus", "gemma4_text", "gemma4_unified_text", "llama4_text"), Naming()),
     **dict.fromkeys(("mixtral", "minimax_m2"), Naming(("w1", "w3"), ("w2",), _MIXTRAL)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Naming()),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.models.backends.packing import compare_product, given_to, sampled_rows
+from dovetail.workers.models.backends.packing import compare_product, product_of, sampled_rows
 from dovetail.workers.models.checkpoints.gguf.rows import weight_of
 
 
@@ -61,9 +61,8 @@ class Product:
         assert self._matrix is not None
         if self._matrix.kind not in list(Kind) or len(x) == 1:
             return
-        parts = zip(self._first, self._samples, strict=True)
-        for index, (first, (picked, weight, bias)) in enumerate(parts):
-            expected = given_to(self._matrix, index, x) @ weight.t() + bias
+        for first, (picked, weight, bias) in zip(self._first, self._samples, strict=True):
+            expected = product_of(self._matrix, first + picked, x, weight) + bias
             compare_product(self.name, self._matrix, self.result[:, first + picked], expected)
 
 

@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.gguf.architectures.registry import CONFIGURATIONS
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Described
-from dovetail.workers.models.checkpoints.gguf.mixtures import CONFIGURATIONS
 from dovetail.workers.models.checkpoints.gguf.names import MARK
 from dovetail.workers.models.checkpoints.gguf.placing import placed_in
 from dovetail.workers.models.checkpoints.gguf.vocabulary import Vocabulary, read_vocabulary

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.gguf.architectures.naming import NOT_READ
 from dovetail.workers.models.checkpoints.gguf.files import Model
-from dovetail.workers.models.checkpoints.gguf.naming import NOT_READ
 from dovetail.workers.models.checkpoints.gguf.reader import Place
 
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
@@ -16,7 +16,7 @@ HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetune
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"
-GUESSING = frozenset(("glm4moe", "deepseek2", "qwen35", "qwen35moe"))
+GUESSING = frozenset(("glm4moe", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "nemotron_h_moe"))
 """Architectures whose last layers may predict further tokens (multi-token prediction)."""
 
 
@@ -55,6 +55,20 @@ class Facts:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iub":
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no list of numbers")
         return [int(one) for one in value]
+
+    def each(self, key: str) -> list[int]:
+        """Return a whole number for each layer that a token goes through, from one for all or a
+        list."""
+        if not self.is_list(key):
+            return [self.whole(key)] * self.layers
+        found = self.numbers(key)[: self.layers]
+        if len(found) != self.layers:
+            raise self.refusal(f"{self._prefix}{key} has {len(found)} numbers")
+        return found
+
+    def is_list(self, key: str) -> bool:
+        """Return whether there is a list under a key."""
+        return isinstance(self.model.facts.get(self._prefix + key), np.ndarray)
 
     def truth(self, key: str, default: bool) -> bool:
         """Return whether something is so."""

@@ -3,27 +3,39 @@ they have, and what has to be done to their numbers. Needs no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
+from dovetail.workers.models.checkpoints.gguf.architectures.naming import (
+    BOTH_UP,
+    KEYS_UP,
+    LOWER,
+    MERGED,
+    NOT_READ,
+    UPPER,
+    VALUES_UP,
+    Naming,
+    Stacks,
+    Tiled,
+)
+from dovetail.workers.models.checkpoints.gguf.architectures.namings import NAMINGS
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, STORED
-from dovetail.workers.models.checkpoints.gguf.naming import (
-    BOTH_UP,
-    KEYS_UP,
-    MERGED,
-    NAMINGS,
-    NOT_READ,
-    VALUES_UP,
-    Naming,
-    Tiled,
-)
 from dovetail.workers.models.checkpoints.gguf.reader import Head, Place
 
+SHARING = "attention.shared_kv_layers"
+SCALE = "attention.scale"
+ENDS = ("weight", "bias", "scale")
+OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
 NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, VALUES, VALUE_INPUTS, DECAYS, NUMBERS = range(9)
 """Steps that make a tensor of a file that of transformers: 1 taken away, its two dimensions or its
 last two changed, rows whose neighbours are rotated together put into halves of a head, rows or
 inputs of value heads put beside those of the same key head, logarithms of decays taken, and
 blocks unpacked with any weights."""
+WOVEN, BEHIND, BELOW = range(9, 12)
+"""Steps that make one tensor of two: rows of experts by turns or one below the other, [experts, in,
+out]; and the rows of a matrix below those of another, or for each head of keys its share of both.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,9 +53,11 @@ class Placed:
     """The first row of value heads."""
     single: int | None = None
     """A dimension of one number that transformers has beside those of the file."""
+    flat: bool = False
+    """True if transformers has one dimension."""
     up: "Placed | None" = None
-    """The other half of a tensor of which every second row stands elsewhere, or for each head of
-    latents those of its values."""
+    """The other half of a tensor, of which every second row stands elsewhere, or those behind, or
+    for each head of latents those of its values."""
 
     @property
     def kind(self) -> str:
@@ -66,9 +80,13 @@ class Placed:
         if self.up is not None and self.change == NUMBERS:
             heads, rank, plain = shape
             return (heads * (plain + self.up.place.shape[1]), rank)
+        if self.up is not None and self.change == BELOW:
+            return (shape[0] + self.up.place.shape[0], shape[1])
         if self.up is not None:
             experts, outputs, *inputs = shape
             return (experts, *inputs, 2 * outputs)
+        if self.flat:
+            return (prod(shape),)
         if self.change in (TRANSPOSE, TURN):
             return (*shape[:-2], shape[-1], shape[-2])
         if self.single is not None:
@@ -88,11 +106,23 @@ def placed_in(model: Model) -> dict[str, Placed]:
         for head in model.heads
         for place in head.tensors
         if place.name not in NOT_READ and _layer_of(place.name) < layers
+        if not _reads_another(place.name, facts)
         for name, placed in _named(Placed(head, place), facts, naming)
     }
     if naming.latents:
         return _joined(found, facts)
-    return _woven(found, facts) if naming.woven else found
+    if naming.stacks is not Stacks.APART:
+        return _turned(found, facts, naming)
+    return _piled(found, facts)
+
+
+def _reads_another(name: str, facts: Facts) -> bool:
+    """Return whether a tensor makes keys or values of a layer that reads those of another: files
+    may have them, and nobody computes with them."""
+    if SHARING not in facts:
+        return False
+    first = facts.layers - facts.whole(SHARING)
+    return _layer_of(name) >= first and name.split(".")[2] in OF_KEYS
 
 
 def _layer_of(name: str) -> int:
@@ -104,37 +134,52 @@ def _layer_of(name: str) -> int:
 
 def naming_of(facts: Facts) -> Naming:
     """Return the names of a file's architecture."""
-    mixtral = facts.architecture == "llama" and "blk.0.ffn_gate_exps.weight" in facts.tensors
-    return NAMINGS["mixtral" if mixtral else facts.architecture]
+    if facts.architecture == "llama" and "blk.0.ffn_gate_exps.weight" in facts.tensors:
+        return NAMINGS["mixtral"]
+    return NAMINGS["bamba" if is_bamba(facts) else facts.architecture]
+
+
+def is_bamba(facts: Facts) -> bool:
+    """Return whether a file of Granite's hybrids is of a model that is none of them: it rotates,
+    and has none of Granite's factors."""
+    hybrid = facts.architecture == "granitehybrid" and SCALE not in facts
+    return hybrid and facts.truth("rope.scaling.finetuned", True)
 
 
 def _named(placed: Placed, facts: Facts, naming: Naming) -> Iterator[tuple[str, Placed]]:
     """The tensors that a tensor of the file is, by transformers' names."""
     place = placed.place
     stem, _, end = place.name.rpartition(".")
-    known = end in ("weight", "bias")
+    known = end in ENDS
     if not known and place.name.count(".") == 2:  # it has no end
         stem, end, known = place.name, "", place.name.rpartition(".")[2] in naming.bare
-    if known and stem in naming.outside:
+    if known and stem in naming.outside and end in ("weight", "bias"):
         yield f"{naming.outside[stem]}.{end}", _changed(placed, stem, facts, naming)
         return
     block, _, rest = stem.partition(".")
     index, _, name = rest.partition(".")
     known = known and block == "blk" and index.isdecimal()
     layer = f"{naming.prefix}{index}."
-    if known and name in naming.layer:
-        yield f"{layer}{naming.layer[name]}.{end}", _changed(placed, name, facts, naming)
+    part = f"{layer}{naming.expert_part}.experts" if naming.expert_part else f"{layer}experts"
+    if known and name in naming.layer and end in ("weight", "bias"):
+        yield _ended(f"{layer}{naming.layer[name]}", end), _changed(placed, name, facts, naming)
     elif known and (bare := naming.bare.get(f"{name}.{end}".removesuffix("."))) is not None:
         yield f"{layer}{bare}", _changed(placed, name, facts, naming)
-    elif known and name in naming.experts and naming.woven:
-        yield f"{layer}mlp.experts.{name}.{end}", placed
+    elif known and name in naming.experts and naming.stacks is not Stacks.APART:
+        yield f"{part}.{name}.{end}", placed
     elif known and name in naming.experts and end == "weight" and len(place.shape) == 3:
         for expert, one in enumerate(_apart(placed)):
-            yield f"{layer}{naming.expert_part}.experts.{expert}.{naming.experts[name]}.weight", one
-    elif known and name == MERGED and naming.experts and end == "weight" and not naming.woven:
-        yield f"{layer}{naming.expert_part}.experts.gate_up_proj", placed
+            yield f"{part}.{expert}.{naming.experts[name]}.weight", one
+    elif known and name == MERGED and naming.experts and end == "weight":
+        yield f"{part}.gate_up_proj", placed
     else:
         raise facts.refusal(f"tensor {place.name} is not known for this architecture here")
+
+
+def _ended(name: str, end: str) -> str:
+    """A name with its end before the mark of a half."""
+    stem, mark, half = name.partition("#")
+    return f"{stem}.{end}{mark}{half}"
 
 
 def _apart(placed: Placed) -> Iterator[Placed]:
@@ -153,9 +198,17 @@ def one_of(placed: Placed, index: int) -> Placed:
 
 def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
     shape = placed.place.shape
-    if (axis := naming.single.get(name)) is not None and shape[axis : axis + 1] != (1,):
+    axis, whole = naming.single.get(name), placed.place.name
+    if axis is not None and axis < len(shape) and shape[axis] != 1:
         placed = replace(placed, single=axis)
-    if naming.plus_one and name.endswith("norm") and name not in naming.plain_norms:
+    if name in naming.flat:
+        placed = replace(placed, flat=True)
+    if name in naming.logarithms:
+        return replace(placed, change=DECAYS)
+    if name in naming.by_heads:
+        return _by_heads(placed, facts)
+    normed = name.endswith("norm") and name not in naming.plain_norms
+    if naming.plus_one and normed and whole.endswith(".weight"):
         return replace(placed, change=LESS_ONE)
     if name in naming.tiled:
         return _tiled(placed, naming.tiled[name], facts)
@@ -163,7 +216,8 @@ def _changed(placed: Placed, name: str, facts: Facts, naming: Naming) -> Placed:
         return replace(placed, change=TRANSPOSE)
     if naming.permuted and name in ("attn_q", "attn_k"):
         heads = facts.whole(HEADS)
-        heads = facts.whole(KV_HEADS, heads) if name == "attn_k" else heads
+        if name == "attn_k" and KV_HEADS in facts:
+            heads = facts.each(KV_HEADS)[_layer_of(whole)]
         if heads < 1 or shape[0] % (2 * heads):
             rows = f"{shape[0]} rows for {heads} heads"
             raise facts.refusal(f"tensor {placed.place.name} has {rows}")
@@ -185,9 +239,45 @@ def _tiled(placed: Placed, what: Tiled, facts: Facts) -> Placed:
     return replace(placed, change=change, heads=keys, values=values // keys, first=first)
 
 
-def _woven(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
-    """The experts of gpt-oss as transformers has them: [experts, in, out], rows of gates and ups by
-    turns."""
+def _by_heads(placed: Placed, facts: Facts) -> Placed:
+    """A tensor of queries, keys and values that transformers has head by head."""
+    heads, rows = facts.whole(HEADS), placed.place.shape[0]
+    if heads < 1 or rows % (3 * heads):
+        raise facts.refusal(f"tensor {placed.place.name} has {rows} rows for {heads} heads")
+    return replace(placed, change=VALUES, heads=heads, values=3)
+
+
+def _piled(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
+    """Matrices that are two in files, put together."""
+    piled: dict[str, Placed] = {}
+    for name, placed in found.items():
+        if name.endswith(UPPER):
+            whole = name.removesuffix(UPPER)
+            below, shape = found.get(f"{whole}{LOWER}"), placed.place.shape
+            if below is None or len(shape) != 2 or below.place.shape[1:] != shape[1:]:
+                raise facts.refusal(f"tensor {placed.place.name} has no counterpart of its width")
+            heads, first = _heads_of_keys(name, facts)
+            piled[whole] = replace(placed, change=BELOW, up=below, heads=heads, first=first)
+        elif not name.endswith(LOWER):
+            piled[name] = placed
+        elif f"{name.removesuffix(LOWER)}{UPPER}" not in found:
+            raise facts.refusal(f"tensor {placed.place.name} has no counterpart")
+    return piled
+
+
+def _heads_of_keys(name: str, facts: Facts) -> tuple[int, int]:
+    """Return the heads of keys that share the rows of two matrices, and the rows of queries and
+    keys."""
+    if "in_proj_qkvz" not in name:
+        return 0, 0
+    heads = facts.whole("ssm.group_count")
+    return heads, 2 * heads * facts.whole("ssm.state_size")
+
+
+def _turned(found: Mapping[str, Placed], facts: Facts, naming: Naming) -> dict[str, Placed]:
+    """The experts of gpt-oss and Llama 4 as transformers has them: [experts, in, out], rows of
+    gates and ups by turns or one below the other."""
+    change = WOVEN if naming.stacks is Stacks.WOVEN else BEHIND
     woven: dict[str, Placed] = {}
     for name, placed in found.items():
         stem, _, part = name.partition(".experts.")
@@ -200,11 +290,9 @@ def _woven(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
             woven[f"{stem}.experts.down_proj{end}"] = down
         elif part.startswith("ffn_gate"):
             up = found.get(name.replace("ffn_gate", "ffn_up"))
-            if up is None or (up.place.shape, up.kind) != (placed.place.shape, placed.kind):
-                raise facts.refusal(
-                    f"tensor {placed.place.name} has no counterpart of its shape and type"
-                )
-            woven[f"{stem}.experts.gate_up_proj{end}"] = replace(placed, up=up)
+            if up is None or up.place.shape != placed.place.shape:
+                raise facts.refusal(f"tensor {placed.place.name} has no counterpart of its shape")
+            woven[f"{stem}.experts.gate_up_proj{end}"] = replace(placed, change=change, up=up)
     return woven
 
 

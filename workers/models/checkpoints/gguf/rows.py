@@ -4,7 +4,7 @@ a file are read then, a few at a time."""
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,6 +135,54 @@ class Rows:
         return unpacked(content, self.kind, (self.count, self.inputs)).float()
 
 
+@dataclass(frozen=True)
+class Pile:
+    """Rows of several matrices of a file, the types of which may differ."""
+
+    parts: "Sequence[Content]"
+    order: Tensor
+    """int64 [rows]: which row of the parts, counted through, each is."""
+
+    def __deepcopy__(self, memo: Any) -> "Pile":
+        return self  # as `Rows`
+
+    @property
+    def count(self) -> int:
+        """Return the number of rows."""
+        return len(self.order)
+
+    @property
+    def inputs(self) -> int:
+        """Return the numbers of a row."""
+        first = self.parts[0]
+        return first.inputs if isinstance(first, Rows) else first.shape[1]
+
+    def taken(self, places: Tensor) -> "Pile":
+        """Return the rows of these places."""
+        return replace(self, order=self.order[places])
+
+    def numbers(self) -> Tensor:
+        """Return what all of them stand for, [rows, inputs] in fp32."""
+        return torch.cat(
+            [part.numbers() if isinstance(part, Rows) else part.float() for part in self.runs()]
+        )
+
+    def runs(self) -> "list[Content]":
+        """Return the rows in their order, those that lie in the same part together."""
+        sizes = [part.count if isinstance(part, Rows) else len(part) for part in self.parts]
+        ends = torch.tensor(sizes).cumsum(0)
+        owner = torch.bucketize(self.order, ends, right=True)
+        cuts = (owner.diff() != 0).nonzero().flatten() + 1
+        found: list[Content] = []
+        for places, owners in zip(
+            self.order.tensor_split(cuts), owner.tensor_split(cuts), strict=True
+        ):
+            index = int(owners[0])
+            own, part = places - (ends[index] - sizes[index]), self.parts[index]
+            found.append(part.taken(own) if isinstance(part, Rows) else part[own])
+        return found
+
+
 def _inputs(kind: int, width: int) -> int:
     """The numbers of a row of so many bytes."""
     return width // KINDS[kind].size_bytes * KINDS[kind].numbers
@@ -144,15 +192,24 @@ Content = Rows | Tensor
 """Rows of a matrix: blocks as a file has them, or plain numbers [rows, inputs]."""
 
 
-def keep_rows(part: nn.Module, rows: Rows | None) -> None:
+def keep_rows(part: nn.Module, rows: Rows | Pile | None) -> None:
     """Have a linear compute with these rows, once they are packed; None: it has no more."""
     part.__dict__[ROWS] = rows
 
 
-def rows_of(part: nn.Module) -> Rows | None:
+def rows_of(part: nn.Module) -> Rows | Pile | None:
     """Return the rows of a linear whose weight is blocks; None for any other."""
-    found: Rows | None = getattr(part, ROWS, None)
+    found: Rows | Pile | None = getattr(part, ROWS, None)
     return found
+
+
+def contents_in(part: nn.Linear) -> Sequence[Content]:
+    """Return the rows of a linear in parts one below the other, those of blocks as their file has
+    them."""
+    rows = rows_of(part)
+    if isinstance(rows, Pile):
+        return rows.runs()
+    return [part.weight.detach() if rows is None else rows]
 
 
 def weight_of(part: nn.Linear, places: Tensor) -> Tensor:

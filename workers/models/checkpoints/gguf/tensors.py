@@ -13,6 +13,8 @@ from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.formats import UNPACK, unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.placing import (
+    BEHIND,
+    BELOW,
     DECAYS,
     HALVES,
     LESS_ONE,
@@ -27,7 +29,13 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     placed_in,
 )
 from dovetail.workers.models.checkpoints.gguf.reader import Head
-from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Rows, not_finite
+from dovetail.workers.models.checkpoints.gguf.rows import (
+    Content,
+    InFile,
+    Pile,
+    Rows,
+    not_finite,
+)
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20
@@ -82,15 +90,17 @@ class Blocks(Stored):
 
 @dataclass(frozen=True)
 class Woven(Stored):
-    """Gates and ups of all experts of a layer, whose rows alternate in transformers."""
+    """Gates and ups of all experts of a layer, whose rows alternate in transformers, or stand one
+    behind the other."""
 
     gate: Blocks
     up: Blocks
+    by_turns: bool
 
     def read_one(self, name: str, index: int) -> Tensor:
         """Return the tensor of one expert."""
         gate, up = (part.one(index).read(name) for part in (self.gate, self.up))
-        return _weave(gate[None], up[None])[0]
+        return self._weave(gate[None], up[None])[0]
 
     def one(self, index: int) -> "Woven":
         """Return the places of the tensor of one expert, of which contents alone are read."""
@@ -98,11 +108,46 @@ class Woven(Stored):
 
     def read(self, name: str) -> Tensor:
         """Return [experts, in, 2 out], or biases [experts, 2 out]."""
-        return _weave(self.gate.read(name), self.up.read(name))
+        return self._weave(self.gate.read(name), self.up.read(name))
 
     def read_checked(self, name: str) -> Tensor:
         """Read a tensor of files that have not been read as a whole."""
-        return _weave(self.gate.read_checked(name), self.up.read_checked(name))
+        return self._weave(self.gate.read_checked(name), self.up.read_checked(name))
+
+    def _weave(self, gate: Tensor, up: Tensor) -> Tensor:
+        wider = torch.promote_types(gate.dtype, up.dtype)
+        gate, up = gate.to(wider), up.to(wider)
+        both = torch.stack([gate, up], dim=2 if self.by_turns else 1).flatten(1, 2)
+        return both.transpose(1, 2) if both.ndim == 3 else both
+
+
+@dataclass(frozen=True)
+class Piled(Stored):
+    """A matrix whose rows lie in two."""
+
+    upper: Blocks
+    lower: Blocks
+    order: Tensor
+    """int64 [rows]: which row of both, counted through, each is."""
+
+    def read(self, name: str) -> Tensor:
+        """Return [out, in]."""
+        return torch.cat([self.upper.read(name), self.lower.read(name)])[self.order]
+
+    def read_checked(self, name: str) -> Tensor:
+        """Read a tensor of files that have not been read as a whole."""
+        parts = self.upper.read_checked(name), self.lower.read_checked(name)
+        return torch.cat(parts)[self.order]
+
+    def rows(self, name: str) -> Pile | None:
+        """Return the rows as the file has them; None where neither half is blocks."""
+        parts = [part.rows(name) for part in (self.upper, self.lower)]
+        if parts == [None, None]:
+            return None
+        halves = zip((self.upper, self.lower), parts, strict=True)
+        return Pile(
+            [part.read(name) if rows is None else rows for part, rows in halves], self.order
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +188,8 @@ def name_in_file(stored: Stored) -> str | None:
         stored = stored.gate
     if isinstance(stored, Latents):
         stored = stored.keys
+    if isinstance(stored, Piled):
+        stored = stored.upper
     return stored.placed.place.name if isinstance(stored, Blocks) else None
 
 
@@ -182,11 +229,26 @@ def _stored(placed: Placed) -> Stored:
     assert isinstance(other, Blocks)
     both = size + other.size_bytes
     plain = (where.file, placed.kind, placed.shape, place.offset, both, where.identity)
-    return (Latents if placed.change == NUMBERS else Woven)(*plain, one, other)
+    if placed.change == NUMBERS:
+        return Latents(*plain, one, other)
+    if placed.change == BELOW:
+        return Piled(*plain, one, other, _order(placed))
+    return Woven(*plain, one, other, by_turns=placed.change != BEHIND)
+
+
+def _order(placed: Placed) -> Tensor:
+    """Which rows of two matrices one has: in turn, or for each head of keys its queries, keys,
+    values and gates."""
+    rows, upper, keys = torch.arange(placed.shape[0]), placed.place.shape[0], placed.first // 2
+    if not placed.heads:
+        return rows
+    parts = rows[:keys], rows[keys : 2 * keys], rows[2 * keys : upper], rows[upper:]
+    return torch.cat([part.view(placed.heads, -1) for part in parts], dim=1).flatten()
 
 
 def _changed(found: Tensor, placed: Placed) -> Tensor:
     moved = _moved(found, placed)
+    moved = moved.flatten() if placed.flat else moved
     return moved if placed.single is None else moved.unsqueeze(placed.single)
 
 
@@ -209,6 +271,8 @@ def _moved(found: Tensor, placed: Placed) -> Tensor:
 def _values(found: Tensor, placed: Placed) -> Tensor:
     """Rows of value heads, which stand one for each key head and then the next for each, beside
     those of the same key head."""
+    if not placed.heads:
+        return found
     others, own = found[: placed.first], found[placed.first :]
     tiles = own.reshape(placed.values, placed.heads, -1, *own.shape[1:])
     return torch.cat([others, tiles.transpose(0, 1).reshape(own.shape)])
@@ -217,11 +281,6 @@ def _values(found: Tensor, placed: Placed) -> Tensor:
 def _halves(found: Tensor, heads: int) -> Tensor:
     halves = found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2)
     return halves.reshape(found.shape)
-
-
-def _weave(gate: Tensor, up: Tensor) -> Tensor:
-    both = torch.stack([gate, up], dim=2).flatten(1, 2)
-    return both.transpose(1, 2) if both.ndim == 3 else both
 
 
 def _join(keys: Tensor, values: Tensor) -> Tensor:

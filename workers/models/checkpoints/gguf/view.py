@@ -181,7 +181,7 @@ def _key(parts: list[Path]) -> str:
 def _sources() -> str:
     """The digest of the code that makes views."""
     whole = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
         whole.update(file.read_bytes())
     return whole.hexdigest()
 

@@ -1,31 +1,32 @@
-"""The configurations of GGUF files of models with experts (see `configurations.py`), and of Qwen
-3.5 without them, whose layers are otherwise those of Qwen 3.5 with them.
+"""The configurations of GGUF files of models with experts whose layers are all attention.
 
 How experts are chosen stands in llama.cpp's code for most architectures; what a file says beside is
 taken where the model of transformers knows it, and refused where it is something else.
 """
 
 from collections.abc import Callable, Mapping
+from math import prod
 
-from dovetail.workers.models.checkpoints.gguf.configurations import (
-    DENSE,
+from dovetail.workers.models.checkpoints.gguf.architectures.common import (
     FULL,
     SLIDING,
     Configuration,
     everywhere,
-    granite,
+    has_bias,
     rotation,
-    with_convolutions,
     with_rms,
 )
+from dovetail.workers.models.checkpoints.gguf.architectures.dense import granite, qwen3vl
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 
 SOFTMAX, SIGMOID = 1, 2
 """Functions that make scores of a router's logits, by llama.cpp's numbers."""
 NOTHING = 0
+LLAMA4_CHUNK = 8192
+"""Positions of a chunk, and those after which queries grow: a constant of llama.cpp."""
 
 
-def _mixture(facts: Facts, score: int = SOFTMAX) -> Configuration:
+def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
     """Return the experts that all of these have; `score`: what makes scores."""
     if (said := facts.whole("expert_gating_func", score)) not in (NOTHING, score):
         raise facts.refusal(f"its experts are chosen by gating function {said}")
@@ -36,6 +37,12 @@ def _mixture(facts: Facts, score: int = SOFTMAX) -> Configuration:
     }
 
 
+def shared_width(facts: Facts) -> int:
+    """Return the width of the shared expert."""
+    name = next((name for name in facts.tensors if name.endswith(".ffn_up_shexp.weight")), "")
+    return facts.whole("expert_shared_feed_forward_length", facts.need(name).shape[0])
+
+
 def _expert_width(facts: Facts) -> int:
     return facts.whole("expert_feed_forward_length", facts.whole("feed_forward_length"))
 
@@ -43,7 +50,7 @@ def _expert_width(facts: Facts) -> int:
 def qwen3moe(facts: Facts) -> Configuration:
     return {
         **with_rms(facts),
-        **_mixture(facts),
+        **experts_of(facts),
         "model_type": "qwen3_moe",
         "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
         "norm_topk_prob": True,
@@ -54,56 +61,16 @@ def qwen3moe(facts: Facts) -> Configuration:
 
 def qwen2moe(facts: Facts) -> Configuration:
     """Experts beside a shared one; the weights of the chosen are not normalised."""
-    shared = facts.need("blk.0.ffn_up_shexp.weight").shape[0]
     return {
         **with_rms(facts),
-        **_mixture(facts),
+        **experts_of(facts),
         "model_type": "qwen2_moe",
         "qkv_bias": "blk.0.attn_q.bias" in facts.tensors,
         "moe_intermediate_size": _expert_width(facts),
-        "shared_expert_intermediate_size": facts.whole("expert_shared_feed_forward_length", shared),
+        "shared_expert_intermediate_size": shared_width(facts),
         "norm_topk_prob": False,
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
-    }
-
-
-def qwen35(facts: Facts) -> Configuration:
-    """Gated DeltaNets, and attention with a gate behind it in every so many layers."""
-    found = with_rms(facts)
-    layers, every = range(found["num_hidden_layers"]), facts.whole("full_attention_interval", 4)
-    sections = facts.numbers("rope.dimension_sections", [0, 0, 0])
-    values = facts.whole("ssm.time_step_rank")
-    if "attention.recurrent_layers" in facts:
-        states = facts.numbers("attention.recurrent_layers")[: len(layers)]
-    else:
-        states = [int((index + 1) % max(1, every) > 0) for index in layers]
-    if values < 1 or len(states) != len(layers):
-        raise facts.refusal("it does not say which layers have a state, or of how many heads")
-    found["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
-    return {
-        **found,
-        "model_type": "qwen3_5_text",
-        "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
-        "layer_types": ["linear_attention" if state else FULL for state in states],
-        "linear_conv_kernel_dim": facts.whole("ssm.conv_kernel"),
-        "linear_key_head_dim": facts.whole("ssm.state_size"),
-        "linear_num_key_heads": facts.whole("ssm.group_count"),
-        "linear_num_value_heads": values,
-        "linear_value_head_dim": facts.whole("ssm.inner_size") // values,
-    }
-
-
-def qwen35moe(facts: Facts) -> Configuration:
-    """Layers as those without experts have them, and experts beside a shared one."""
-    return {
-        **qwen35(facts),
-        **_mixture(facts),
-        "model_type": "qwen3_5_moe_text",
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": facts.whole("expert_shared_feed_forward_length"),
-        "mlp_only_layers": [],
     }
 
 
@@ -129,7 +96,7 @@ def gpt_oss(facts: Facts) -> Configuration:
 def olmoe(facts: Facts) -> Configuration:
     return {
         **with_rms(facts),
-        **_mixture(facts),
+        **experts_of(facts),
         "model_type": "olmoe",
         "norm_topk_prob": False,
         "pad_token_id": None,
@@ -137,14 +104,16 @@ def olmoe(facts: Facts) -> Configuration:
 
 
 def granitemoe(facts: Facts) -> Configuration:
-    found = {**granite(facts), **_mixture(facts), "model_type": "granitemoe"}
+    found = {**granite(facts), **experts_of(facts), "model_type": "granitemoe"}
+    if "expert_shared_feed_forward_length" in facts:
+        raise facts.refusal("all rows share an MLP beside its experts")
     return {**found, "num_local_experts": found.pop("num_experts")}
 
 
 def glm4moe(facts: Facts) -> Configuration:
     """The first layers have no experts, the others a shared one beside them; the choice is
     corrected, and made among groups where the file has any."""
-    found = {**with_rms(facts), **_mixture(facts, SIGMOID)}
+    found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
     return {
         **found,
         "model_type": "glm4_moe",
@@ -167,12 +136,14 @@ def deepseek2(facts: Facts) -> Configuration:
     of DeepSeek-V3 (GLM-4.7-Flash, too), and by shares those of DeepSeek-V2; a file that does not
     say which has the first if it has corrections."""
     first = facts.whole("leading_dense_block_count", 0)
+    if first >= facts.layers and not facts.whole("expert_count", 0):
+        return _youtu(facts)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in facts.tensors)
     score = facts.whole("expert_gating_func", NOTHING) or (SIGMOID if corrected else SOFTMAX)
     if score not in (SOFTMAX, SIGMOID) or corrected != (score == SIGMOID):
         said = "with" if corrected else "without"
         raise facts.refusal(f"its experts are chosen by gating function {score} {said} corrections")
-    found = {**_latents(facts), **_mixture(facts, score)}
+    found = {**_latents(facts), **experts_of(facts, score)}
     groups = facts.whole("expert_group_count", 1)
     normalised = facts.truth("expert_weights_norm", False)
     found |= {
@@ -196,13 +167,28 @@ def deepseek2(facts: Facts) -> Configuration:
     return {**found, "model_type": "deepseek_v2", "topk_method": method}
 
 
-def _latents(facts: Facts) -> Configuration:
+def _youtu(facts: Facts) -> Configuration:
+    """Layers of DeepSeek-V3 without experts, of which files say something all the same."""
+    for key in ("expert_used_count", "expert_shared_count", "expert_feed_forward_length"):
+        facts.whole(key, 0)
+    return {
+        **_latents(facts),
+        "model_type": "youtu",
+        "hidden_act": "silu",
+        "intermediate_size": facts.whole("feed_forward_length"),
+    }
+
+
+def _latents(facts: Facts, width: int | None = None) -> Configuration:
     """Heads of attention over latents; neighbours are rotated together. Files in which keys and
     values of a latent are one matrix have the widths of heads where others have that of a
     latent."""
     heads, rotated = facts.whole(HEADS), facts.whole("rope.dimension_count")
     rank = facts.whole("attention.kv_lora_rank")
-    keys, values = facts.whole("attention.key_length"), facts.whole("attention.value_length")
+    keys, values = (
+        facts.whole("attention.key_length"),
+        facts.whole("attention.value_length", width),
+    )
     if "attention.key_length_mla" in facts:
         keys = facts.whole("attention.key_length_mla")
         values = facts.whole("attention.value_length_mla")
@@ -236,7 +222,7 @@ def _latents(facts: Facts) -> Configuration:
 
 def ernie4_5_moe(facts: Facts) -> Configuration:
     """Experts from a layer on, in steps; neighbours are rotated together."""
-    found = {**with_rms(facts), **_mixture(facts)}
+    found = {**with_rms(facts), **experts_of(facts)}
     count, width = facts.whole("expert_shared_count", 0), facts.whole("expert_feed_forward_length")
     facts.whole("expert_shared_feed_forward_length", 0)  # transformers has `count` times `width`
     return {
@@ -255,7 +241,7 @@ def ernie4_5_moe(facts: Facts) -> Configuration:
 
 def minimax_m2(facts: Facts) -> Configuration:
     """All layers have experts; the choice is corrected."""
-    found = {**with_rms(facts), **_mixture(facts, SIGMOID), "model_type": "minimax_m2"}
+    found = {**with_rms(facts), **experts_of(facts, SIGMOID), "model_type": "minimax_m2"}
     return {
         **found,
         "intermediate_size": _expert_width(facts),
@@ -263,33 +249,80 @@ def minimax_m2(facts: Facts) -> Configuration:
     }
 
 
-def lfm2moe(facts: Facts) -> Configuration:
-    """Layers without key heads are convolutions; the first have no experts."""
+def qwen3vlmoe(facts: Facts) -> Configuration:
+    """The language model alone, as of `qwen3vl`."""
+    qwen3vl(facts)
+    return qwen3moe(facts)
+
+
+def hunyuan_moe(facts: Facts) -> Configuration:
+    """All layers have experts beside a shared one of their width."""
+    found = {**with_rms(facts), **experts_of(facts)}
+    width, shared = _expert_width(facts), facts.whole("expert_shared_count", 1)
+    if shared != 1 or shared_width(facts) != width:
+        raise facts.refusal(f"it has {shared} shared experts of another width than others")
     return {
-        **with_convolutions(facts),
-        **_mixture(facts, SIGMOID),
-        "model_type": "lfm2_moe",
-        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
-        "num_dense_layers": facts.whole("leading_dense_block_count", 0),
-        "norm_topk_prob": True,
-        "use_expert_bias": True,
-        "routed_scaling_factor": 1.0,
+        **found,
+        "model_type": "hunyuan_v1_moe",
+        "intermediate_size": width,
+        "moe_topk": found.pop("num_experts_per_tok"),
+        "attention_bias": has_bias(facts, "attn_q"),
     }
 
 
-CONFIGURATIONS: Mapping[str, Callable[[Facts], Configuration]] = {
-    **DENSE,
+def llama4(facts: Facts) -> Configuration:
+    """Three of four layers see chunks of positions; the others rotate nothing, and their queries
+    grow. Those of 128 experts have no norms of heads."""
+    found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
+    experts, layers = found.pop("num_experts"), range(found["num_hidden_layers"])
+    if "attention.sliding_window" in facts:
+        raise facts.refusal("it says of a window, where Llama 4 has chunks of 8192")
+    step = facts.whole("interleave_moe_layer_step", 1)
+    return {
+        **found,
+        "model_type": "llama4_text",
+        "num_local_experts": experts,
+        "intermediate_size": facts.whole("expert_feed_forward_length"),
+        "intermediate_size_mlp": facts.whole("feed_forward_length"),
+        "interleave_moe_layer_step": step,
+        "moe_layers": [at for at in layers if step and (at + 1) % step == 0],
+        "attention_chunk_size": LLAMA4_CHUNK,
+        "layer_types": ["chunked_attention" if (at + 1) % 4 else FULL for at in layers],
+        "no_rope_layers": [int((at + 1) % 4 > 0) for at in layers],
+        "attn_temperature_tuning": True,
+        "floor_scale": LLAMA4_CHUNK,
+        "attn_scale": 0.1,
+        "use_qk_norm": experts != 128,
+    }
+
+
+def minicpm3(facts: Facts) -> Configuration:
+    """Attention over latents without experts; its factors are constants of llama.cpp."""
+    width = prod(facts.need("blk.0.attn_output.weight").shape[1:]) // max(1, facts.whole(HEADS))
+    return {
+        **_latents(facts, width),
+        "model_type": "minicpm3",
+        "hidden_act": "silu",
+        "intermediate_size": facts.whole("feed_forward_length"),
+        "scale_emb": 12.0,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    }
+
+
+MIXTURES: Mapping[str, Callable[[Facts], Configuration]] = {
     "qwen3moe": qwen3moe,
+    "qwen3vlmoe": qwen3vlmoe,
     "qwen2moe": qwen2moe,
-    "qwen35": qwen35,
-    "qwen35moe": qwen35moe,
     "gpt-oss": gpt_oss,
     "olmoe": olmoe,
     "granitemoe": granitemoe,
     "glm4moe": glm4moe,
     "deepseek2": deepseek2,
+    "minicpm3": minicpm3,
     "ernie4_5-moe": ernie4_5_moe,
     "minimax-m2": minimax_m2,
-    "lfm2moe": lfm2moe,
+    "hunyuan-moe": hunyuan_moe,
+    "llama4": llama4,
 }
 """Architecture of llama.cpp -> function that makes its configuration."""

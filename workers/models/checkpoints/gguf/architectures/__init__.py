@@ -1,0 +1,1 @@
+"""The architectures of llama.cpp that are read: configurations, and names of tensors."""

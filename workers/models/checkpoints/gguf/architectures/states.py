@@ -1,0 +1,268 @@
+"""The configurations of GGUF files of models some or all of whose layers have a state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dovetail.workers.models.checkpoints.gguf.architectures.common import (
+    FULL,
+    Configuration,
+    common,
+    has_bias,
+    rotation,
+    sizes_of,
+    with_rms,
+)
+from dovetail.workers.models.checkpoints.gguf.architectures.dense import granite_factors
+from dovetail.workers.models.checkpoints.gguf.architectures.mixtures import (
+    SIGMOID,
+    experts_of,
+    shared_width,
+)
+from dovetail.workers.models.checkpoints.gguf.facts import KV_HEADS, Facts
+from dovetail.workers.models.checkpoints.gguf.placing import is_bamba
+
+LINEAR = "linear_attention"
+
+
+def _delta(facts: Facts) -> Configuration:
+    """Gated DeltaNets, and attention with a gate behind it in every so many layers."""
+    found = with_rms(facts)
+    layers, every = range(found["num_hidden_layers"]), facts.whole("full_attention_interval", 4)
+    values = facts.whole("ssm.time_step_rank")
+    if "attention.recurrent_layers" in facts:
+        states = facts.numbers("attention.recurrent_layers")[: len(layers)]
+    else:
+        states = [int((index + 1) % max(1, every) > 0) for index in layers]
+    if values < 1 or len(states) != len(layers):
+        raise facts.refusal("it does not say which layers have a state, or of how many heads")
+    return {
+        **found,
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "layer_types": [LINEAR if state else FULL for state in states],
+        "linear_conv_kernel_dim": facts.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.whole("ssm.state_size"),
+        "linear_num_key_heads": facts.whole("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": facts.whole("ssm.inner_size") // values,
+    }
+
+
+def qwen35(facts: Facts) -> Configuration:
+    found = {**_delta(facts), "model_type": "qwen3_5_text"}
+    sections = facts.numbers("rope.dimension_sections", [0, 0, 0])
+    found["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
+    return found
+
+
+def qwen35moe(facts: Facts) -> Configuration:
+    """Layers as those without experts have them, and experts beside a shared one."""
+    return {
+        **qwen35(facts),
+        **experts_of(facts),
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": facts.whole("expert_shared_feed_forward_length"),
+        "mlp_only_layers": [],
+    }
+
+
+def with_convolutions(facts: Facts) -> Configuration:
+    """Return what architectures have in common whose layers without key heads are convolutions."""
+    heads = facts.numbers(KV_HEADS)
+    if len({count for count in heads if count}) != 1 or len(heads) != facts.layers:
+        raise facts.refusal("its layers have several numbers of key heads, or none")
+    return {
+        **common(facts, max(heads)),
+        "norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "layer_types": [FULL if count else "conv" for count in heads],
+        "conv_L_cache": facts.whole("shortconv.l_cache"),
+        "conv_bias": False,
+    }
+
+
+def lfm2(facts: Facts) -> Configuration:
+    """The width of MLPs is in the file as it is, and not to be adjusted."""
+    found = with_convolutions(facts)
+    return {**found, "model_type": "lfm2", "block_auto_adjust_ff_dim": False}
+
+
+def lfm2moe(facts: Facts) -> Configuration:
+    """Layers without key heads are convolutions; the first have no experts."""
+    return {
+        **with_convolutions(facts),
+        **experts_of(facts, SIGMOID),
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "num_dense_layers": facts.whole("leading_dense_block_count", 0),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def qwen3next(facts: Facts) -> Configuration:
+    """Layers of Qwen 3.5, whose rotation has no sections, and experts beside a shared one."""
+    return {
+        **_delta(facts),
+        **experts_of(facts),
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": shared_width(facts),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _mamba(facts: Facts, hidden: int, prefix: str = "mamba") -> Configuration:
+    """The sizes of Mamba-2, and which of its parts have biases."""
+    heads, inner = facts.whole("ssm.time_step_rank"), facts.whole("ssm.inner_size")
+    if heads < 1 or inner % heads:
+        raise facts.refusal(f"its states have {inner} values for {heads} heads")
+    names = [name for name in facts.tensors if name.endswith((".ssm_in.bias", ".ssm_conv1d.bias"))]
+    return {
+        f"{prefix}_n_heads": heads,
+        f"{prefix}_d_head": inner // heads,
+        f"{prefix}_n_groups": facts.whole("ssm.group_count"),
+        f"{prefix}_d_state": facts.whole("ssm.state_size"),
+        f"{prefix}_d_conv": facts.whole("ssm.conv_kernel"),
+        f"{prefix}_expand": max(1, inner // hidden),
+        f"{prefix}_conv_bias": any("conv1d" in name for name in names),
+        f"{prefix}_proj_bias": any("ssm_in" in name for name in names),
+    }
+
+
+def _key_heads(facts: Facts) -> list[int]:
+    """The number of key heads of each layer; those without any have no attention."""
+    heads = facts.numbers(KV_HEADS)[: facts.layers]
+    if len({count for count in heads if count}) != 1 or len(heads) != facts.layers:
+        raise facts.refusal("its layers have several numbers of key heads, or none")
+    return heads
+
+
+def granitehybrid(facts: Facts) -> Configuration:
+    """Granite's factors; all rows share an MLP, beside experts where there are any. Bamba has
+    neither."""
+    heads = _key_heads(facts)
+    found = {
+        **common(facts, max(heads)),
+        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    found |= _mamba(facts, found["hidden_size"])
+    layers = [FULL if count else LINEAR for count in heads]
+    if is_bamba(facts):
+        indices = [at for at, count in enumerate(heads) if count]
+        return {**found, "model_type": "bamba", "attn_layer_indices": indices, "mlp_bias": False}
+    rotates = facts.truth("rope.scaling.finetuned", True)
+    experts = facts.whole("expert_count", 0)
+    used, width = facts.whole("expert_used_count", 0), found["intermediate_size"]
+    return {
+        **found,
+        **granite_factors(facts, found["head_dim"]),
+        "model_type": "granitemoehybrid",
+        "layer_types": layers,
+        "position_embedding_type": "rope" if rotates else "nope",
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
+        "shared_intermediate_size": facts.whole("expert_shared_feed_forward_length", width),
+    }
+
+
+def falcon_h1(facts: Facts) -> Configuration:
+    """Mamba-2 beside attention in every layer. Multipliers are part of the weights."""
+    found = with_rms(facts)
+    sizes = _mamba(facts, found["hidden_size"])
+    names = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    return {
+        **found,
+        **sizes,
+        "model_type": "falcon_h1",
+        "hidden_act": "silu",
+        "mamba_d_ssm": sizes["mamba_n_heads"] * sizes["mamba_d_head"],
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in facts.tensors,
+        "mamba_norm_before_gate": False,
+        "attention_bias": has_bias(facts, "attn_q"),
+        **{f"{name}_multiplier": 1.0 for name in names},
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
+    }
+
+
+def nemotron_h(facts: Facts) -> Configuration:
+    """Layers of one half: attention where there are key heads, an MLP or experts where these have
+    a width, and Mamba-2 elsewhere."""
+    widths, sparse = facts.each("feed_forward_length"), facts.architecture.endswith("moe")
+    half = "moe" if sparse else "mlp"
+    heads, wide = _key_heads(facts), sorted({width for width in widths if width})
+    if len(wide) > 1:
+        raise facts.refusal(f"its layers have the widths {wide}")
+    kinds = [
+        FULL if count else half if width else LINEAR
+        for count, width in zip(heads, widths, strict=True)
+    ]
+    sizes = sizes_of(facts)
+    rotation(facts, sizes["head_dim"])  # files say it, and nothing is rotated
+    states = _mamba(facts, sizes["hidden_size"])
+    epsilon = facts.real("attention.layer_norm_epsilon")
+    facts.real("attention.layer_norm_rms_epsilon", epsilon)
+    found: dict[str, Any] = {
+        **sizes,
+        "model_type": "nemotron_h",
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(wide, default=0),
+        "layer_norm_epsilon": epsilon,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": states["mamba_n_heads"],
+        "mamba_head_dim": states["mamba_d_head"],
+        "n_groups": states["mamba_n_groups"],
+        "ssm_state_size": states["mamba_d_state"],
+        "conv_kernel": states["mamba_d_conv"],
+        "expand": states["mamba_expand"],
+        "use_conv_bias": states["mamba_conv_bias"],
+        "use_bias": states["mamba_proj_bias"],
+        "num_nextn_predict_layers": 0,
+    }
+    if sparse:
+        return {**found, **_nemotron_experts(facts)}
+    for key in ("count", "used_count", "group_count", "group_used_count"):
+        facts.whole(f"expert_{key}", 0)  # transformers says it of all
+    return found
+
+
+def _nemotron_experts(facts: Facts) -> Configuration:
+    """Experts beside a shared one; the choice is corrected."""
+    found = experts_of(facts, SIGMOID)
+    latent = facts.whole("moe_latent_size", 0)
+    return {
+        **found,
+        "n_routed_experts": found.pop("num_experts"),
+        "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": shared_width(facts),
+        "n_shared_experts": facts.whole("expert_shared_count", 1),
+        "moe_latent_size": latent or None,
+        "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": facts.truth("expert_weights_norm", True),
+        "n_group": facts.whole("expert_group_count", 1),
+        "topk_group": facts.whole("expert_group_used_count", 1),
+    }
+
+
+STATES: Mapping[str, Callable[[Facts], Configuration]] = {
+    "lfm2": lfm2,
+    "lfm2moe": lfm2moe,
+    "qwen3next": qwen3next,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35moe,
+    "granitehybrid": granitehybrid,
+    "falcon-h1": falcon_h1,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
+}
+"""Architecture of llama.cpp -> function that makes its configuration."""
