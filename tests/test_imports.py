@@ -28,7 +28,7 @@ DOORS = {
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),
     "torch": ("workers/",),
     "transformers": (
-        "workers/models/lean.py",
+        "workers/models/imports/lean.py",
         "workers/baselines/assisted.py",
         "workers/training/",
     ),

@@ -6,7 +6,6 @@ import gc
 import logging
 import resource
 import socket
-import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -29,21 +28,20 @@ from dovetail.launch.processes.connection import ahead_of
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import LISTENING, settings_flags
+from dovetail.launch.settings.http_keys import read_keys
 from dovetail.protocol.errors import SettingsError, UserError
-from dovetail.protocol.files import decode
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.gateway import Gateway
-from dovetail.runtime.http.guard import is_loopback
+from dovetail.runtime.http.listening import listen
 from dovetail.runtime.http.orders import Defaults
-from dovetail.runtime.http.server import Connections, listen, serve
+from dovetail.runtime.http.server import Connections, serve
 from dovetail.runtime.http.service import Service, Terms
 from dovetail.runtime.text.tokenizer import OWN_VALUES
 
 RECONNECT_S = 1.0
-SHORTEST_KEY = 16
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
 """Descriptors that are left for what a server needs beside its connections, and where few are
 allowed: it has 24 when it begins."""
@@ -107,46 +105,6 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
-
-
-def read_keys(settings: HttpSettings) -> tuple[str, ...]:
-    """The keys that clients may send; `SettingsError` if they are needed and missing, or if others
-    can read them."""
-    if not settings.api_key_file:
-        if not is_here_only(settings.host):
-            text = (
-                f"http.host = {settings.host!r} is open to other machines, which needs a "
-                "key: write one into a file and name it with --http.api_key_file"
-            )
-            raise SettingsError(text)
-        return ()
-    path = Path(settings.api_key_file).expanduser()
-    try:
-        mode, text = path.stat().st_mode, decode(path.read_bytes(), f"http.api_key_file {path}")
-    except OSError as error:
-        raise SettingsError(f"http.api_key_file {path} cannot be read: {error.strerror}") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(f"http.api_key_file {path} can be read by others: chmod 600 {path}")
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not keys or min(map(len, keys)) < SHORTEST_KEY or not all(key.isascii() for key in keys):
-        raise SettingsError(
-            f"http.api_key_file {path} holds no key of at least {SHORTEST_KEY} ASCII "
-            "characters a line: write one, such as `openssl rand -hex 32`"
-        )
-    return keys
-
-
-def is_here_only(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return all(
-            is_loopback(str(address[4][0]))
-            for address in socket.getaddrinfo(
-                host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-        )
-    except (OSError, UnicodeError):
-        return True  # it is no address: `listen` says so
 
 
 def url_of(host: str, listener: socket.socket) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.commands.http import read_keys
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
@@ -30,7 +29,8 @@ from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.launch.settings.generation import with_generation_config
-from dovetail.runtime.http.server import listen
+from dovetail.launch.settings.http_keys import read_keys
+from dovetail.runtime.http.listening import listen
 
 log = logging.getLogger("dovetail.serve")
 
@@ -69,6 +69,7 @@ def command(configuration: Configuration, as_json: bool) -> None:
             note(said)
     with Supervisor() as supervisor, Service(supervisor, configuration) as service:
         try:
+            service.begin()
             with spinner() as say:
                 service.run_until_ready(say)
             _introduce(service, configuration, as_json=as_json)

@@ -14,6 +14,7 @@ from dovetail.launch.files.directory import announcements
 from dovetail.protocol.errors import UserError
 
 LAST_PORT = 65535
+PARENT = "--parent="
 
 
 def check_port(host: str, port: int, *, remedy: str) -> None:
@@ -58,19 +59,16 @@ def _holder(port: int) -> str:
     if pid is None:
         return "a process that is not yours"
     try:
-        arguments = psutil.Process(pid).cmdline()
-        parent = next(
-            (
-                argument.removeprefix("--parent=")
-                for argument in arguments
-                if argument.startswith("--parent=")
-            ),
-            "",
-        )
+        process = psutil.Process(pid)
+        arguments, above = process.cmdline(), process.parent()
+        began = [argument.removeprefix(PARENT) for argument in arguments if PARENT in argument]
+        if above is not None and above.cmdline() == arguments:  # it was forked
+            began = [str(above.pid)]
+        parent = next(iter(began), "")
         return (
             f"`dovetail serve` (pid {parent})"
             if parent.isdigit()
-            else f"{psutil.Process(pid).name()} (pid {pid})"
+            else f"{process.name()} (pid {pid})"
         )
     except psutil.Error:
         return f"pid {pid}"

@@ -12,7 +12,7 @@ from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.directory import announcements, only_announcement
 from dovetail.launch.processes.child_output import Ear
 from dovetail.launch.processes.preflight import check_target
-from dovetail.launch.processes.stack import Stack, start_stack, wait_until_ready
+from dovetail.launch.processes.stack import Stack, begin_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
@@ -138,9 +138,10 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         note(said)
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
+        begun = begin_stack(supervisor, configuration)
         with spinner() as say:
             say("starting")
-            stack = start_stack(supervisor, configuration)
+            stack = begun()
             state = wait_until_ready(supervisor, stack, say)
         _tell_of_losses(state.workers)
         client = owned.enter_context(stack.connect())

@@ -1,31 +1,42 @@
-"""Processes of ours that were forked from one that has imported what they need, as their supervisor
-sees them: `nursery.py` is that one."""
+"""Processes of ours that are forked from one that has imported what they need: from this one, where
+that can be, or from one that imports what workers need, which `nursery.py` is."""
 
 import ctypes
+import gc
+import importlib
 import json
+import logging
 import os
 import select
 import signal
 import socket
 import subprocess
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn
 
-from dovetail.launch.processes.nursery import MAX_BYTES, READY
+from dovetail.launch.processes import nursery
+from dovetail.launch.processes.nursery import MAX_BYTES, READY, count_threads
 from dovetail.protocol.errors import DovetailError
 
 PR_SET_CHILD_SUBREAPER = 36
+PROGRAMS = ("dovetail", "cli.py")
+"""The files that a command of ours is run from."""
+OURS = ("dovetail.launch.cli", nursery.__name__)
+"""The modules that a command of ours runs in a fork of its own."""
 
 
 class Forked:
-    """A child of ours that another process has forked for us, with what is used of
-    `subprocess.Popen`. One thread uses it."""
+    """A child of ours that was forked, with what is used of `subprocess.Popen`. One thread uses
+    it."""
 
-    stdout: IO[bytes] | None = None
-
-    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
-        self.pid, self.stdin = pid, stdin
+    def __init__(
+        self, pid: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
+    ) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self.returncode: int | Any = None
         self._end = os.pidfd_open(pid)
 
@@ -55,6 +66,85 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+Process = subprocess.Popen[bytes] | Forked
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    stderr: IO[bytes],
+    *,
+    stdin: int | None = None,
+    reads: bool = False,
+) -> Process:
+    """Run a module of ours as a program, in a process with a session of its own. `stdin`: a
+    descriptor, PIPE of `subprocess`, or nothing to read; `reads`: its stdout is for us.
+
+    A command of ours has imported most of what its processes need: it forks them. What is more than
+    a command, or has threads, which a fork would not have, starts them as new programs.
+    """
+    arguments = [*arguments, f"--parent={os.getpid()}"]
+    if module in OURS and Path(sys.argv[0]).name in PROGRAMS and count_threads() == 1:
+        return _fork(module, arguments, stderr, stdin, reads=reads)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.DEVNULL if stdin is None else stdin,
+        stdout=subprocess.PIPE if reads else subprocess.DEVNULL,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def _fork(
+    module: str, arguments: Sequence[str], stderr: IO[bytes], stdin: int | None, *, reads: bool
+) -> Forked:
+    null = os.open(os.devnull, os.O_RDWR)
+    asks = stdin == subprocess.PIPE
+    their_in, our_in = os.pipe() if asks else (null if stdin is None else stdin, -1)
+    our_out, their_out = os.pipe() if reads else (-1, null)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not (pid := os.fork()):
+        _become(module, arguments, (their_in, their_out, stderr.fileno()))
+    for descriptor in {null, *([their_in] if asks else []), their_out}:
+        os.close(descriptor)
+    return Forked(
+        pid,
+        os.fdopen(our_in, "wb", buffering=0) if asks else None,
+        os.fdopen(our_out, "rb") if reads else None,
+    )
+
+
+def _become(module: str, arguments: Sequence[str], streams: Sequence[int]) -> NoReturn:
+    """Run a module with these standard streams, as a process that has just begun; nothing of the
+    one that we were is unwound."""
+    code: object = 1
+    try:
+        os.setsid()
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                first = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, first)
+        gc.freeze()
+        for number, descriptor in enumerate([os.dup(one) for one in streams]):
+            os.dup2(descriptor, number)
+        os.closerange(len(streams), os.sysconf("SC_OPEN_MAX"))
+        logging.root.handlers.clear()
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - until we end
+        sys.argv = [PROGRAMS[0], *arguments]
+        importlib.import_module(module).main()
+        code = 0
+    except SystemExit as told:
+        code = told.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):  # nobody reads what it has said
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 class Talk:

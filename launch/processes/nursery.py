@@ -37,9 +37,10 @@ def main() -> None:
     """Import, and fork until our parent has closed its end."""
     parent = int(sys.argv[-1].removeprefix("--parent="))
     end_with(parent)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     talk = socket.socket(fileno=os.dup(0))
     import_at_once(sys.argv[1:-1])
-    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    threads = count_threads()
     talk.send(READY)
     while True:
         said, descriptors, _, _ = socket.recv_fds(talk, MAX_BYTES, 2)
@@ -52,6 +53,11 @@ def main() -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         talk.send(str(pid).encode())
+
+
+def count_threads() -> int:
+    """Return how many threads this process has, those of libraries included."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def import_at_once(modules: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from dovetail.launch.processes.child_output import Ear, ending_of, let_speak_and
 from dovetail.launch.processes.inquiry import Inquiry
 from dovetail.launch.processes.parts import GiveUp, Leave, Part, Replace, Start, Stop, Tell
 from dovetail.launch.processes.stack import (
+    LOADING_POLL_S,
     POLL_S,
     begin_workers,
     coordinator_arguments,
@@ -108,14 +109,16 @@ class Service:
         """The number of each process that runs, by its name."""
         return {name: child.process.pid for name, child in self._running.items()}
 
-    def run_until_ready(self, say: Callable[[str], None]) -> None:
-        """Start everything; what the first process that ends has to say is raised. `say` hears what
-        is waited for."""
-        told = (
-            sys.stderr.isatty()
-        )  # then `say` shows it; a log gets a line once only models are waited for
+    def begin(self) -> None:
+        """Begin to start what takes the longest; a process that has no threads yet can fork it."""
         commands = {name: self._arguments(name, address=TOLD) for name in self._workers}
         self._begun_early = begin_workers(self._supervisor, self._settings, commands)
+        self._step()
+
+    def run_until_ready(self, say: Callable[[str], None]) -> None:
+        """Start everything else, and wait; what the first process that ends has to say is raised.
+        `say` hears what is waited for."""
+        told = sys.stderr.isatty()  # then `say` shows it, else the log has it once models are left
         while not self._watch.serving:
             self._step()
             say(
@@ -128,11 +131,11 @@ class Service:
                     " and ".join(self._watch.missing),
                     self.url,
                 )
-            time.sleep(POLL_S)
+            time.sleep(LOADING_POLL_S)
 
     def run(self) -> None:
-        """Keep everything running; returns when the coordinator was told to stop, and raises what a
-        process says that cannot be kept running."""
+        """Keep everything running until the coordinator was told to stop; what a process says that
+        cannot be kept running is raised."""
         while not self._left:
             self._step()
             self._pass_on()
@@ -209,15 +212,13 @@ class Service:
                     self._give_up(f"the {name} {why}", ended)
 
     def _give_up(self, why: str, ended: Child) -> NoReturn:
-        """Let the requests end that still can, then everything else; raises why."""
+        """Let the requests end that still can, then everything else; raise why."""
         last = ending_of(ended)
         failure = f"{why}; most recently it {': '.join(filter(None, (last.words, last.last_line)))}"
         log.error("giving up: %s; running requests may finish, unless a signal ends them", failure)
         self._tell_coordinator(time.monotonic(), ending=why)
-        coordinator, end_s = (
-            self._running.get(COORDINATOR),
-            time.monotonic() + self._settings.http.deadline_s,
-        )
+        coordinator = self._running.get(COORDINATOR)
+        end_s = time.monotonic() + self._settings.http.deadline_s
         with suppress(KeyboardInterrupt, SystemExit):
             while coordinator is not None and not coordinator.ended and time.monotonic() < end_s:
                 self._pass_on()
@@ -237,9 +238,8 @@ class Service:
         words = Supervised(
             faults=self.faults(now_s), ending=ending[:MAX_WHY], drained=drained
         ).model_dump_json()
-        with suppress(
-            BlockingIOError, BrokenPipeError
-        ):  # one that is stuck hears it later, one that has gone is noticed elsewhere
+        # one that is stuck hears it later, one that has gone is noticed elsewhere
+        with suppress(BlockingIOError, BrokenPipeError):
             os.write(child.process.stdin.fileno(), f"{words}\n".encode())
             self._told = told
 

@@ -20,7 +20,7 @@ from dovetail.launch.processes.preflight import (
     estimated_bytes,
 )
 from dovetail.launch.processes.supervise import Child, Supervisor
-from dovetail.launch.processes.worker import IMPORTED, TOLD
+from dovetail.launch.processes.worker import TOLD, imported_by
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
@@ -30,6 +30,8 @@ from dovetail.protocol.settings import MODELLESS_KINDS, Settings
 from dovetail.runtime.client import Client
 
 POLL_S = 0.05
+LOADING_POLL_S = 0.02
+"""The interval of the looks at what is not ready yet, which somebody waits for."""
 LEAST_FILES = 64
 """Open files that a worker or the HTTP API needs, with room to spare."""
 Played = Literal["target", "draft", "unified"]
@@ -73,6 +75,19 @@ def start_stack(
     Nobody starts one of these workers again: unless the settings say so, a session whose target is
     lost does not wait for another.
     """
+    return begin_stack(supervisor, configuration, layout=layout, prefix=prefix, anew=anew)()
+
+
+def begin_stack(
+    supervisor: Supervisor,
+    configuration: Configuration,
+    *,
+    layout: CoreLayout | None = None,
+    prefix: str = "",
+    anew: bool = False,
+) -> Callable[[], Stack]:
+    """Begin to start what `start_stack` starts; returns what waits until it has been started. What
+    has no threads yet, such as those of a spinner, can fork: that is quicker."""
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
     waits = [] if configuration.given("coordinator.recovery_s") else ["--coordinator.recovery_s=0"]
@@ -86,14 +101,18 @@ def start_stack(
         settings = with_room_for_draft(configuration) if role == "target" else configuration
         commands[f"{prefix}{role} worker"] = worker_arguments(settings, role, TOLD, layout)
     started = begin_workers(supervisor, configuration.settings, commands)
-    address = supervisor.start_coordinator(
+    coordinator = supervisor.begin_coordinator(
         layout.coordinator.cores, f"{prefix}coordinator", flags=flags
     )
-    coordinator = supervisor.children[-1]
-    workers = started()
-    for worker in workers.values():
-        supervisor.tell(worker, address)
-    return Stack(address, configuration, coordinator, tuple(workers.values()))
+
+    def finish() -> Stack:
+        address = supervisor.await_address(coordinator)
+        workers = started()
+        for worker in workers.values():
+            supervisor.tell(worker, address)
+        return Stack(address, configuration, coordinator, tuple(workers.values()))
+
+    return finish
 
 
 def begin_workers(
@@ -103,7 +122,7 @@ def begin_workers(
     imports take the longest. Returns what waits until they are there. Two that have models are
     forked from one process that imports for both."""
     if processes_of(settings) == ROLES and settings.draft.kind != "ngram":
-        nursery = supervisor.start_nursery(IMPORTED)
+        nursery = supervisor.start_nursery(imported_by(settings.draft))
         return lambda: supervisor.start_forked(nursery, commands)
     children = {
         name: supervisor.start(name, arguments, asks=True) for name, arguments in commands.items()
@@ -163,7 +182,7 @@ def wait_until_ready(
             if not sys.stderr.isatty():
                 intervals.tell(state.loading)
             supervisor.check()
-            time.sleep(POLL_S)
+            time.sleep(LOADING_POLL_S)
 
 
 def coordinator_arguments(configuration: Configuration) -> list[str]:

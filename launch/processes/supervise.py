@@ -26,7 +26,7 @@ from typing import IO, NoReturn
 
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import nursery, warden
-from dovetail.launch.processes.forked import Forked, Talk
+from dovetail.launch.processes.forked import Process, Talk, run_module
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.memory import Kills, count_kills, why_killed
 
@@ -46,7 +46,6 @@ WHO_KILLED = (
     "not, somebody sent the signal"
 )
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-Process = subprocess.Popen[bytes] | Forked
 
 
 @dataclass(frozen=True)
@@ -195,8 +194,11 @@ class Supervisor:
         which then ends everything in order. The kernel ends a child with the thread that started
         it, so this must be the main thread.
         """
-        return self.start_command(
-            name, [sys.executable, "-P", "-m", module, *arguments], reads=reads, asks=asks
+        return self._own(
+            name,
+            lambda log: run_module(
+                module, arguments, log, reads=reads, stdin=subprocess.PIPE if asks else None
+            ),
         )
 
     def start_command(
@@ -218,17 +220,9 @@ class Supervisor:
     def start_nursery(self, modules: Sequence[str]) -> tuple[Child, Talk]:
         """Start a process that imports modules, and can be forked then."""
         talk = self._talks.enter_context(contextlib.closing(Talk()))
-        command = [sys.executable, "-P", "-m", nursery.__name__, *modules]
         child = self._own(
             "process that workers are forked from",
-            lambda log: subprocess.Popen(
-                [*command, f"--parent={os.getpid()}"],
-                env={**os.environ, **dict.fromkeys(nursery.THREAD_VARIABLES, "1")},
-                stdin=talk.theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                start_new_session=True,
-            ),
+            lambda log: run_module(nursery.__name__, modules, log, stdin=talk.theirs.fileno()),
         )
         return child, talk
 
@@ -276,16 +270,24 @@ class Supervisor:
     ) -> str:
         """Start a coordinator of our own on a private ipc address, and return the address. `flags`:
         settings of its section but for the address and keys."""
-        return self.start_hub(
-            name, ["coordinator", *flags, "--listen=ipc", f"--cores={format_numbers(cores)}"]
-        )
+        return self.await_address(self.begin_coordinator(cores, name, flags=flags))
+
+    def begin_coordinator(
+        self, cores: Sequence[int], name: str, *, flags: Sequence[str] = ()
+    ) -> Child:
+        """Begin to start a coordinator, as `start_coordinator` does."""
+        where = ["--listen=ipc", f"--cores={format_numbers(cores)}"]
+        return self.start(name, ["coordinator", *flags, *where], reads=True)
 
     def start_hub(
         self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli"
     ) -> str:
         """Start a process that listens at a private ipc address and says on stdout at which, once
         it does."""
-        child = self.start(name, arguments, module=module, reads=True)
+        return self.await_address(self.start(name, arguments, module=module, reads=True))
+
+    def await_address(self, child: Child) -> str:
+        """Wait until a process says on stdout where it listens."""
         assert child.process.stdout is not None
         address = child.process.stdout.readline().decode().strip()
         if not address:

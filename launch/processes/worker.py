@@ -5,9 +5,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,7 +30,7 @@ from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.settings import TargetSettings
+from dovetail.protocol.settings import HEAD_KINDS, DraftSettings, TargetSettings
 
 if TYPE_CHECKING:
     from dovetail.workers.serving.registration import Worker
@@ -44,22 +45,31 @@ connect at first, or is tried again: a handshake takes three and a half round tr
 
 TOLD = "-"
 """The address of a worker that is told it on standard input."""
+LEAN = "dovetail.workers.models.imports.lean_torch"
+"""The module that a worker imports torch by."""
 IMPORTED = (
+    LEAN,
     "dovetail.launch.commands.worker",
     "dovetail.workers.loop",
+    "dovetail.workers.serving.loading",
     "dovetail.workers.serving.open_target",
     "dovetail.workers.drafters.registry",
-    "dovetail.workers.drafters.head",
     "dovetail.workers.drafters.model",
 )
 """Modules that workers with a model import."""
+IMPORTED_BY_HEADS = "dovetail.workers.drafters.head"
+
+
+def imported_by(draft: DraftSettings) -> Sequence[str]:
+    """Return the modules that a target worker and a draft worker of these settings import."""
+    return (*IMPORTED, *((IMPORTED_BY_HEADS,) if draft.kind in HEAD_KINDS else ()))
 
 
 def await_address(configuration: Configuration, role: Role) -> str:
     """Return the line of standard input that says where the coordinator is; what a worker imports
     is imported before it is read, so that both begin at the same time."""
     if role != "draft" or configuration.settings.draft.kind != "ngram":
-        import_at_once(["dovetail.workers.loop", "dovetail.workers.models.loading"])
+        import_at_once([LEAN, "dovetail.workers.loop", "dovetail.workers.models.loading"])
     address = sys.stdin.readline().strip()
     if not address:  # whoever started us ends
         sys.exit(0)
@@ -180,7 +190,8 @@ class WorkerProcess:
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
         """Open the worker of each part, while the coordinator hears how far its model is."""
-        from dovetail.workers.progress import hearing_loads  # torch comes in here, after binding
+        import_module(LEAN)  # torch comes in here, after binding
+        from dovetail.workers.progress import hearing_loads
         from dovetail.workers.serving.loading import Telling
 
         first, *others = links

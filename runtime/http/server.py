@@ -6,7 +6,6 @@ second, so that the token path knows nothing of it. The only door to `uvicorn`.
 """
 
 import asyncio
-import errno
 import json
 import logging
 import signal
@@ -17,30 +16,19 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from dovetail.protocol.errors import UserError
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.guard import UNREAD, App
+from dovetail.runtime.http.listening import BACKLOG
 
 log = logging.getLogger("dovetail.http")
 
 LOOK_EVERY_S = 1.0
 MAX_HEAD_BYTES = 64 << 10
 KEEP_ALIVE_S = 30
-BACKLOG = 4096
-SEND_BUFFER_BYTES = 64 << 10
-"""Bytes that the kernel keeps for a client that does not read: enough for a stream of tokens, and
-little for thousands of connections."""
 GRACE_S = 5.0
 """After a signal, requests that run have so long to end."""
 LAST_WORDS_S = 2.0
 """Then they are told, and have so long to hear it."""
-FIRST_FREE_PORT = 1024
-"""Ports below it are the administrator's."""
-OWN_ADDRESS = (
-    "set --http.host to 127.0.0.1 for clients on this machine, or to 0.0.0.0 for those on others "
-    "too"
-)
-OTHER_PORT = "choose another port with --http.port (0: any free one)"
 
 
 class Connections:
@@ -179,49 +167,6 @@ class PatientProtocol(HttpToolsProtocol):
         """Return whether the rest of a request is all that this connection waits for; the next one
         may take its time while one is answered."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; `UserError` if it cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"http.host = {host!r} is neither an address nor a name that is known here ({why}): "
-            f"{OWN_ADDRESS}"
-        ) from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise UserError(refusal(host, port, error)) from None
-    return listener
-
-
-def refusal(host: str, port: int, error: OSError) -> str:
-    """Return why nobody can listen at an address, and what to do, in one sentence."""
-    match error.errno:
-        case errno.EADDRNOTAVAIL:
-            return f"http.host = {host!r} is not an address of this machine: {OWN_ADDRESS}"
-        case errno.EACCES if port < FIRST_FREE_PORT:
-            return (
-                f"http.port = {port} is below {FIRST_FREE_PORT}, which this user may not listen "
-                f"at: choose a port from {FIRST_FREE_PORT} on with --http.port"
-            )
-        case errno.EADDRINUSE:
-            return f"{host} port {port} is in use: stop the process that has it, or {OTHER_PORT}"
-        case _:
-            return (
-                f"cannot listen at {host} port {port} ({error.strerror}): {OWN_ADDRESS}, or "
-                f"{OTHER_PORT}"
-            )
 
 
 async def serve(

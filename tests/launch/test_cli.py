@@ -81,6 +81,28 @@ def test_help_imports_neither_pydantic_nor_torch() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["generate", "chat", "serve"])
+def test_a_command_that_starts_workers_imports_few_libraries(name: str) -> None:
+    """What it imports is waited for before torch is; what is not here has to be worth that."""
+    program = (
+        f"import sys; from dovetail.launch.commands import {name}; "
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
+    others = {
+        name
+        for name in {*done.stdout.split()} - sys.stdlib_module_names
+        if not name.startswith(("_", "cython"))
+    }
+    assert others <= {
+        *("annotated_types", "click", "dovetail", "jinja2", "markupsafe", "msgpack", "psutil"),
+        *("pydantic", "pydantic_core", "tokenizers", "typing_extensions", "typing_inspection"),
+        "zmq",
+    }
+
+
 def test_every_command_has_help_without_torch() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", HELP_OF_ALL], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -102,12 +102,12 @@ def write_prompts(path: Path, *prompts: tuple[str, list[str]]) -> str:
     return str(path)
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a supervisor of this number has started."""
+def left_of(temporary: Path) -> list[int]:
+    """The processes that run with this folder for temporary files."""
     return [
         process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if f"--parent={pid}" in (process.info["cmdline"] or ())
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("TMPDIR") == str(temporary)
     ]
 
 
@@ -865,7 +865,7 @@ def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind
     assert sum("int8-per-tensor is not lossless" in line for line in notes.splitlines()) == 1
     assert list(json.loads(output)) == RESULT_FIELDS
     assert [*(tmp_path / "tmp").glob("dovetail*")] == []
-    assert not children_of(process.pid)
+    assert left_of((tmp_path / "tmp").readlink()) == []
 
 
 def test_interrupting_the_start_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
@@ -877,4 +877,4 @@ def test_interrupting_the_start_leaves_nothing_behind(start: Start, tmp_path: Pa
     process.communicate()
     assert process.returncode == 130
     assert [*(tmp_path / "tmp").glob("dovetail*")] == []
-    assert not children_of(process.pid)
+    assert left_of((tmp_path / "tmp").readlink()) == []

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from dovetail.launch.cli import run
-from dovetail.launch.commands.http import is_here_only, read_keys, shown, url_of
+from dovetail.launch.commands.http import shown, url_of
+from dovetail.launch.settings.http_keys import is_here_only, read_keys
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import HttpSettings
 from support.web import backend

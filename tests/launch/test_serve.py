@@ -27,7 +27,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
-from dovetail.runtime.http.server import refusal
+from dovetail.runtime.http.listening import refusal
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]

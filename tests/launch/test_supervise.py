@@ -72,6 +72,27 @@ with Supervisor() as supervisor:
     signal.pause()
 """,
 )
+FORKING = (*PARENT[:-1], f"import sys; sys.argv[0] = 'dovetail'{PARENT[-1]}")
+"""The same as a command of ours, which forks what it starts."""
+FORKED = """
+import sys, threading
+import psutil
+from dovetail.launch.processes.supervise import Supervisor
+sys.argv[0] = "dovetail"
+waiting = ["worker", "--role=draft", "--draft.kind=ngram", "--connect=-"]
+with Supervisor() as supervisor:
+    forked = supervisor.start("worker", waiting, asks=True)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    other = supervisor.start("other worker", waiting, asks=True)
+    for child in (forked, other):
+        print(psutil.Process(child.process.pid).cmdline() == psutil.Process().cmdline())
+        supervisor.tell(child, "")
+        print(child.process.wait(), child.last_words())
+with Supervisor() as supervisor:
+    child = supervisor.start("wrong worker", ["worker", "--role=draft", "--draft.kind=odd"])
+    print(child.process.wait(), "'odd'" in child.last_words()[-1])
+print("left")
+"""
 WAITING = ("worker", "--role=draft", "--draft.kind=ngram", "--connect=-")
 """The command of a worker that waits for a line on its stdin."""
 CORES = (min(os.sched_getaffinity(0)),)
@@ -154,6 +175,7 @@ def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch)
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("command", [PARENT, FORKING])
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -164,10 +186,10 @@ def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_no_child_outlives_a_supervisor_that_a_signal_ends(
-    start: Start, tmp_path: Path, number: signal.Signals, code: int
+    start: Start, tmp_path: Path, number: signal.Signals, code: int, command: tuple[str, ...]
 ) -> None:
     """SIGKILL too: the kernel tells the children, and they clean up after themselves."""
-    parent = start(command=PARENT)
+    parent = start(command=command)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
@@ -204,6 +226,14 @@ def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(
         child.kill()
     assert not alive
     assert not Path(address.removeprefix("ipc://")).parent.exists()
+
+
+def test_a_command_forks_what_it_starts_unless_it_has_threads_and_what_is_forked_ends_alone(
+    start: Start,
+) -> None:
+    parent = start(command=(sys.executable, "-P", "-c", FORKED))
+    said, words = parent.communicate()
+    assert said.splitlines() == ["True", "0 []", "False", "0 []", "2 True", "left"], words
 
 
 def test_what_is_forked_is_a_child_of_its_own_as_one_that_was_started() -> None:

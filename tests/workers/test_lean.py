@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.workers.models.lean import COMPILER, UNUSED, lean, replaced
+from dovetail.workers.models.imports.lean import COMPILER, UNUSED, lean
+from dovetail.workers.models.imports.stand_ins import replaced
 
 LOADED = """
 import json, sys
@@ -24,7 +25,7 @@ print(json.dumps([*sys.modules]))
 """  # noqa: E501
 ASKING = """
 import sys
-from dovetail.workers.models.lean import lean
+from dovetail.workers.models.imports.lean import lean
 import torch
 
 with lean():
@@ -51,6 +52,44 @@ assert double(torch.ones(2)).tolist() == [2.0, 2.0] and counters["frames"]["ok"]
 """
 
 
+LEAN = """
+import sys
+import dovetail.workers.models.imports.lean_torch as lean
+from dovetail.workers.models.imports.stand_ins import StandIn
+import torch
+from torch import distributions, export
+
+assert all(isinstance(sys.modules[name], StandIn) for name in lean.LEFT_OUT)
+assert export is torch.export is sys.modules["torch.export"]
+assert torch.rand(3, generator=torch.Generator().manual_seed(1)).shape == (3,)
+assert torch.nn.Linear(3, 2, device="meta")(torch.empty(1, 3, device="meta")).shape == (1, 2)
+assert all(isinstance(sys.modules[name], StandIn) for name in lean.LEFT_OUT)
+
+import torch._refs.special as asked
+assert asked.bessel_j0
+assert not any(isinstance(module, StandIn) for module in [*sys.modules.values()])
+assert distributions.Normal(0.0, 1.0).mean == 0.0
+assert torch.cond(torch.tensor(True), torch.neg, torch.abs, (torch.ones(1),)).tolist() == [-1.0]
+assert torch.utils.data.DataLoader is not None
+lean.import_whole()
+"""
+FORKED_FROM = """
+import json, sys
+from importlib import import_module
+from dovetail.launch.processes.worker import imported_by
+from dovetail.protocol.settings import DraftSettings
+for module in imported_by(DraftSettings()):
+    import_module(module)
+print(json.dumps([*sys.modules]))
+"""
+NOT_FORKED = {
+    *("transformers", "sympy", "huggingface_hub", "torch._dynamo", "torch._export"),
+    *("dovetail.workers.heads.kind", "dovetail.workers.training", "dovetail.workers.unified"),
+}
+"""Modules that take long to import, and that a pair of models whose proofs are remembered does
+without."""
+
+
 def python(program: str, *arguments: str) -> str:
     """Run a program in a process of its own; return what it prints."""
     command = [sys.executable, "-P", "-W", "ignore", "-c", program, *arguments]
@@ -66,6 +105,16 @@ def test_what_is_installed_for_something_else_is_not_loaded_by_a_worker() -> Non
     assert "transformers" in loaded
     assert loaded.isdisjoint({*UNUSED, "sklearn", "hypothesis", "pytest", "openai", "fastapi"})
     assert loaded.isdisjoint({COMPILER, "torch.distributed.tensor"})
+
+
+def test_what_is_left_out_of_torch_is_there_for_whoever_asks_for_it() -> None:
+    python(LEAN)
+
+
+def test_workers_are_forked_from_a_process_that_imports_only_what_they_need() -> None:
+    loaded = set(json.loads(python(FORKED_FROM)))
+    assert loaded >= {"torch", "dovetail.workers.models.remembered.recall"}
+    assert loaded.isdisjoint(NOT_FORKED)
 
 
 @pytest.mark.slow

@@ -11,14 +11,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.heads.config import MisfitError, read_config
-from dovetail.workers.heads.kind import HeadKind
 from dovetail.workers.heads.parts import HeadCheckpoint
 from dovetail.workers.heads.registry import kind_of_head, kind_of_tensors, titles
 from dovetail.workers.heads.rope import frequencies
@@ -36,6 +35,9 @@ from dovetail.workers.models.checkpoints.checkpoint import open_weights, stored_
 from dovetail.workers.models.checkpoints.files import read_json, unreadable
 from dovetail.workers.models.checkpoints.hub import HUB_FILES, PICKLED_FILES, find_folder
 from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES
+
+if TYPE_CHECKING:
+    from dovetail.workers.heads.kind import HeadKind
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -273,7 +275,7 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
     )
 
 
-def _names(kind: HeadKind, names: Iterable[str]) -> dict[str, str]:
+def _names(kind: "HeadKind", names: Iterable[str]) -> dict[str, str]:
     """Return for each tensor's name as its kind knows it the one in the checkpoint; two that mean
     the same are refused."""
     found: dict[str, str] = {}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.heads.config import HeadConfig, MisfitError, RotaryConfig
-from dovetail.workers.models import lean
+from dovetail.workers.models.imports import lean
 
 THETA = 10000.0
 """The base of a configuration that names none: that of the EAGLE family's code."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dovetail.workers.models import lean
 from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.imports import lean
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.timing import timing
 from dovetail.workers.progress import beat

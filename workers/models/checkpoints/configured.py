@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models import attention, lean
+from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.architecture import (
     REMEDY,
     bidirectional,
@@ -27,6 +27,7 @@ from dovetail.workers.models.checkpoints.composite import is_composite, text_par
 from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
+from dovetail.workers.models.imports import lean
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
 

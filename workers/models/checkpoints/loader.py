@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models import attention, lean
+from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
 from dovetail.workers.models.checkpoints.configured import (
@@ -33,6 +33,7 @@ from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
 from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, Unread, leave_unread
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
+from dovetail.workers.models.imports import lean
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
 from dovetail.workers.progress import loading
 

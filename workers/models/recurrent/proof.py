@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.workers.models import lean
 from dovetail.workers.models.checkpoints.configured import quiet
+from dovetail.workers.models.imports import lean
 from dovetail.workers.models.parity.following import Call, first_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,52 @@
+"""The keys that clients of the HTTP API may send, read from a file that nobody else can read."""
+
+import socket
+import stat
+from pathlib import Path
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.files import decode
+from dovetail.protocol.settings import HttpSettings
+from dovetail.runtime.http.guard import is_loopback
+
+SHORTEST_KEY = 16
+
+
+def read_keys(settings: HttpSettings) -> tuple[str, ...]:
+    """The keys that clients may send; `SettingsError` if they are needed and missing, or if others
+    can read them."""
+    if not settings.api_key_file:
+        if not is_here_only(settings.host):
+            text = (
+                f"http.host = {settings.host!r} is open to other machines, which needs a "
+                "key: write one into a file and name it with --http.api_key_file"
+            )
+            raise SettingsError(text)
+        return ()
+    path = Path(settings.api_key_file).expanduser()
+    try:
+        mode, text = path.stat().st_mode, decode(path.read_bytes(), f"http.api_key_file {path}")
+    except OSError as error:
+        raise SettingsError(f"http.api_key_file {path} cannot be read: {error.strerror}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SettingsError(f"http.api_key_file {path} can be read by others: chmod 600 {path}")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or min(map(len, keys)) < SHORTEST_KEY or not all(key.isascii() for key in keys):
+        raise SettingsError(
+            f"http.api_key_file {path} holds no key of at least {SHORTEST_KEY} ASCII "
+            "characters a line: write one, such as `openssl rand -hex 32`"
+        )
+    return keys
+
+
+def is_here_only(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    try:
+        return all(
+            is_loopback(str(address[4][0]))
+            for address in socket.getaddrinfo(
+                host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        )
+    except (OSError, UnicodeError):
+        return True  # it is no address: `listen` says so

@@ -1,0 +1,61 @@
+"""The socket that the HTTP API listens at, and why it cannot be had; knows nothing of servers."""
+
+import errno
+import socket
+
+from dovetail.protocol.errors import UserError
+
+BACKLOG = 4096
+SEND_BUFFER_BYTES = 64 << 10
+"""Bytes that the kernel keeps for a client that does not read: enough for a stream of tokens, and
+little for thousands of connections."""
+FIRST_FREE_PORT = 1024
+"""Ports below it are the administrator's."""
+OWN_ADDRESS = (
+    "set --http.host to 127.0.0.1 for clients on this machine, or to 0.0.0.0 for those on others "
+    "too"
+)
+OTHER_PORT = "choose another port with --http.port (0: any free one)"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; `UserError` if it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"http.host = {host!r} is neither an address nor a name that is known here ({why}): "
+            f"{OWN_ADDRESS}"
+        ) from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(refusal(host, port, error)) from None
+    return listener
+
+
+def refusal(host: str, port: int, error: OSError) -> str:
+    """Return why nobody can listen at an address, and what to do, in one sentence."""
+    match error.errno:
+        case errno.EADDRNOTAVAIL:
+            return f"http.host = {host!r} is not an address of this machine: {OWN_ADDRESS}"
+        case errno.EACCES if port < FIRST_FREE_PORT:
+            return (
+                f"http.port = {port} is below {FIRST_FREE_PORT}, which this user may not listen "
+                f"at: choose a port from {FIRST_FREE_PORT} on with --http.port"
+            )
+        case errno.EADDRINUSE:
+            return f"{host} port {port} is in use: stop the process that has it, or {OTHER_PORT}"
+        case _:
+            return (
+                f"cannot listen at {host} port {port} ({error.strerror}): {OWN_ADDRESS}, or "
+                f"{OTHER_PORT}"
+            )

@@ -1,0 +1,1 @@
+"""A large library is imported here without what no worker needs."""

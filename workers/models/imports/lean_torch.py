@@ -1,0 +1,79 @@
+"""torch without what it imports for its compilers and no worker needs: whoever imports this before
+torch has it in half of the time.
+
+Decompositions, reference implementations, shapes of operations and operations of higher order are
+there for tracing, and the others for training. Whoever needs one of them imports it as ever;
+transformers is given all of them. Where torch has been imported already nothing is left out.
+"""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from dovetail.workers.models.imports.stand_ins import Room, StandIn, make_room
+
+FIRST = "torch._meta_registrations"
+"""Imports the other parts of what is there for tracing in an order in which they can be."""
+HIGHER = "torch._higher_order_ops"
+
+
+def cond(*arguments: Any) -> Any:
+    """Call `torch.cond`."""
+    make_room()
+    return import_module(HIGHER).cond(*arguments)
+
+
+def while_loop(*arguments: Any) -> Any:
+    """Call `torch.while_loop`."""
+    make_room()
+    return import_module(HIGHER).while_loop(*arguments)
+
+
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    FIRST: {},
+    "torch._decomp": {},
+    HIGHER: {"cond": cond, "while_loop": while_loop},
+    f"{HIGHER}.invoke_subgraph": {"NestedCompileRegionOptions": object},
+    "torch._prims": {},
+    "torch._refs": {},
+    "torch.distributions": {},
+    "torch.export": {},
+    "torch.masked": {},
+    "torch.quantization": {},
+    "torch.utils.data": {},
+}
+"""Modules, with the members that torch imports of them; it calls none of these."""
+
+
+def import_lean() -> None:
+    """Import torch, and leave stand-ins in the place of what is left out."""
+    if "torch" in sys.modules:
+        return
+    stand_ins = {name: StandIn(name, __path__=[], **own) for name, own in LEFT_OUT.items()}
+    sys.modules.update(stand_ins)
+    sys.meta_path.insert(0, Room())
+    import_module("torch")
+    _complete_generators()
+    for name, module in stand_ins.items():
+        parent, _, own = name.rpartition(".")
+        if sys.modules.get(name) is module:
+            module.first = FIRST
+            setattr(sys.modules[parent], own, module)
+
+
+def _complete_generators() -> None:
+    """Do what generators of random numbers need and `torch._prims.rng_prims` does, since torch
+    2.13."""
+    core = sys.modules["torch._C"]
+    if hasattr(core, "_set_generator_metaclass"):
+        core._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
+
+
+def import_whole() -> None:
+    """Import what was left out."""
+    make_room()
+    for name in LEFT_OUT:
+        import_module(name)
+
+
+import_lean()
