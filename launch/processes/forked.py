@@ -14,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -106,8 +107,10 @@ def _fork(
     our_out, their_out = os.pipe() if reads else (-1, null)
     sys.stdout.flush()
     sys.stderr.flush()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if not (pid := os.fork()):
-        _become(module, arguments, (their_in, their_out, stderr.fileno()))
+        _become(module, arguments, (their_in, their_out, stderr.fileno()), blocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for descriptor in {null, *([their_in] if asks else []), their_out}:
         os.close(descriptor)
     return Forked(
@@ -117,20 +120,26 @@ def _fork(
     )
 
 
-def _become(module: str, arguments: Sequence[str], streams: Sequence[int]) -> NoReturn:
-    """Run a module with these standard streams, as a process that has just begun; nothing of the
-    one that we were is unwound."""
+def _become(
+    module: str, arguments: Sequence[str], streams: Sequence[int], blocked: AbstractSet[int]
+) -> NoReturn:
+    """Run a module with these standard streams and blocked signals, as a process that has just
+    begun; nothing of the one that we were is unwound."""
     code: object = 1
     try:
         os.setsid()
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                first = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, first)
+        for heeded in signal.valid_signals():
+            if callable(signal.getsignal(heeded)):
+                first = signal.default_int_handler if heeded == signal.SIGINT else signal.SIG_DFL
+                signal.signal(heeded, first)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         gc.freeze()
         for number, descriptor in enumerate([os.dup(one) for one in streams]):
             os.dup2(descriptor, number)
-        os.closerange(len(streams), os.sysconf("SC_OPEN_MAX"))
+        for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+            if descriptor >= len(streams):
+                with suppress(OSError):  # that of the folder itself
+                    os.close(descriptor)
         logging.root.handlers.clear()
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - until we end
         sys.argv = [PROGRAMS[0], *arguments]
