@@ -1,6 +1,7 @@
 """Our products for a GPU, computed by the CPU statement by statement: a row has the bytes that the
 C++ kernels give it, alone and beside others. And compiled for every GPU that they are for."""
 
+import json
 import stat
 from collections.abc import Iterator, Sequence
 from ctypes import CDLL, c_int64
@@ -17,7 +18,7 @@ from dovetail.workers.devices.nvidia import driver as nvidia_driver
 from dovetail.workers.devices.nvidia.driver import DriverError, Functions, load_functions
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import Lying, Matrix
-from dovetail.workers.models.backends.device import attention
+from dovetail.workers.models.backends.device import choice, trial
 from dovetail.workers.models.backends.device.choice import CONTESTS, STORED, TIMED_ROWS, Products
 from dovetail.workers.models.backends.device.own import SOURCE, own_codes, own_matrix
 from dovetail.workers.models.substitutes import coded
@@ -28,18 +29,11 @@ from support.kernels import needs_kernels
 ARCHITECTURES = (61, 75, 86, 89, 120)
 """GTX 10xx and P40; GTX 16xx, RTX 20xx and T4; RTX 30xx; RTX 40xx; RTX 50xx."""
 ROWS = (1, 3, 4, 5, 16, 17, 33, 70)
+BITS, CODE_SHAPES = (8, 4, 3, 2), ((40, 100), (17, 1100))
 SHAPES = ((37, 130), (100, 33), (16, 3))
 CPU = torch.device("cpu")
 COMPILER = nvrtc.find("")
 needs_compiler = pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
-
-
-@pytest.fixture(params=["forwards", "backwards"])
-def in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of a block go on to the next barrier in the order of their numbers, or in the
-    other one."""
-    if request.param == "backwards":
-        monkeypatch.setenv("DT_BACKWARDS", "1")
 
 
 def packed(kind: Kind, n: int, k: int, *, bias: bool = True) -> PackedMatrix:
@@ -66,7 +60,6 @@ def inputs(rows: int, k: int) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.usefixtures("in_any_order")
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_bytes_that_the_kernels_give_it(kind: Kind, shape: tuple[int, int]) -> None:
@@ -80,9 +73,8 @@ def test_a_row_has_the_bytes_that_the_kernels_give_it(kind: Kind, shape: tuple[i
 
 
 @needs_kernels
-@pytest.mark.usefixtures("in_any_order")
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-@pytest.mark.parametrize("shape", [(40, 100), (17, 1100)])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shape", CODE_SHAPES)
 def test_a_row_over_codes_has_the_bytes_that_the_kernels_give_it(
     bits: int, shape: tuple[int, int]
 ) -> None:
@@ -93,6 +85,22 @@ def test_a_row_over_codes_has_the_bytes_that_the_kernels_give_it(
         whole = matrix.linear(x)
         for rows in (1, 3, 8, 9, 20):
             assert own(x[:rows]).numpy().tobytes() == whole[:rows].numpy().tobytes(), rows
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [4, 33])
+def test_the_threads_of_a_block_may_go_on_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """A barrier that is missing would show in one of two orders."""
+    monkeypatch.setenv("DT_BACKWARDS", "1")
+    for kind in STORED:
+        matrix, x = packed(kind, *SHAPES[0]), inputs(rows, SHAPES[0][1])
+        assert torch.equal(own_matrix(emulated(SOURCE), *lying(matrix))(x), matrix.linear(x))
+    for bits in BITS:
+        codes = coded.pack_codes([coded._random(bits, CODE_SHAPES[1], 5)], [None])
+        x = inputs(rows, CODE_SHAPES[1][1])
+        assert torch.equal(own_codes(emulated(SOURCE), codes, bits, CPU)(x), codes.linear(x))
 
 
 @needs_kernels
@@ -171,6 +179,9 @@ def test_without_a_compiler_torch_multiplies_and_it_is_said_why() -> None:
     )
 
 
+TRIED = "dovetail.workers.models.backends.device.choice.tried"
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("measured", "chosen"),
@@ -181,31 +192,40 @@ def test_without_a_compiler_torch_multiplies_and_it_is_said_why() -> None:
     ],
 )
 def test_the_product_that_was_measured_to_be_faster_is_used_at_every_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Sequence[object], chosen: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: object, chosen: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        "dovetail.workers.models.backends.device.choice._measured", lambda *_: measured
-    )
-    for _ in range(2):
+    monkeypatch.setattr(TRIED, lambda *_: json.dumps(measured).encode())
+    for _ in range(2):  # the second time nothing is tried
         products = Products(CPU, lambda source: Timed(emulated(source)._library))
         assert (products.owner(CONTESTS[Kind.INT8]) is not None) is chosen
         assert "0.1, 0.1" in products.said[Kind.INT8]
-        if not isinstance(measured[1], str):  # else torch may be able to another time
-            monkeypatch.setattr("dovetail.workers.models.backends.device.choice._measured", None)
+        monkeypatch.setattr(TRIED, None)
 
 
 @needs_kernels
-def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a trial does in its process."""
     for room in ("backends.device.choice", "backends.device.attention", "substitutes.coded"):
         monkeypatch.setattr(f"dovetail.workers.models.{room}.TIMED_SHAPE", (64, 128))
     monkeypatch.setattr("dovetail.workers.models.backends.device.choice.TIMED_BYTES", 1)
-    products = Products(CPU, lambda source: Timed(emulated(source)._library))
     monkeypatch.setattr("dovetail.workers.models.backends.device.attention.TIMED_SLOTS", 100)
-    for contest in (CONTESTS[Kind.FP16], CONTESTS[Kind.INT8], coded.CONTESTS[4], attention.CONTEST):
-        products.owner(contest)
-        assert f"for {', '.join(map(str, TIMED_ROWS))} rows, torch" in products.said[contest.kind]
+    monkeypatch.setattr(choice, "products_on", lambda device: Products(device, emulated))
+    for name in ("fp16", "int8", "codes4", "attention"):
+        ours, torchs = json.loads(trial.main("cpu", name))
+        assert len(ours) == len(torchs) == len(TIMED_ROWS)
+        assert min(*ours, *torchs) > 0
+
+
+def test_a_trial_that_fails_leaves_torchs_product_and_says_why() -> None:
+    """A real one: there are no functions for the CPU."""
+    products = Products(CPU, lambda source: Timed(emulated(source)._library))
+    assert products.owner(CONTESTS[Kind.BF16]) is None
+    assert products.said[Kind.BF16] == (
+        "cpu: torch's product multiplies bf16 weights: dovetail's own is not proved here: its "
+        "trial ended with code 1: dovetail compiles functions of its own for NVIDIA's GPUs alone, "
+        "not for cpu"
+    )
 
 
 @needs_kernels
@@ -273,6 +293,7 @@ def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
     assert isinstance(functions, Functions)
     with pytest.raises(DriverError, match="named symbol not found"):
         functions.launch("nothing", (1, 1), 32, ())
+    functions.timed = False  # it is not tried in another process, which has another driver
     driver.refuse(1)
     products = Products(CPU, lambda _: functions)
     assert products.owner(CONTESTS[Kind.FP16]) is None

@@ -167,10 +167,17 @@ class _TorchReady:
     def at(self, memory: Tensor) -> Run:
         """Each matrix is laid out when it is due, if it has to be, so that no more than one is
         there twice."""
-        lay_out, matrices = self._engine.lay_out, self._blob.matrices
-        return lambda rows, states: self._layer.run(
-            rows, states, lambda name, x: product(lay_out(matrices[name], memory), x)
-        )
+        own: dict[str, OwnMatrix] = {}
+
+        def multiply(name: str, x: Tensor) -> Tensor:
+            if name in own:
+                return own[name](x)
+            matrix = self._engine.lay_out(self._blob.matrices[name], memory)
+            if isinstance(matrix, OwnMatrix):
+                own[name] = matrix
+            return product(matrix, x)
+
+        return lambda rows, states: self._layer.run(rows, states, multiply)
 
     def settled(self, memory: Tensor) -> Run:
         lay_out = self._engine.lay_out

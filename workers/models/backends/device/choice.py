@@ -3,8 +3,9 @@ and attention.
 
 Ours are used where they are proved right on that device and measured to be no slower: a small
 product has to give the bytes that the kernels give on the CPU, for any number of rows, and products
-of 1, 4 and 16 rows may together take no longer than torch's. What was measured is kept beside the
-compiled functions, so that a later start chooses the same. Knows products, not models.
+of 1, 4 and 16 rows may together take no longer than torch's. Both is tried in a process of its own
+first (`trying.py`); what was measured is kept beside the compiled functions, so that a later start
+chooses the same, and every start proves them again. Knows products, not models.
 """
 
 import json
@@ -26,6 +27,7 @@ from dovetail.workers.kernels.coded import Coded
 from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
 from dovetail.workers.models.backends.device.own import SOURCE, OwnMatrix, own_matrix
 from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.backends.device.trying import tried
 
 Product = Callable[[Tensor], Tensor]
 """x [T, k] -> [T, n], both fp32."""
@@ -106,14 +108,18 @@ class Products:
         program = self.functions(contest.source)
         if isinstance(program, str):
             return False, program
+        if program.timed:
+            chosen, said = _faster(program, self.device, contest)
+            if not chosen:
+                return False, said
+        else:
+            said = "it is proved, and times mean nothing here"
         try:
             if wrong := contest.against(program, self.device):
                 return False, f"dovetail's own is not proved here: {wrong}"
-            if not program.timed:
-                return True, "it is proved, and times mean nothing here"
-            return _faster(program, self.device, contest)
         except RuntimeError as error:  # of torch or the driver: whoever needs a product has torch's
             return False, f"dovetail's own cannot be proved here: {_line(error)}"
+        return True, said
 
 
 @cache
@@ -131,19 +137,23 @@ def tell_products(device: torch.device, name: str) -> None:
 
 
 def _faster(program: Program, device: torch.device, contest: Contest) -> tuple[bool, str]:
-    """Return whether our product takes no longer than torch's, and what both take."""
-    name = f"{program.key}-{contest.name}.json"
-    known, rows = compiled.find(name), ", ".join(map(str, TIMED_ROWS))
-    ours, torchs = json.loads(known) if known else _measured(program, device, contest)
+    """Return whether our product takes no longer than torch's, and what both take, or why that is
+    not known."""
+    name, rows = f"{program.key}-{contest.name}.json", ", ".join(map(str, TIMED_ROWS))
+    if (known := compiled.find(name)) is None:
+        found = tried(str(device), contest.name)
+        if isinstance(found, str):
+            return False, f"dovetail's own is not proved here: {found}"
+        compiled.keep(name, found)
+        known = found
+    ours, torchs = json.loads(known)
     if isinstance(torchs, str):
         return True, f"{_words(ours)} ms for {rows} rows, and torch has none ({torchs})"
-    if not known:
-        compiled.keep(name, json.dumps([ours, torchs]).encode())
     said = f"{_words(ours)} ms for {rows} rows, torch's {_words(torchs)}"
     return sum(ours) <= sum(torchs), said
 
 
-def _measured(
+def measured(
     program: Program, device: torch.device, contest: Contest
 ) -> tuple[Sequence[float], Sequence[float] | str]:
     """Return the seconds of our product and of torch's for each of `TIMED_ROWS`; a sentence where

@@ -1,0 +1,36 @@
+"""A trial of functions of ours on a device, in a process of its own.
+
+`python -m dovetail.workers.models.backends.device.trial DEVICE NAME` proves and measures those of
+one name, and prints what it has measured as JSON; else it ends with the reason on stderr.
+`trying.py` runs it, once for a chip, a version of torch and a source; `choice.py` keeps what it
+says.
+"""
+
+import json
+import os
+import sys
+
+from dovetail.workers.devices import open_device
+from dovetail.workers.models.backends.device import attention, choice
+from dovetail.workers.models.substitutes import coded
+
+
+def main(device: str, name: str) -> str:
+    """Prove and measure the functions of a contest on a device; `SystemExit` with the reason where
+    they are not there or wrong."""
+    contests = (*choice.CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST)
+    contest = next(one for one in contests if one.name == name)
+    place = open_device(device, 1).torch_device
+    program = choice.products_on(place).functions(contest.source)
+    if isinstance(program, str):
+        raise SystemExit(program)
+    if wrong := contest.against(program, place):
+        raise SystemExit(wrong)
+    return json.dumps(choice.measured(program, place, contest))
+
+
+if __name__ == "__main__":
+    said = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not for who reads the result
+    with os.fdopen(said, "w", encoding="utf-8") as stdout:
+        stdout.write(main(*sys.argv[1:]))
