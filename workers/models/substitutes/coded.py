@@ -10,7 +10,6 @@ from torch import Tensor
 from dovetail.workers.devices import Program, kind_of
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix, groups_of
 from dovetail.workers.models.backends.device.choice import (
-    SHAPE,
     TIMED_SHAPE,
     Contest,
     Product,
@@ -22,6 +21,8 @@ from dovetail.workers.models.backends.device.own import SOURCE, own_codes
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import BITS, Codes
 
+SHAPE = (83, 1100)
+"""[out, in] of the proof: narrow at both ends, and more groups than a block has at a time."""
 TIMED_MATRICES = 4
 
 
