@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.draft_memory import (
+    head_loading_bytes,
+    substitute_loading_bytes,
+)
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
@@ -19,12 +23,10 @@ from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
     PROCESS_SPACE,
     Tensor,
-    head_loading_bytes,
     in_pieces,
     loading_bytes,
     read_tensors,
     rearranged,
-    substitute_loading_bytes,
     types_below,
 )
 

@@ -86,6 +86,9 @@ def _in_less(configuration: Configuration, folder: Path, own: str) -> tuple[Conf
     int8, int4 = (configuration.over("chosen", {"target.weights": name}) for name in ("int8", INT4))
     tensors = read_tensors(folder)
     whole = rearranged(tensors) and not in_pieces(folder)
+    if any(tensor.packed_bytes for tensor in tensors):
+        blocks = configuration.over("chosen", {"target.weights": FILE})
+        return blocks, f"{own} does not fit into memory, and these are the file's own blocks"
     able = INT4 in types_below("int8", tensors, library=whole or not on_kernels(folder))
     if not able or _fits(int8) or not _fits(int4):
         return int8, f"{own} does not fit into memory"

@@ -38,7 +38,7 @@ from dovetail.workers.models.backends.sizes import (
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.footprint import Tensor, read_tensors, sizes_in_blocks
-from dovetail.workers.models.checkpoints.gguf.view import FILE, blocks_kept
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.recurrent.sizes import traffic_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
     """Return the design of a config.json that lies in this folder. What layers weigh is asked of
     transformers, since families with experts, states or heads that differ name it in their own
     ways."""
-    tensors = read_tensors(folder) if blocks_kept(folder) else ()
+    tensors = read_tensors(folder)
+    tensors = tensors if any(tensor.packed_bytes for tensor in tensors) else []
     if config.get("model_type") in SAID:
         return Design(config, blocks=tensors)
     from dovetail.workers.calibration import subject  # torch comes in here

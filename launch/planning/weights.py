@@ -13,10 +13,11 @@ from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import (
     Tensor,
     half_of,
+    in_blocks,
     in_pieces,
     read_tensors,
 )
-from dovetail.workers.models.checkpoints.gguf.view import FILE, blocks_kept
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 LOSSES = {
     "fp32": "the checkpoint's function",
@@ -54,7 +55,7 @@ def planned_types(configuration: Configuration, folder: Path) -> list[str]:
     plain = [*(["half"] if half else []), "fp32", "int8"]
     if target.inflate:
         return plain
-    if blocks_kept(folder):
+    if in_blocks(folder):
         return [FILE, *plain]
     whole = count_experts(read_config(folder, "target model"))[0] > 1 and not in_pieces(folder)
     return plain if whole else [*plain, INT4]

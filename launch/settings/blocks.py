@@ -8,6 +8,7 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.footprint import in_blocks
 from dovetail.workers.models.checkpoints.gguf.view import blocks_kept, mix_of
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
@@ -22,8 +23,7 @@ EXACT, ROUNDED = "the checkpoint's exact weights", "weights rounded once more"
 def why_not_blocks(target: TargetSettings) -> str:
     """Return why a target in a GGUF file is not computed from its blocks; empty: it can be, or
     there are none."""
-    folder = Path(target.model)
-    if not blocks_kept(folder):
+    if not in_blocks(Path(target.model)):
         return ""
     if target.inflate:
         return "blocks cannot be inflated"
@@ -50,11 +50,15 @@ def blocks_in_words(target: TargetSettings) -> str:
         other = FUNCTIONS.get(weights, "another function")
         said = BLOCKS[target.activations] if weights == "file" else other
         less = why_not_blocks(target) or (LESS if blocks_kept(folder) else "")
+    elif in_blocks(folder):
+        mix = "experts in MXFP4"
+        exact = {"fp32": EXACT, "half": EXACT, "file": BLOCKS[target.activations]}
+        said, less = exact.get(weights, ROUNDED), why_not_blocks(target) or LESS
     elif (mix := _scheme_in(folder)) and weights != "half":  # which is refused
         said, less = EXACT if weights == "fp32" else ROUNDED, "--weights int8 takes a quarter"
     else:
         return ""
-    remedy = f"; {less}" if weights == "fp32" and less else ""
+    remedy = f"; {less}" if weights in ("fp32", "half") and less else ""
     return f"{folder.name} ({mix}) in {weights}, {said}{remedy}"
 
 

@@ -49,8 +49,10 @@ TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
-def load(folder: Path, weights: str = "fp32", backend: str = "kernels") -> LanguageModel:
-    return load_language_model(str(folder), weights=weights, device="cpu", backend=backend)
+def load(
+    folder: Path, weights: str = "fp32", backend: str = "kernels", **more: Any
+) -> LanguageModel:
+    return load_language_model(str(folder), weights=weights, device="cpu", backend=backend, **more)
 
 
 def tokens(count: int) -> list[int]:
@@ -298,12 +300,33 @@ def test_experts_in_mxfp4_are_what_transformers_reads_of_them(tmp_path: Path) ->
     assert torch.equal(found, read(load(tmp_path / "plain", "half"), tokens(20), 20))
 
 
-def test_a_block_whose_power_of_two_is_no_number_is_named(tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_computed_from_their_blocks(tmp_path: Path) -> None:
+    """They are packed one by one, and take what they take in the file."""
+    write_in_blocks(tmp_path / "m")
+    exact = read(load(tmp_path / "m"), tokens(20), 20)
+    assert torch.equal(
+        read(load(tmp_path / "m", "file", activations="fp32"), tokens(20), 20), exact
+    )
+    rounded = load(tmp_path / "m", "file")
+    found = read(rounded, tokens(20), 20)
+    moved = (found - exact).norm(dim=1) / exact.norm(dim=1)
+    assert 0 < float(moved.quantile(0.25)) < 0.2
+    assert torch.equal(read(rounded, tokens(20), 1), found)
+    tensors = read_tensors(tmp_path / "m")
+    numbers = sum(tensor.numbers for tensor in tensors if tensor.name.endswith("_blocks"))
+    saved = weights_bytes(tensors, "half") - weights_bytes(tensors, "file")
+    assert saved == pytest.approx(numbers * (2 - 17 / 32), rel=0.25)  # rows by 16
+    with pytest.raises(CheckpointError, match="are blocks already"):
+        load(tmp_path / "m", "int4")
+
+
+@pytest.mark.parametrize("weights", ["fp32", "file"])
+def test_a_block_whose_power_of_two_is_no_number_is_named(weights: str, tmp_path: Path) -> None:
     write_in_blocks(tmp_path / "m")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     rewrite(tmp_path / "m", lambda tensors: tensors[name].view(-1)[5:6].fill_(255))
     with pytest.raises(CheckpointError, match=f"no number in tensor {name}"):
-        load(tmp_path / "m")
+        load(tmp_path / "m", weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -58,8 +58,8 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
         return f"int4-{activations}"
     if weights == "file" and not checkpoint.has_blocks:
         raise CheckpointError(
-            f"{checkpoint.source}: weights file are the blocks of a GGUF file, and this model has "
-            "none: use weights fp32, half or int8"
+            f"{checkpoint.source}: weights file are the blocks of a GGUF file or of experts in "
+            "MXFP4, and this model has none: use weights fp32, half or int8"
         )
     in_blocks = checkpoint.has_blocks
     if weights == "file" or (
@@ -92,8 +92,8 @@ def _refuse_search(checkpoint: Checkpoint) -> None:
     """`CheckpointError` for a checkpoint that is not quantised to 4 bits here."""
     if checkpoint.has_blocks:
         raise CheckpointError(
-            f"{checkpoint.source}: its numbers are blocks of a GGUF file already, which weights "
-            "int4 would round once more: use weights file"
+            f"{checkpoint.source}: its numbers are blocks already, which weights int4 would round "
+            "once more: use weights file"
         )
 
 

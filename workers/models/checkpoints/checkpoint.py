@@ -44,8 +44,9 @@ from dovetail.workers.models.checkpoints.gguf.tensors import (
 )
 from dovetail.workers.models.checkpoints.gguf.view import model_of, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.checkpoints.namings import BLOCKS
 from dovetail.workers.models.checkpoints.quantised.tensors import decoded
-from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES, Stored
+from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 
 
@@ -99,10 +100,11 @@ class Checkpoint:
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether any matrix is stored in blocks."""
+        """Return whether any matrix is stored in blocks: of a GGUF file, or experts in MXFP4."""
         return any(
-            isinstance(stored, Blocks) and stored.placed.place.kind in UNPACK
-            for stored in self.tensors.values()
+            (isinstance(stored, Blocks) and stored.placed.place.kind in UNPACK)
+            or (stored.kind in CODE_TYPES and name.endswith(BLOCKS))
+            for name, stored in self.tensors.items()
         )
 
     def refuse_changed(self) -> None:

@@ -18,9 +18,9 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES, Sizes, matrix_bytes
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_json
-from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Q4_K, int4_kind
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, MXFP4, Q4_K, int4_kind
 from dovetail.workers.models.checkpoints.gguf.view import FILE, described_tensors
-from dovetail.workers.models.checkpoints.namings import NAMINGS
+from dovetail.workers.models.checkpoints.namings import BLOCKS, NAMINGS
 from dovetail.workers.models.checkpoints.quantised.layout import matrices
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
@@ -68,7 +68,7 @@ class Tensor:
         exponents for none."""
         if self.kind != "U8":
             return prod(self.shape)
-        return 2 * prod(self.shape) if self.name.endswith("_blocks") else 0
+        return 2 * prod(self.shape) if self.name.endswith(BLOCKS) else 0
 
     @property
     def stored_bytes(self) -> int:
@@ -135,9 +135,21 @@ def _header(file: Path) -> list[Tensor]:
         entries = json.loads(content.read(size))
     entries.pop("__metadata__", None)
     return [
-        Tensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+        _entry(name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         for name, entry in entries.items()
     ]
+
+
+def _entry(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    own = Tensor(name, kind, shape)
+    coded = kind == "U8" and name.endswith(BLOCKS)
+    return replace(own, packed_bytes=KINDS[MXFP4].packed_size_of((own.numbers,))) if coded else own
+
+
+def in_blocks(folder: Path) -> bool:
+    """Return whether the model of a folder has blocks that weights `file` are there for: those of
+    its GGUF file, or experts in MXFP4."""
+    return any(tensor.packed_bytes for tensor in read_tensors(folder))
 
 
 def half_of(tensors: Sequence[Tensor]) -> bool:
@@ -164,7 +176,7 @@ def in_pieces(folder: Path) -> bool:
 def weights_bytes(tensors: Sequence[Tensor], weights: str) -> int:
     """Return what weights of a type take once they are there: packed matrices, tables as they are
     stored, a head beside the table that it is tied to."""
-    return sum(_kept_bytes(tensor, weights) for tensor in [*tensors, *_tied_head(tensors)])
+    return sum(_kept_bytes(tensor, weights) for tensor in [*tensors, *tied_head(tensors)])
 
 
 def loading_bytes(
@@ -181,9 +193,9 @@ def loading_bytes(
     if library and rearranged(tensors):
         largest = max((tensor.numbers for tensor in tensors if tensor.is_matrix), default=0)
         return PROCESS_BYTES + 4 * (sum(tensor.numbers for tensor in tensors) + largest)
-    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or _tied_head(tensors)
+    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or tied_head(tensors)
     whole = weights_bytes(tensors, weights)
-    layers = _layers(tensors)
+    layers = layers_in(tensors)
     matrices = sum(tensor.numbers for layer in layers for tensor in layer if tensor.is_matrix)
     grown = 1.0
     if inflate_bytes and matrices:
@@ -228,8 +240,8 @@ def loading_bytes(
 def _file_loading_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the most that a process holds while it loads a model as the blocks of its file: beside
     what is packed a layer as it is read, one of its experts in numbers, and the head."""
-    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or _tied_head(tensors)
-    layers, expert = _without_experts(_layers(tensors))
+    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or tied_head(tensors)
+    layers, expert = _without_experts(layers_in(tensors))
     sizes = (sum(_kept_bytes(tensor, FILE) for tensor in layer) for layer in layers)
     read = max(sizes, default=0) + sum(_kept_bytes(tensor, FILE) for tensor in heads)
     whole = weights_bytes(tensors, FILE)
@@ -241,39 +253,6 @@ def _without_experts(layers: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tens
     experts = (tensor for layer in layers for tensor in layer if tensor.is_expert)
     largest = max((tensor.stored_bytes // _experts_in(tensor) for tensor in experts), default=0)
     return [[tensor for tensor in layer if not tensor.is_expert] for layer in layers], largest
-
-
-def substitute_loading_bytes(tensors: Sequence[Tensor], bits: int) -> int:
-    """Return the most that a process holds while it loads a substitute in codes of so many bits,
-    once they have been made."""
-    layers = _layers(tensors)
-    numbers = sum(tensor.numbers for layer in layers for tensor in layer if tensor.is_matrix)
-    inside = {tensor.name for layer in layers for tensor in layer}
-    rest = [tensor for tensor in tensors if tensor.name not in inside]
-    codes = numbers // 64 * (32 + 4) * (1 if bits <= 4 else 2)
-    stored = max((sum(tensor.stored_bytes for tensor in layer) for layer in layers), default=0)
-    head = max((tensor.stored_bytes for tensor in [*rest, *_tied_head(tensors)]), default=0)
-    return (
-        PROCESS_BYTES
-        + codes
-        + sum(tensor.stored_bytes for tensor in [*rest, *_tied_head(tensors)])
-        + max(stored, head)
-    )
-
-
-def head_loading_bytes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> int:
-    """Return the least that a process holds for a draft head as it is stored, with the embedding
-    and the output head of its target where it lacks them."""
-    own = sum(tensor.stored_bytes for tensor in tensors)
-    lacks = [
-        found for found in (TABLE, HEAD) if not any(found.search(tensor.name) for tensor in tensors)
-    ]
-    theirs = sum(
-        tensor.stored_bytes
-        for tensor in target
-        if any(found.search(tensor.name) for found in lacks)
-    )
-    return PROCESS_BYTES + own + theirs
 
 
 def _kept_bytes(tensor: Tensor, weights: str) -> int:
@@ -292,6 +271,9 @@ def _kept_bytes(tensor: Tensor, weights: str) -> int:
         return matrix_bytes(kind, *tensor.shape)
     if len(tensor.shape) == 3:
         return tensor.shape[0] * matrix_bytes(kind, *tensor.shape[1:])
+    if tensor.kind == "U8" and tensor.packed_bytes:  # experts in MXFP4: [experts, out, blocks, 16]
+        experts, outputs, blocks, half = tensor.shape
+        return experts * matrix_bytes(kind, outputs, blocks * 2 * half)
     return 4 * tensor.numbers
 
 
@@ -309,7 +291,7 @@ def _experts_in(tensor: Tensor) -> int:
     return tensor.shape[0] if len(tensor.shape) > 2 else 1
 
 
-def _tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
+def tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the head that is made of the embedding where there is none of its own."""
     if any(HEAD.search(tensor.name) for tensor in tensors):
         return []
@@ -359,7 +341,7 @@ def numbers_by_type(folder: Path) -> Counter[int]:
 
 def _matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return all that a row is multiplied with, the head among it."""
-    every = [*tensors, *_tied_head(tensors)]
+    every = [*tensors, *tied_head(tensors)]
     return [tensor for tensor in every if len(tensor.shape) > 1 and not tensor.is_table]
 
 
@@ -367,7 +349,8 @@ def _in_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(_kept_bytes(tensor, FILE) for tensor in tensors)
 
 
-def _layers(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def layers_in(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors of layers, layer by layer."""
     found: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         if match := LAYER.search(f".{tensor.name}"):
@@ -380,7 +363,7 @@ def types_below(weights: str, tensors: Sequence[Tensor], *, library: bool) -> li
     most exact first."""
     smaller: Mapping[str, tuple[str, ...]] = {
         "fp32": ("half", FILE, "int8", INT4),
-        "half": ("int8", INT4),
+        "half": (FILE, "int8", INT4),
         "bf16": ("int8", INT4),
         "int8": (INT4,),
     }

@@ -4,6 +4,9 @@ tensor. Names alone; needs no torch."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+"""Ends of the names of a stack of experts in MXFP4."""
+
 
 @dataclass(frozen=True)
 class Naming:

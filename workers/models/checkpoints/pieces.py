@@ -7,6 +7,7 @@ stored. Knows names and shapes; not what is computed with them.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.gguf.rows import Content
+from dovetail.workers.models.checkpoints.gguf.kinds import MXFP4
+from dovetail.workers.models.checkpoints.gguf.rows import Content, Rows
 from dovetail.workers.models.checkpoints.gguf.tensors import contents_of
-from dovetail.workers.models.checkpoints.namings import Naming
-from dovetail.workers.models.checkpoints.quantised.mxfp4 import packed_shapes, unpack
+from dovetail.workers.models.checkpoints.namings import BLOCKS, EXPONENTS, Naming
+from dovetail.workers.models.checkpoints.quantised.mxfp4 import as_in_gguf, packed_shapes, unpack
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
@@ -25,8 +27,6 @@ STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 UNREAD = "unread_experts"
 """The attribute of transformers' experts that has an `Unread` for each stack that has not been
 read."""
-BLOCKS, EXPONENTS = "_blocks", "_scales"
-"""Ends of the names of a stack in MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Pieces:
         """Return the rows [out] of the matrix of one expert, as `Unread.rows` does."""
         pieces = self.of(name)
         if pieces[0].endswith(BLOCKS):
-            return [self._unpack(pieces, index).t()]
+            return self._blocks(name, index)
         if len(pieces) == 1:
             return contents_of(self.tensors[pieces[0]].one(index), pieces[0])
         return [
@@ -129,14 +129,29 @@ class Pieces:
         each = len(pieces) // self.shapes[name][0]
         return pieces[index * each : (index + 1) * each]
 
+    def _blocks(self, name: str, index: int) -> Sequence[Content]:
+        """The rows of the matrix of one expert in MXFP4; those of gates and ups stand by turns."""
+        pieces = self.of(name)
+        with self._numbers_in(pieces):
+            rows = as_in_gguf(*(self.tensors[piece].read_one(piece, index) for piece in pieces))
+        woven = "gate_up" in name
+        parts = [rows[::2], rows[1::2]] if woven else [rows]
+        return [Rows(MXFP4, part.contiguous()) for part in parts]
+
     def _unpack(self, pieces: Sequence[str], index: int | None = None) -> Tensor:
         """Return [experts, in, out], as transformers holds it, of blocks along `in`, or [in, out]
         of the expert of an index."""
-        try:
+        with self._numbers_in(pieces):
             if index is None:
                 return unpack(*(self.tensors[name].read(name) for name in pieces)).transpose(1, 2)
             parts = (self.tensors[name].read_one(name, index)[None] for name in pieces)
             return unpack(*parts)[0].t()
+
+    @contextmanager
+    def _numbers_in(self, pieces: Sequence[str]) -> Iterator[None]:
+        """Name the piece of which an exponent is no number."""
+        try:
+            yield
         except ValueError as error:
             raise CheckpointError(
                 f"{self.tensors[pieces[1]].file}: {error} in tensor {pieces[1]}; fetch the model "

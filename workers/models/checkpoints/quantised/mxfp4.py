@@ -33,3 +33,14 @@ def unpack(blocks: Tensor, exponents: Tensor) -> Tensor:
     for numbers, codes_of, scale in zip(whole, blocks, scales, strict=True):
         torch.mul(pairs[codes_of.int()], scale[..., None, None], out=numbers)
     return whole.flatten(-3)
+
+
+def as_in_gguf(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """Return the rows uint8 [out, bytes] that a GGUF file has of blocks [out, in / 32, 16] and
+    exponents [out, in / 32]: numbers of a block whose codes share a byte are 16 apart there.
+    ValueError for an exponent that is no number."""
+    if bool((exponents == NO_NUMBER).any()):
+        raise ValueError("a block's power of two is no number")
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    lower, upper = codes.chunk(2, dim=-1)
+    return torch.cat([exponents[..., None], lower | (upper << 4)], dim=-1).flatten(1)
