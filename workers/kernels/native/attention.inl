@@ -61,8 +61,6 @@ struct Unit {
     const K* slots() const { return keys ? keys : values; }  // LANES head_dim numbers for sixteen of them
 };
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // What the next step will read, brought nearer while this one computes: `lines` of 64 bytes for each turn of a tile's loop.

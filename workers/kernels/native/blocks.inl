@@ -377,8 +377,7 @@ static void block_chunk(const Matrix& m, const float* x, int64_t x_stride, float
     auto pack = [&](int part, int count) { prepare_blocks(m, x, x_stride, rows, packed, part, count); };
     if (rows * m.k < SERIAL_VALUES) pack(0, 1);
     else dovetail::parallel(pack);
-    auto compute = [&](int part, int count) { block_columns({m, rows, packed, y, y_stride}, parts.vectors * part / count, parts.vectors * (part + 1) / count); };
-    dovetail::parallel(compute);
+    in_pieces(parts.vectors, [&](int64_t from, int64_t to) { block_columns({m, rows, packed, y, y_stride}, from, to); });
 }
 
 // Parts of plain numbers are multiplied as matrices of their own.

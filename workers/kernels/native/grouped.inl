@@ -239,8 +239,8 @@ static void group_chunk(const Matrix& m, const float* x, int64_t x_stride, float
     if (rows * m.k < SERIAL_VALUES) pack(0, 1);
     else dovetail::parallel(pack);
     const int64_t vectors = dovetail::padded(m.n) / LANES;
-    auto compute = [&](int part, int parts) {
-        for (int64_t v = vectors * part / parts; v < vectors * (part + 1) / parts; v++) {
+    in_pieces(vectors, [&](int64_t from, int64_t to) {
+        for (int64_t v = from; v < to; v++) {
             const int64_t column = v * LANES;
             const int count = (int)(m.n - column < LANES ? m.n - column : LANES);
             const char* blocks = dovetail::blocks_at(m, v);
@@ -248,8 +248,7 @@ static void group_chunk(const Matrix& m, const float* x, int64_t x_stride, float
                 run_group_tile<BITS>(cut.height(t), {packed + cut.at(t, 0), blocks, cut.groups, y + cut.row(t) * y_stride + column, y_stride, count,
                                                      m.bias == nullptr ? nullptr : m.bias + column, t == 0});
         }
-    };
-    dovetail::parallel(compute);
+    });
 }
 
 template <int BITS>

@@ -1,6 +1,5 @@
 // The products of several matrices of one kind, each with rows of its own: all rows are packed in one turn of the threads, and all columns are computed in
 // another. A product has the bytes that `linear` gives it.
-#include <atomic>
 
 namespace DT_NS {
 
@@ -17,19 +16,6 @@ struct Product {
 // Bytes of a row of x that is packed for a matrix.
 static inline int64_t row_bytes(const Matrix& m) {
     return m.kind == dovetail::BLOCKS || m.kind == dovetail::EXACT_BLOCKS ? part_x_bytes(m, 1) : 4 * (dovetail::steps_of(m.kind, m.k) + 1);
-}
-
-// So many units of columns for each thread: whoever is held up leaves the rest to the others.
-constexpr int64_t UNITS = 16;
-
-// body(unit) for each of n units, which the threads take as they come.
-template <class Body>
-static void take_turns(int64_t n, const Body& body) {
-    std::atomic<int64_t> next{0};
-    auto take = [&](int, int) {
-        for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(unit);
-    };
-    dovetail::parallel(take);
 }
 
 template <int KIND>
