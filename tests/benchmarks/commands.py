@@ -9,6 +9,7 @@ import click
 from benchmarks.accuracy import accuracy
 from benchmarks.ahead import ahead
 from benchmarks.building import build_llama
+from benchmarks.context import context
 from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
 from benchmarks.experts import experts
@@ -22,6 +23,7 @@ from benchmarks.limit import limit
 from benchmarks.links import links
 from benchmarks.loading import loading
 from benchmarks.loads import loads
+from benchmarks.logits import logits
 from benchmarks.losses import losses
 from benchmarks.memory import memory
 from benchmarks.observed import observed
@@ -52,6 +54,7 @@ def main() -> None:
 for command in (
     transformers,
     llama,
+    context,
     limit,
     experts,
     rest,
@@ -59,6 +62,7 @@ for command in (
     build_llama,
     gguf_pair,
     accuracy,
+    logits,
     loading,
     loads,
     memory,

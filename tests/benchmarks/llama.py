@@ -1,11 +1,12 @@
-"""llama.cpp's side: a Llama checkpoint written as GGUF in one of its own types, and passes of its
-engine over a cache of so many tokens.
+"""llama.cpp's side: a model written as GGUF in one of its own types, and passes of its engine over
+a cache of so many tokens.
 
 Runs under a Python that has llama-cpp-python and gguf; of dovetail it imports only what runs there
 too. Everything that is not named here is llama.cpp's default, the cache of 16-bit floats among it.
 """
 
 import argparse
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +16,11 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.child import obey, timed
-from dovetail.launch.bench.llama.conversion import TYPES, write_once
+from dovetail.launch.bench.llama.conversion import write_once
 from dovetail.launch.bench.llama.generation import keep_silent
+
+FILLED = 1024
+"""Cached tokens that are computed; those behind them have the same keys and values, rotated on."""
 
 
 class Engine:
@@ -31,6 +35,7 @@ class Engine:
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = math.ceil(capacity / 256) * 256
         options.n_batch = max(options.n_batch, capacity)
+        options.n_seq_max, options.kv_unified = 2, True
         options.n_threads = options.n_threads_batch = threads
         options.flash_attn_type = int(flash_attention)
         self._context = llama_cpp.llama_init_from_model(self._model, options)
@@ -58,6 +63,23 @@ class Engine:
         llama_cpp.llama_synchronize(self._context)
         self.length = start + len(tokens)
 
+    def fill(self, context: int) -> None:
+        """Have so many cached tokens: copies of the first ones, one behind the other, in a moment
+        where a prefill would take an hour."""
+        self.forget(0)
+        first = min(context, FILLED)
+        self.decode(_tokens(first, self.vocabulary), 0, all_rows=False)
+        size = llama_cpp.llama_state_seq_get_size(self._context, 0)
+        kept = (ctypes.c_uint8 * size)()
+        llama_cpp.llama_state_seq_get_data(self._context, kept, size, 0)
+        for start in range(first, context, first):
+            if not llama_cpp.llama_state_seq_set_data(self._context, kept, size, 1):
+                raise RuntimeError("llama.cpp does not take the state of a sequence")
+            llama_cpp.llama_memory_seq_add(self._memory, 1, 0, -1, start)
+            llama_cpp.llama_memory_seq_cp(self._memory, 1, 0, 0, -1)
+            llama_cpp.llama_memory_seq_rm(self._memory, 1, 0, -1)
+        self.forget(context)
+
     def logits(self, rows: int) -> Any:
         """Those of the last pass, [rows, V]."""
         return np.ctypeslib.as_array(
@@ -70,8 +92,18 @@ class Engine:
         self.length = start
 
 
+def quantize(source: Path, kind: str, file: Path) -> None:
+    """Write the model of a GGUF file with matrices of a type as llama.cpp's own quantizer does."""
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if llama_cpp.llama_model_quantize(
+        str(source).encode(), str(file).encode(), ctypes.byref(options)
+    ):
+        raise RuntimeError(f"llama.cpp does not write {source} as {kind}")
+
+
 def prepare(
-    folder: Path,
+    source: Path,
     kind: str,
     file: Path,
     *,
@@ -81,14 +113,17 @@ def prepare(
     flash_attention: bool,
 ) -> tuple[Any, Any]:
     """A greeting, and what this side can do: a pass of so many rows behind `context` cached tokens,
-    a prefill, the logits of a text."""
-    write_once(folder, kind, file)
+    a prefill, the logits of a text. A file that is not there is written from `source`, the folder
+    of a checkpoint or another GGUF file."""
+    if source.is_dir():
+        write_once(source, kind, file)
+    elif not file.exists():
+        quantize(source, kind, file)
     engine = Engine(file, capacity=capacity, threads=threads, flash_attention=flash_attention)
 
     def verify(rows: int) -> Mapping[str, Any]:
         if engine.length != context:
-            engine.forget(0)
-            engine.decode(_tokens(context, engine.vocabulary), 0, all_rows=False)
+            engine.fill(context)
         tokens = _tokens(rows, engine.vocabulary)
         seconds = timed(lambda: engine.decode(tokens, context, all_rows=True))
         engine.forget(context)
@@ -126,8 +161,8 @@ def _tokens(count: int, vocabulary: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("kind", choices=TYPES)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("kind")
     parser.add_argument("file", type=Path)
     parser.add_argument("--capacity", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)

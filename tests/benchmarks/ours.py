@@ -13,6 +13,7 @@ from benchmarks.models import draw_tree, token_row
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.kernels import PackedMatrix
+from dovetail.workers.kernels.layer_plan import LANES
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -21,23 +22,20 @@ from dovetail.workers.verifier import Verifier, tree_paths
 from support.opening import opening
 
 MOST_ROWS = 64
+FILLED = 1024
+"""Cached tokens that are computed; those behind them have the same keys and values."""
 
 
 def prepare(
-    folder: Path, weights: str, backend: str, context: int, threads: int
+    folder: Path, weights: str, backend: str, context: int, threads: int, cache_type: str
 ) -> tuple[Any, Any]:
     torch.set_num_threads(threads)
-    model = load_language_model(str(folder), weights=weights, device="cpu", backend=backend)
+    model = load_language_model(
+        str(folder), weights=weights, device="cpu", backend=backend, cache=cache_type
+    )
     cache = model.new_cache(context + MOST_ROWS)
     vocabulary = model.vocabulary_size
-
-    model.forward(
-        torch.tensor(token_row(context, vocabulary)),
-        torch.arange(context),
-        [Segment(cache, 0, context)],
-        rows=torch.tensor([context - 1]),
-    )
-    cache.keep(range(context), context)
+    fill(model, cache, context)
 
     def verify(rows: int) -> Mapping[str, Any]:
         tree = draw_tree(rows - 1)
@@ -88,6 +86,27 @@ def prepare(
     return hello, {"linears": linears, "verify": verify, "prefill": prefill}
 
 
+def fill(model: LanguageModel, cache: Any, context: int) -> None:
+    """Have so many cached tokens: copies of the first ones, one behind the other."""
+    first = min(context, FILLED)
+    model.forward(
+        torch.tensor(token_row(first, model.vocabulary_size)),
+        torch.arange(first),
+        [Segment(cache, 0, first)],
+        rows=torch.tensor([first - 1]),
+    )
+    cache.keep(range(first), first)
+    if context == first:
+        return
+    blocks = FILLED // LANES
+    for start in range(first, context, first):
+        stop = min(context, start + first)
+        block, last = start // LANES, -(-stop // LANES)
+        cache.values[..., start:stop, :] = cache.values[..., : stop - start, :]
+        cache.keys[..., block:last, :, :] = cache.keys[..., : min(blocks, last - block), :, :]
+    cache.length = context
+
+
 def packed_matrices(model: LanguageModel) -> Iterator[PackedMatrix]:
     """Every matrix that a pass over the kernels multiplies with, in the order of a pass; none on
     the library."""
@@ -104,6 +123,7 @@ def main() -> None:
     parser.add_argument("--backend", required=True)
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--cache", dest="cache_type", default="fp32")
     arguments = parser.parse_args()
     obey(lambda: prepare(**vars(arguments)))
 

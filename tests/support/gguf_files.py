@@ -416,7 +416,7 @@ def _shifted(architecture: str, name: str) -> bool:
 def _tokens(config: Mapping[str, Any]) -> dict[str, Any]:
     """A vocabulary of letters in GPT-2's spelling, with a begin and an end token."""
     size = config["vocab_size"]
-    spelling = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 512))
+    spelling = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 1024))
     letters = [chr(number) for number in spelling]
     tokens = ["<begin>", "<end>", *letters[: size - 3]]
     tokens.append(tokens[-2] + tokens[-1])
