@@ -522,6 +522,24 @@ def test_rows_of_two_matrices_of_a_file_are_one_in_their_order(mixed: bool, tmp_
 
 
 @needs_kernels
+@pytest.mark.parametrize(("kind", "kept"), [(Type.Q8_0, True), (Type.Q4_K, False)])
+def test_what_reads_value_heads_stays_blocks_where_these_are_whole_blocks(
+    kind: Type, kept: bool, tmp_path: Path
+) -> None:
+    """Heads of 128 stand in another order in a file; blocks of 256 are of two of them."""
+    write_tiny("qwen3_5_text", tmp_path / "model", **FIELDS["qwen3_5_text"])
+    file = tmp_path / "m.gguf"
+    write_gguf(tmp_path / "model", file, lambda name, _: kind if "ssm_out" in name else Type.F16)
+    checkpoint, name = open_checkpoint(str(file)), "model.layers.0.linear_attn.out_proj.weight"
+    rows, whole = checkpoint.rows(name, transposed=False), checkpoint.read(name).float()
+    described = next(one for one in read_tensors(view_of(file)) if one.name == name)
+    assert (rows is not None, described.packed_bytes > 0) == (kept, kept)
+    if rows is not None:
+        assert torch.equal(rows.numbers(), whole)
+        assert torch.equal(rows.taken(PICKED).numbers(), whole[PICKED])
+
+
+@needs_kernels
 @pytest.mark.slow
 def test_latents_of_an_older_file_are_one_matrix_and_one_of_two_kinds_is_refused(
     tmp_path: Path,

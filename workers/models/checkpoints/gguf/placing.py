@@ -68,10 +68,16 @@ class Placed:
     @property
     def packed_bytes(self) -> int:
         """Return the bytes of what the kernels make of its blocks; 0 for plain numbers."""
-        if self.change in (NUMBERS, VALUE_INPUTS):
+        if self.change == NUMBERS or (self.change == VALUE_INPUTS and not self.whole_heads):
             return 0
         own = KINDS[self.place.kind].packed_size_of(self.place.shape)
         return own if self.up is None else own + self.up.packed_bytes
+
+    @property
+    def whole_heads(self) -> bool:
+        """Return whether the inputs of each value head are whole blocks."""
+        width = self.place.shape[-1] // max(1, self.heads * self.values)
+        return width % KINDS[self.place.kind].numbers == 0
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -35,6 +35,8 @@ class InFile:
     """Numbers of rows and of the bytes of each."""
     order: Tensor | None = None
     """int64 [rows]: the row of the file that each is; None: the rows of the file in turn."""
+    blocks: Tensor | None = None
+    """int64 [blocks]: the block of a row of the file that each is; None: its blocks in turn."""
 
     def whole(self) -> Tensor:
         """Return all rows, uint8 [rows, bytes]; `CheckpointError` where they cannot be read, or a
@@ -70,7 +72,9 @@ class InFile:
         self.stored.read_into(content.view(-1).numpy().data, self.name, first * width)
         if wrong_row(self.kind, content, _inputs(self.kind, width)) is not None:
             raise not_finite(self.stored, self.name)
-        return content
+        if self.blocks is None:
+            return content
+        return content.view(count, len(self.blocks), -1)[:, self.blocks].flatten(1)
 
 
 class Memory(threading.local):

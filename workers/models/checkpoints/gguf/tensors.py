@@ -74,12 +74,14 @@ class Blocks(Stored):
         place, change = self.placed.place, self.placed.change
         if place.kind not in UNPACK or len(place.shape) != 2:
             return None
-        if change not in (NOTHING, HALVES, TRANSPOSE, VALUES) or self.placed.single is not None:
+        count, blocks = place.shape[0], None
+        if change == VALUE_INPUTS and self.placed.whole_heads:
+            blocks = _values(torch.arange(place.shape[1] // KINDS[place.kind].numbers), self.placed)
+        elif change not in (NOTHING, HALVES, TRANSPOSE, VALUES) or self.placed.single is not None:
             return None
-        count = place.shape[0]
         order = _moved(torch.arange(count), self.placed) if change in (HALVES, VALUES) else None
         shape = (count, place.size_bytes // count)
-        return Rows(place.kind, InFile(self, name, place.kind, shape, order))
+        return Rows(place.kind, InFile(self, name, place.kind, shape, order, blocks))
 
     def _read(self, name: str, *, checked: bool) -> Tensor:
         found = unpacked(self.content(name), self.placed.place.kind, self.placed.place.shape)
