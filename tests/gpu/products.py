@@ -15,8 +15,8 @@ from dovetail.workers.models.backends.device.choice import (
     Contest,
     Product,
     Products,
-    products_on,
 )
+from dovetail.workers.models.backends.device.trial import here
 from dovetail.workers.models.substitutes import coded
 from gpu import chip
 from gpu.report import Report
@@ -43,7 +43,8 @@ def run(report: Report, device: Device, progress: Callable[[str], None]) -> None
     memory = chip.memory_gb_s(place, size)
     report.note("memory", f"{memory:.0f} GB/s")
     on_cpu = device.name in ("cpu", "pretended:0")
-    products = Products(place, emulated) if on_cpu else products_on(place)
+    functions = emulated if on_cpu else partial(device.kind.program, place)
+    products = Products(place, functions, here)
     for contest in (*CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST):
         progress(contest.name)
         program = products.functions(contest.source)

@@ -179,9 +179,6 @@ def test_without_a_compiler_torch_multiplies_and_it_is_said_why() -> None:
     )
 
 
-TRIED = "dovetail.workers.models.backends.device.choice.tried"
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("measured", "chosen"),
@@ -195,12 +192,13 @@ def test_the_product_that_was_measured_to_be_faster_is_used_at_every_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: object, chosen: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(TRIED, lambda *_: json.dumps(measured).encode())
+    trials = [json.dumps(measured).encode()]
     for _ in range(2):  # the second time nothing is tried
-        products = Products(CPU, lambda source: Timed(emulated(source)._library))
+        products = Products(
+            CPU, lambda source: Timed(emulated(source)._library), lambda *_: trials.pop()
+        )
         assert (products.owner(CONTESTS[Kind.INT8]) is not None) is chosen
         assert "0.1, 0.1" in products.said[Kind.INT8]
-        monkeypatch.setattr(TRIED, None)
 
 
 @needs_kernels
@@ -212,7 +210,7 @@ def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.workers.models.backends.device.attention.TIMED_SLOTS", 100)
     monkeypatch.setattr(choice, "products_on", lambda device: Products(device, emulated))
     for name in ("fp16", "int8", "codes4", "attention"):
-        ours, torchs = json.loads(trial.main("cpu", name))
+        ours, torchs = json.loads(trial.here("cpu", name))
         assert len(ours) == len(torchs) == len(TIMED_ROWS)
         assert min(*ours, *torchs) > 0
 
@@ -221,6 +219,8 @@ def test_a_trial_that_fails_leaves_torchs_product_and_says_why() -> None:
     """A real one: there are no functions for the CPU."""
     products = Products(CPU, lambda source: Timed(emulated(source)._library))
     assert products.owner(CONTESTS[Kind.BF16]) is None
+    refused = "dovetail compiles functions of its own for NVIDIA's GPUs alone, not for cpu"
+    assert trial.here("cpu", "bf16") == f"its trial ended: {refused}"
     assert products.said[Kind.BF16] == (
         "cpu: torch's product multiplies bf16 weights: dovetail's own is not proved here: its "
         "trial ended with code 1: dovetail compiles functions of its own for NVIDIA's GPUs alone, "

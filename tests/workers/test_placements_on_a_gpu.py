@@ -187,7 +187,7 @@ def test_a_fingerprint_says_how_many_layers_a_gpu_computes_and_not_whether_they_
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our products are used wherever they are proved, however fast they are."""
-    monkeypatch.setattr(choice, "_faster", lambda *_: (True, "it is proved"))
+    monkeypatch.setattr(choice.Products, "_faster", lambda *_: (True, "it is proved"))
     choice.products_on.cache_clear()
     yield
     choice.products_on.cache_clear()

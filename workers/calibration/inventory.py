@@ -10,17 +10,19 @@ import json
 import os
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 
 from dovetail.workers import kernels
-from dovetail.workers.devices import cuda
+from dovetail.workers.devices import cuda, kind_of
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
 from dovetail.workers.models.backends.device import attention
-from dovetail.workers.models.backends.device.choice import CONTESTS, products_on
+from dovetail.workers.models.backends.device.choice import CONTESTS, Products
 from dovetail.workers.models.backends.device.own import SOURCE
+from dovetail.workers.models.backends.device.trial import here
 from dovetail.workers.models.substitutes import coded
 
 SHAPE = (83, 70)
@@ -57,7 +59,7 @@ def products_of(device: torch.device) -> dict[str, Any]:
     weights; or why there are none of ours, as `missing`."""
     if missing := kernels.why_not():
         return {"missing": missing, "said": []}
-    products = products_on(device)
+    products = Products(device, partial(kind_of(device).program, device), here)
     if isinstance(functions := products.functions(SOURCE), str):
         return {"missing": functions, "said": []}
     for contest in (*CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST):

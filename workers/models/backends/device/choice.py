@@ -69,9 +69,15 @@ class Contest:
 class Products:
     """The products of one device, those of ours where they have been chosen."""
 
-    def __init__(self, device: torch.device, functions: Callable[[str], Program | str]) -> None:
-        """`functions`: compiles functions of ours for the device, or says why it cannot."""
-        self.device, self.functions = device, cache(functions)
+    def __init__(
+        self,
+        device: torch.device,
+        functions: Callable[[str], Program | str],
+        trial: Callable[[str, str], bytes | str] = tried,
+    ) -> None:
+        """`functions`: compiles functions of ours for the device, or says why it cannot. `trial`:
+        as `trying.tried`."""
+        self.device, self.functions, self._trial = device, cache(functions), trial
         self._chosen: dict[IntEnum, bool] = {}
         self.said: dict[IntEnum, str] = {}
         """Kind of matrix -> the sentence that says which product is used, and why."""
@@ -109,7 +115,7 @@ class Products:
         if isinstance(program, str):
             return False, program
         if program.timed:
-            chosen, said = _faster(program, self.device, contest)
+            chosen, said = self._faster(program, contest)
             if not chosen:
                 return False, said
         else:
@@ -120,6 +126,22 @@ class Products:
         except RuntimeError as error:  # of torch or the driver: whoever needs a product has torch's
             return False, f"dovetail's own cannot be proved here: {_line(error)}"
         return True, said
+
+    def _faster(self, program: Program, contest: Contest) -> tuple[bool, str]:
+        """Return whether ours takes no longer than torch's, and what both take, or why that is
+        not known."""
+        name, rows = f"{program.key}-{contest.name}.json", ", ".join(map(str, TIMED_ROWS))
+        if (known := compiled.find(name)) is None:
+            found = self._trial(str(self.device), contest.name)
+            if isinstance(found, str):
+                return False, f"dovetail's own is not proved here: {found}"
+            compiled.keep(name, found)
+            known = found
+        ours, torchs = json.loads(known)
+        if isinstance(torchs, str):
+            return True, f"{_words(ours)} ms for {rows} rows, and torch has none ({torchs})"
+        said = f"{_words(ours)} ms for {rows} rows, torch's {_words(torchs)}"
+        return sum(ours) <= sum(torchs), said
 
 
 @cache
@@ -134,23 +156,6 @@ def tell_products(device: torch.device, name: str) -> None:
     for kind in products.said.keys() - products.told:
         print(f"{name}: {products.said[kind]}", file=sys.stderr)
         products.told.add(kind)
-
-
-def _faster(program: Program, device: torch.device, contest: Contest) -> tuple[bool, str]:
-    """Return whether our product takes no longer than torch's, and what both take, or why that is
-    not known."""
-    name, rows = f"{program.key}-{contest.name}.json", ", ".join(map(str, TIMED_ROWS))
-    if (known := compiled.find(name)) is None:
-        found = tried(str(device), contest.name)
-        if isinstance(found, str):
-            return False, f"dovetail's own is not proved here: {found}"
-        compiled.keep(name, found)
-        known = found
-    ours, torchs = json.loads(known)
-    if isinstance(torchs, str):
-        return True, f"{_words(ours)} ms for {rows} rows, and torch has none ({torchs})"
-    said = f"{_words(ours)} ms for {rows} rows, torch's {_words(torchs)}"
-    return sum(ours) <= sum(torchs), said
 
 
 def measured(
