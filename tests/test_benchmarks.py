@@ -141,6 +141,17 @@ def test_a_missing_peer_is_named_with_the_way_to_get_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "file"])
+def test_the_next_start_is_by_the_proof_of_the_first(weights: str, tmp_path: Path) -> None:
+    size = ("--shape", "small", "--layers", "2", "--models", str(tmp_path))
+    command = (BENCHMARKS, "loading", *size, "--weights", weights, "--json")
+    done = subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.PIPE)
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["start"], row["remembered"]) for row in rows] == [("first", False), ("next", True)]
+    assert all(row["packed_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_a_comparison_runs_from_beginning_to_end() -> None:
     arguments = (
         "transformers",

@@ -1,6 +1,7 @@
 """The packed linears: the bytes that one chain of fma per output gives, for every number of rows,
 instruction set, thread count and way of packing."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers import kernels
-from dovetail.workers.kernels import Isa, Kind, PackedMatrix, build
+from dovetail.workers.kernels import HUGE_PAGE, Isa, Kind, PackedMatrix, build
 from support.kernels import every_isa, needs_kernels, use
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,6 +213,22 @@ def test_numpy_arrays_serve_as_well_as_tensors(kind: Kind) -> None:
     matrix.pack(rows.view(torch.uint16).numpy() if rows.dtype.itemsize == 2 else rows.numpy())
     y = matrix.linear(x.numpy())
     assert same_bytes(torch.from_numpy(y), packed(kind, weight).linear(x))
+
+
+@needs_kernels
+@every_kind
+def test_a_matrix_larger_than_a_huge_page_begins_with_one_and_asks_for_them(kind: Kind) -> None:
+    matrix = PackedMatrix(kind, 1000, 3000)
+    first, end = matrix.struct.packed, matrix.struct.packed + matrix.nbytes
+    assert first % HUGE_PAGE == 0
+    flags, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) < end and first < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags.append(line.split())
+    assert flags
+    assert all("hg" in own for own in flags)
 
 
 # ---- refusals, and the library itself

@@ -41,6 +41,8 @@ BUILD = f"{sys.executable} -m dovetail.workers.kernels.build"
 """The command that builds them for this interpreter."""
 ALIGNMENT = 64
 """Bytes of a cache line and of the widest register."""
+HUGE_PAGE = 1 << 21
+"""Bytes of a huge page of x86, and of Arm with pages of 4 KB."""
 
 
 class Kind(IntEnum):
@@ -296,14 +298,17 @@ def stored_rows(kind: Kind, rows: Array, shape: tuple[int, int]) -> tuple[Kind, 
 
 def fresh_memory(count: int) -> tuple[Any, int]:
     """Fresh memory of zeros and its address, in huge pages where the system gives them: a pass
-    reads all weights, and every 4 KB page costs a look-up."""
+    reads all weights, and every 4 KB page costs a look-up. What is larger than a huge page begins
+    with one."""
+    room = HUGE_PAGE if count >= HUGE_PAGE else 0
     try:
-        memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, max(count, 1) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{count} bytes cannot be allocated: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    held = (c_char * count).from_buffer(memory)
+    begin = -addressof(c_char.from_buffer(memory)) % HUGE_PAGE if room else 0
+    held = (c_char * count).from_buffer(memory, begin)
     return held, addressof(held)
 
 

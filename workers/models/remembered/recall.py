@@ -50,7 +50,7 @@ TRAITS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 """The attributes by which experts of transformers say how they are laid out."""
 GATE = "_apply_gate"
 """The function of those that say it."""
-SAMPLED = 16
+SAMPLED = 4
 """Rows whose logits are compared."""
 
 
