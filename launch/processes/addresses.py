@@ -11,6 +11,7 @@ import socket
 import psutil
 
 from dovetail.launch.files.directory import announcements
+from dovetail.launch.processes.child import command_line
 from dovetail.protocol.errors import UserError
 
 LAST_PORT = 65535
@@ -60,15 +61,14 @@ def _holder(port: int) -> str:
         return "a process that is not yours"
     try:
         process = psutil.Process(pid)
-        arguments, above = process.cmdline(), process.parent()
-        began = [argument.removeprefix(PARENT) for argument in arguments if PARENT in argument]
-        if above is not None and above.cmdline() == arguments:  # it was forked
-            began = [str(above.pid)]
-        parent = next(iter(began), "")
+        began = (
+            argument.removeprefix(PARENT) for argument in command_line(pid) if PARENT in argument
+        )
+        parent = next(began, "")
         return (
             f"`dovetail serve` (pid {parent})"
             if parent.isdigit()
             else f"{process.name()} (pid {pid})"
         )
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return f"pid {pid}"

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dovetail.launch.processes.child import end_with
+from dovetail.launch.processes.child import end_with, keep_command_line
 
 MAX_BYTES = 1 << 16
 """Bytes of a worker's command."""
@@ -105,6 +105,7 @@ def become(arguments: Sequence[str], stdin: int, stderr: int, *, anew: bool) -> 
     from dovetail.launch.cli import main as run
 
     sys.argv = ["dovetail", *arguments]
+    keep_command_line(sys.argv)
     run()
 
 

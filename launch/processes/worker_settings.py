@@ -1,4 +1,4 @@
-"""Finds out what a worker of this machine was started with: its settings, by the command line and
+"""Finds out what a worker of this machine was started with: its settings, by its command line and
 the environment that the kernel keeps of its process.
 
 Nothing of that comes over a link: a worker says of itself what it likes, and a path among it would
@@ -15,6 +15,7 @@ import click
 import psutil
 
 from dovetail.launch.commands import worker as started
+from dovetail.launch.processes.child import command_line
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.flags import take_settings
@@ -34,8 +35,9 @@ def settings_of(worker: WorkerState) -> Mapping[str, Any] | None:
         process = psutil.Process(worker.pid)
         if process.uids().real != os.getuid():
             return None
-        return read_command(process.cmdline(), process.environ(), Path(process.cwd()))
-    except psutil.Error:
+        line = command_line(worker.pid)
+        return read_command(line, process.environ(), Path(process.cwd()))
+    except (psutil.Error, OSError):
         return None
 
 

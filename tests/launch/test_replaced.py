@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dovetail.launch.commands.swap import as_before
+from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.processes.worker_settings import read_command, settings_of
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.messages import Role, WorkerState
@@ -65,6 +66,19 @@ def test_settings_are_read_as_the_worker_read_them(tmp_path: Path) -> None:
         "target.threads": 3,
         "target.model": str(tmp_path / "model"),
     }
+
+
+def test_settings_of_a_worker_that_was_forked_are_its_own() -> None:
+    kinds = ("ngram", "substitute")
+    commands = {
+        kind: ["worker", "--role=draft", f"--draft.kind={kind}", "--connect=-"] for kind in kinds
+    }
+    with Supervisor() as supervisor:
+        forked = supervisor.start_forked(supervisor.start_nursery([]), commands)
+        for kind, child in forked.items():
+            while (found := settings_of(state("draft", child.process.pid))) is None:
+                assert not child.ended, child.last_words()
+            assert found == {"draft.kind": kind}
 
 
 def test_what_is_no_worker_of_this_machine_has_no_settings_here(tmp_path: Path) -> None:
