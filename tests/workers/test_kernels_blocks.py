@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import WIDTH, BlockMatrix, Part, part_bytes, unpack, wrong_row
-from dovetail.workers.models.backends.packing import given_to
+from dovetail.workers.models.backends.packing import product_of
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from support.gguf_files import BLOCKED, HALVES, coded
 
@@ -87,8 +87,8 @@ def test_the_proof_rounds_each_number_as_the_kernels_do() -> None:
     matrix = BlockMatrix(Kind.BLOCKS, [Part(Type.Q8_0, N)], K)
     matrix.pack_part(0, blocks_of(Type.Q8_0)[0])
     x = torch.randn(count, K, generator=torch.Generator().manual_seed(11))
-    weight = torch.from_numpy(blocks_of(Type.Q8_0)[1]).double()
-    expected = given_to(matrix, 0, x).double() @ weight.t()
+    weight = torch.from_numpy(blocks_of(Type.Q8_0)[1]).float()
+    expected = product_of(matrix, torch.arange(N), x, weight)
     difference = (matrix.linear(x) - expected).norm(dim=1) / expected.norm(dim=1)
     assert difference.max() < 1e-5
 
