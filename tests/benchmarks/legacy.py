@@ -24,9 +24,9 @@ from dovetail.protocol.errors import UserError
 HERE = Path(__file__).resolve().parent
 REPORTS, PREDICTIONS = HERE / "legacy.toml", HERE / "legacy-predictions.json"
 KEY = ("processor", "model", "weights")
-"""What tells a report from the others."""
+"""The fields of a report that no two reports share."""
 MACHINE = ("channels", "mt_s", "cores", "ghz", "isa")
-"""What a description of a machine has of a report."""
+"""The fields of a report that become its machine's description."""
 SOCKETS, SEVERAL = ("one socket", "several"), ("two", "eight")
 CONTEXT = 4096
 

@@ -83,7 +83,7 @@ def test_help_imports_neither_pydantic_nor_torch() -> None:
 
 @pytest.mark.parametrize("name", ["generate", "chat", "serve"])
 def test_a_command_that_starts_workers_imports_few_libraries(name: str) -> None:
-    """What it imports is waited for before torch is; what is not here has to be worth that."""
+    """A command's own imports delay its first word, since torch is imported after them."""
     program = (
         f"import sys; from dovetail.launch.commands import {name}; "
         "print(*{name.partition('.')[0] for name in sys.modules})"

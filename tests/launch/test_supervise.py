@@ -73,7 +73,7 @@ with Supervisor() as supervisor:
 """,
 )
 FORKING = (*PARENT[:-1], f"import sys; sys.argv[0] = 'dovetail'{PARENT[-1]}")
-"""The same as a command of ours, which forks what it starts."""
+"""`PARENT` under the name of the command `dovetail`, which forks what it starts."""
 FORKED = """
 import sys, threading
 import psutil

@@ -181,7 +181,7 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _of_states(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """What files say of Mamba-2, and of layers without attention."""
+    """Return the keys of GGUF files with Mamba-2 layers, and those of layers without attention."""
     key_heads = config.get("num_key_value_heads") or 0
     if architecture in ("granitehybrid", "falcon-h1"):
         inner = config["mamba_n_heads"] * config["mamba_d_head"]
@@ -218,7 +218,7 @@ def _where(kinds: list[str], kind: str, number: int) -> list[int]:
 def _of_others(
     config: Mapping[str, Any], architecture: str, full: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What files of one architecture say."""
+    """Return the keys of GGUF files that a single architecture has."""
     kinds = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
     if architecture == "mistral3":
         return {

@@ -170,7 +170,7 @@ def write_gguf(
 
 
 def _proportions(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """What files of Gemma 4 divide frequencies of layers by that see all."""
+    """Return the divisors of rotary frequencies that Gemma 4's files have for full attention."""
     if config["model_type"] != "gemma4_text":
         return {}
     half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
@@ -291,8 +291,8 @@ def _apart(
 
 
 def _by_key_head(config: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
-    """Where the rows of queries, of keys, of values and of gates stand among those of all key
-    heads, and how many are before the gates."""
+    """Return the rows of queries, keys, values and gates in a matrix whose rows are grouped by key
+    head, and how many of them come before the gates."""
     heads, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
     each = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
     places = torch.arange(heads * 2 * (width + each)).view(heads, -1)

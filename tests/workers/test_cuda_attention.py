@@ -81,7 +81,7 @@ def test_ours_is_not_used_where_it_is_wrong_or_cannot_be() -> None:
     functions.launches.clear()
 
     def asked(keys: Tensor, values: Tensor, cap: float | None = None) -> int:
-        """How many functions of ours are run; torch's result is that of both."""
+        """Return how many of our functions are run; the result has to be torch's."""
         before = len(functions.launches)
         found = own(query, keys, values, None, 0.1, cap, None)
         expected = by_torch(query, keys, values, None, 0.1, cap, None)

@@ -203,7 +203,7 @@ def test_the_product_that_was_measured_to_be_faster_is_used_at_every_start(
 
 @needs_kernels
 def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a trial does in its process."""
+    """Both products are timed, as a trial does in its own process."""
     for room in ("backends.device.choice", "backends.device.attention", "substitutes.coded"):
         monkeypatch.setattr(f"dovetail.workers.models.{room}.TIMED_SHAPE", (64, 128))
     monkeypatch.setattr("dovetail.workers.models.backends.device.choice.TIMED_BYTES", 1)
