@@ -41,7 +41,7 @@ NEW = (
 )
 """Families that between them take every branch of a description."""
 ALIKE = (
-    *("internlm3", "iquestcoder", "phi4_multimodal", "gemma4_unified_text"),
+    *("exaone", "internlm3", "iquestcoder", "phi4_multimodal", "cohere", "gemma4_unified_text"),
     *("sarvam_mla", "glm4_moe_lite", "youtu"),
 )
 """Families that are another one by another name, or less than it."""
@@ -180,6 +180,7 @@ def spoilt(spec: LayerSpec, how: str) -> LayerSpec:
     changed = {
         "rope": replace(attention, rope=Rope() if attention.rope is None else None),
         "pairs": replace(attention, rope=Rope(interleaved=True)),
+        "backward": replace(attention, rope=Rope(backward=True)),
         "window": replace(attention, window=attention.window + 1),
         "scale": replace(attention, scale=attention.scale * 1.5),
         "place": replace(attention, norm_place=HeadNorm.HEAD_AFTER_ROPE),
@@ -208,6 +209,7 @@ def spoilt_layer(family: Family, how: str, config: Any, index: int) -> LayerSpec
     [
         ("smollm3", "rope"),
         ("llama", "pairs"),
+        ("llama", "backward"),
         ("mistral", "window"),
         ("qwen2", "scale"),
         ("qwen3", "place"),
@@ -255,6 +257,7 @@ def test_what_a_configuration_switches_is_described(kind: str, tmp_path: Path) -
     [
         ("olmo", {"clip_qkv": 1.0}, "do not clip"),
         ("phi", {"qk_layernorm": True}, "no layer norms of queries"),
+        ("cohere", {"use_qk_norm": True}, "no layer norms of queries"),
     ],
 )
 def test_what_the_kernels_cannot_compute_of_a_family_is_named(

@@ -234,10 +234,8 @@ def by_heads(order: Tensor, width: int) -> Tensor:
 
 
 def _weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a norm, float32 [width]: ones where it has a shape and no weights."""
-    weight, shape = getattr(module, "weight", None), getattr(module, "normalized_shape", None)
-    if weight is None and isinstance(shape, tuple):
-        return torch.ones(shape)
+    """Return the weight of a norm, float32 [width]."""
+    weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         raise UnsupportedError(f"a norm of type {type(module).__name__} without weights")
     return weight.detach().float().contiguous()
@@ -245,6 +243,8 @@ def _weight_of(module: nn.Module) -> Tensor:
 
 def described_norm(module: nn.Module, norms: Norms) -> Norm:
     """Return the weights of a norm that a description knows."""
+    if norms.plain:
+        return Norm(torch.ones(norms.plain))
     weight, bias = _weight_of(module), getattr(module, "bias", None)
     weight = 1.0 + weight if norms.plus_one else weight
     return Norm(weight, None if bias is None else bias.detach().float().contiguous())

@@ -32,7 +32,8 @@ class RotaryTables:
         found = (getattr(base, name, None) for name in ROTARY_NAMES)
         embedding = next((part for part in found if part is not None), None)
         self.given = embedding is not None
-        self._embedding, self._context = copy.deepcopy(embedding), context
+        self._base, self._context = base, context
+        self._embeddings: dict[str, Any] = {"": copy.deepcopy(embedding)}
         self._tables: dict[tuple[Rope | None, Growth | None], Rotary] = {}
         self.angles: dict[str, tuple[Sequence[float], float]] = {}
         """The frequencies of each table that was asked for, and the factor of its cosines and
@@ -51,16 +52,19 @@ class RotaryTables:
         return self._tables[key]
 
     def _make(self, rope: Rope) -> Rotary:
-        if rope.table not in self.angles:
-            self.angles[rope.table] = self._read(rope)
-        frequencies, scaling = self.angles[rope.table]
+        name = rope.part + rope.table
+        if name not in self.angles:
+            self.angles[name] = self._read(rope)
+        frequencies, scaling = self.angles[name]
         table = rotary_table(torch.tensor(frequencies), self._context, scaling=scaling)
         self._check(table, rope)
-        return table
+        return replace(table, sines=-table.sines) if rope.backward else table
 
     def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
         """Return frequencies and factor of a table of the model's own embedding."""
-        embedding, prefix = self._embedding, f"{rope.table}_" if rope.table else ""
+        if rope.part not in self._embeddings:
+            self._embeddings[rope.part] = copy.deepcopy(self._base.get_submodule(rope.part))
+        embedding, prefix = self._embeddings[rope.part], f"{rope.table}_" if rope.table else ""
         frequencies = getattr(embedding, f"{prefix}inv_freq", None)
         if not isinstance(frequencies, Tensor) or frequencies.ndim != 1:
             raise UnsupportedError(f"a rotary embedding of type {type(embedding).__name__}")
@@ -68,8 +72,7 @@ class RotaryTables:
         return frequencies.float().tolist(), scaling
 
     def _check(self, table: Rotary, rope: Rope) -> None:
-        assert isinstance(self._embedding, nn.Module)
-        _check_table(table, self._embedding, self._context, rope)
+        _check_table(table, self._embeddings[rope.part], self._context, rope)
 
     def _grow(self, growth: Growth) -> Tensor:
         """Return the factors of queries, float32 [context]: the same bytes on every machine."""
@@ -86,7 +89,7 @@ class KnownTables(RotaryTables):
         self.angles = dict(angles)
 
     def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
-        raise UnsupportedError(f"the proof has no rotary table {rope.table!r}")
+        raise UnsupportedError(f"the proof has no rotary table {rope.part + rope.table!r}")
 
     def _check(self, table: Rotary, rope: Rope) -> None:
         """Check nothing: the table comes with the proof."""

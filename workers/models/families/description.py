@@ -52,6 +52,10 @@ class Rope:
     """The layer type whose angles are taken, where a model has several tables."""
     interleaved: bool = False
     """True if neighbours are rotated together, 0 with 1 and 2 with 3; else the halves of a head."""
+    part: str = ""
+    """The rotary embedding within the model, where that has several; empty: its only one."""
+    backward: bool = False
+    """True if heads are turned the other way round, by the negative angles."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,8 @@ class Norms:
     kind: NormKind = NormKind.RMS
     plus_one: bool = False
     """True if the checkpoint stores weights minus one."""
+    plain: int = 0
+    """The width of norms that have no weights; 0: they have."""
 
 
 @dataclass(frozen=True)

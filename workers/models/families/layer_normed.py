@@ -65,7 +65,9 @@ def _olmo(config: Any, index: int) -> LayerSpec:
     if config.clip_qkv is not None:
         raise UnsupportedError("the kernels do not clip queries, keys and values (clip_qkv)")
     return LayerSpec(
-        attention(config, index, window=0), gated(config.hidden_act), _layer_norms(OLMO_EPSILON)
+        attention(config, index, window=0),
+        gated(config.hidden_act),
+        _layer_norms(OLMO_EPSILON, plain=config.hidden_size),
     )
 
 

@@ -70,6 +70,21 @@ def _granite(config: Any, index: int) -> LayerSpec:
     )
 
 
+def _granite_swa(config: Any, index: int) -> LayerSpec:
+    """Granite with sinks, windows in some layers, and a base of angles for each, of which 0 rotates
+    nothing."""
+    bases, base = config.layer_rope_theta, config.layer_rope_theta[index]
+    part = f"rotary_embs.{sorted({one for one in bases if one}).index(base)}" if base else ""
+    mixed = attention(
+        config,
+        index,
+        scale=config.attention_multiplier,
+        rope=Rope(part=part) if base else None,
+        sinks="self_attn.sinks",
+    )
+    return replace(_granite(config, index), attention=mixed)
+
+
 def _hyperclovax(config: Any, index: int) -> LayerSpec:
     """Granite, with norms on what a half adds if that is said."""
     spec = _granite(config, index)
@@ -106,6 +121,23 @@ def _apertus(config: Any, index: int) -> LayerSpec:
     )
 
 
+def _nanochat(config: Any, index: int) -> LayerSpec:
+    """No norm has weights, heads are rotated backward and normed afterwards, and no MLP has a
+    gate."""
+    return LayerSpec(
+        attention(
+            config,
+            index,
+            window=0,
+            rope=Rope(backward=True),
+            norms_heads=True,
+            norm_place=HeadNorm.HEAD_AFTER_ROPE,
+        ),
+        ungated(config.hidden_act, "mlp.fc1", "mlp.fc2"),
+        Norms(config.rms_norm_eps, plain=config.hidden_size),
+    )
+
+
 def _phi3(config: Any, index: int) -> LayerSpec:
     return LayerSpec(
         attention(config, index, qkv=("self_attn.qkv_proj",)),
@@ -116,6 +148,7 @@ def _phi3(config: Any, index: int) -> LayerSpec:
 
 FAMILIES = {
     "llama": Family(_full),
+    "exaone": Family(_full),
     "mistral": Family(_llama),
     "ministral": Family(_llama),
     "ministral3": Family(_ministral3),
@@ -135,7 +168,11 @@ FAMILIES = {
     "granite": Family(
         _granite, embeddings="embedding_multiplier", logits="logits_scaling", divides=True
     ),
+    "granite_swa": Family(
+        _granite_swa, embeddings="embedding_multiplier", logits="logits_scaling", divides=True
+    ),
     "hyperclovax": Family(_hyperclovax, embeddings="embedding_multiplier", logits="logits_scaling"),
     "arcee": Family(_arcee),
     "apertus": Family(_apertus),
+    "nanochat": Family(_nanochat),
 }
