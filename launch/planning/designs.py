@@ -152,12 +152,6 @@ class Design:
         return "" if self.weighed is None else self.weighed.uncoded
 
     @property
-    def alone(self) -> str:
-        """Return the layers that are computed on the CPU and nowhere else; empty: there are
-        none."""
-        return "" if self.weighed is None else self.weighed.alone
-
-    @property
     def mixture(self) -> Mixture:
         """Return its experts, and their share of a layer's weights."""
         if self.weighed is None or self.weighed.mixture == DENSE:

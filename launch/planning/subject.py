@@ -68,7 +68,7 @@ class Subject:
     @property
     def planner(self) -> Planner:
         """Return what places the target, and places it with its experts on the CPU."""
-        alone = bool(self.design.alone) or self.weights in BY_ONE_CPU
+        alone = self.weights in BY_ONE_CPU
         whole = Planner(self.target, self.prices.machine, cpu_alone=alone)
         if alone:
             return whole
@@ -209,7 +209,7 @@ class Subject:
 
     def _device_says(self) -> str:
         if self.device:
-            alone = BY_ONE_CPU.get(self.weights, self.design.alone)
+            alone = BY_ONE_CPU.get(self.weights)
             return f"layers {alone} are computed by the CPU alone" if alone else ""
         said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
         if self.configuration.settings.memory.vram == "auto":

@@ -35,9 +35,12 @@ from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.placement import Demand, Place, coded_bytes, place_layers
 from dovetail.workers.models.backends.sizes import sizes_of
-from dovetail.workers.models.backends.stage_engines import KernelEngine, TorchEngine
-from dovetail.workers.models.backends.staged import Reader, Stage, Staging
-from dovetail.workers.models.backends.staged_cache import StagedCache, StagedPass
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.backends.stages import reader
+from dovetail.workers.models.backends.stages.cache import StagedCache, StagedPass
+from dovetail.workers.models.backends.stages.engines import KernelEngine, TorchEngine
+from dovetail.workers.models.backends.stages.reader import Reader
+from dovetail.workers.models.backends.stages.stage import Stage
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -139,7 +142,7 @@ class Bench:
             device.capture or (lambda function: function),
         )
         if self.on_cpu:
-            staged.engine_of = lambda transfer: TorchEngine(
+            staged.engine_of = reader.engine_of = lambda transfer: TorchEngine(
                 transfer.device
             )  # the CPU computes as a GPU does
         self.transfer = HostTransfer() if self.on_cpu else PinnedOnce(device.torch_device.index)
@@ -155,7 +158,7 @@ class Bench:
             device.torch_device, chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
         )
         ready: Sequence[Any] = back._stages[0]._layers
-        self.layers = list(zip(back._stages[0]._plans, ready, strict=True))
+        self.layers = list(zip(back._stages[0].layout.plans, ready, strict=True))
         if find_spec("hqq") is None:
             report.note(
                 "codes",
@@ -527,7 +530,7 @@ def _prefill(bench: Bench) -> None:
     rows, few = (64, 2) if bench.report.quick else (PROMPT_ROWS, 4)
     layers = [(plan, ready._blob) for plan, ready in bench.layers[:few]]
     bench.place(0)
-    reader = Reader(bench.transfer, layers, torch.float32)
+    streamed = Reader(bench.transfer, layers, torch.float32)
     stage = Stage(0, 0, KernelEngine(), None)
     for plan, blob in layers:
         stage.take(plan, blob, streamed=False)
@@ -538,7 +541,7 @@ def _prefill(bench: Bench) -> None:
     found: list[Tensor] = []
     read = chip.seconds_of(
         bench.device.torch_device,
-        lambda: found.append(reader.run(states.clone(), seen, Kept())),
+        lambda: found.append(streamed.run(states.clone(), seen, Kept())),
         times=2,
     )
     start = time.perf_counter()

@@ -94,24 +94,30 @@ def test_a_vocabulary_that_is_left_out_is_the_one_that_transformers_takes() -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "alone", "uncoded"),
+    ("kind", "uncoded"),
     [
-        ("gemma4_text", "with inputs of their own", "normed values"),
-        ("cohere2", "", "neighbours that are rotated together"),
-        ("deepseek_v3", "", "attention over latents"),
-        ("qwen3_5_text", "", "states"),
-        ("mixtral", "", "experts"),
-        ("qwen3", "", ""),
+        ("gemma4_text", "normed values"),
+        ("cohere2", "neighbours that are rotated together"),
+        ("deepseek_v3", "attention over latents"),
+        ("qwen3_5_text", "states"),
+        ("mixtral", "experts"),
+        ("qwen3", ""),
     ],
 )
-def test_a_plan_knows_which_layers_are_computed_where_and_have_copies_in_few_bits(
-    kind: str, alone: str, uncoded: str, tmp_path: Path
+def test_a_plan_knows_which_layers_have_copies_in_few_bits(
+    kind: str, uncoded: str, tmp_path: Path
 ) -> None:
     tiny_config(kind, {}).save_pretrained(tmp_path)
     design = design_of(read_config(tmp_path, "target model"), tmp_path)
-    assert (design.alone, design.uncoded) == (alone, uncoded)
+    assert design.uncoded == uncoded
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_one_cpu_computes_alone_has_no_other_places(alone: bool, tmp_path: Path) -> None:
+    tiny_config("qwen3", {}).save_pretrained(tmp_path)
+    design = design_of(read_config(tmp_path, "target model"), tmp_path)
     place = Place(lambda rows: rows, lambda rows: rows)
     machine = Machine(place, place, Link(lambda rows: rows, overlaps=True))
-    planner = Planner(design.target("fp32", "cuda:0"), machine, cpu_alone=bool(alone))
+    planner = Planner(design.target("fp32", "cuda:0"), machine, cpu_alone=alone)
     places = (*planner.split(), *planner.streamed(), *planner.mixed(), *planner.whole())
     assert (planner.on_cpu(), bool(places)) == ([(0, 0)], not alone)

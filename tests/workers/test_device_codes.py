@@ -19,8 +19,8 @@ from dovetail.workers.models.backends.placement import (
     needed_bytes,
 )
 from dovetail.workers.models.backends.sizes import TREE_ROWS, sizes_of
-from dovetail.workers.models.backends.stage_engines import TorchEngine
 from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model

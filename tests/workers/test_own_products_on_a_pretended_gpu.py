@@ -19,8 +19,8 @@ from dovetail.workers.devices.pretended import (
 from dovetail.workers.models.backends.device.choice import products_on, tell_products
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.stage_engines import SettledLayer
 from dovetail.workers.models.backends.staged import Staged, Staging
+from dovetail.workers.models.backends.stages.engines import SettledLayer
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment

@@ -2,7 +2,9 @@
 loader really makes."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import cache_of
+from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels.layer_plan import LANES
 from dovetail.workers.models.backends.blob import gather
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
@@ -21,8 +24,16 @@ from dovetail.workers.models.backends.placement import (
     needed_bytes,
     place_layers,
 )
-from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
+from dovetail.workers.models.backends.sizes import (
+    Matrices,
+    Sizes,
+    has_sizes,
+    mixed,
+    sizes_of,
+)
+from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.loading import load_language_model
+from support.architectures import VARIED, write_tiny
 from support.kernels import needs_kernels
 from support.models import FAMILIES
 
@@ -183,3 +194,24 @@ def test_sizes_by_the_configuration_are_those_that_are_loaded(
     assert isinstance(rows, BlockedCache)
     assert sizes.row * sizes.layers == rows.row_bytes
     assert (sizes.layers, sizes.context) == (model.layers, model.context)
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_wide_layers_that_read_keys_of_others_are_counted(weights: str, tmp_path: Path) -> None:
+    write_tiny("gemma4_text", tmp_path, **VARIED["gemma4_text small"])
+    asked = Demand("cpu", computed=3)
+    found: list[Sizes] = []
+
+    def stage(config: Mapping[str, Any], weights: str, matrices: Matrices) -> Staging:
+        found.append(mixed(sizes_of(config, weights), weights, matrices))
+        return Staging(place_layers(found[0], asked).places, HostTransfer())
+
+    model = load_language_model(str(tmp_path), weights=weights, device="cpu", stage=stage)
+    whole = load_language_model(str(tmp_path), weights=weights, device="cpu", cache="fp32")
+    (sizes,), layers = found, whole.back_end._layers  # type: ignore[attr-defined]
+    blobs = [gather(layer.plan).memory.numel() for layer in layers]
+    assert sum(blobs) <= sizes.layers * sizes.layer <= 1.3 * sum(blobs)
+    assert max(blobs) == blobs[-1] <= sizes.layer + sizes.wider <= 1.3 * max(blobs)
+    split, together = model.new_cache(LANES), whole.new_cache(LANES)
+    assert split.row_bytes - together.row_bytes == sizes.lent

@@ -19,8 +19,8 @@ from dovetail.workers.kernels.states import ScanPlan, ScanRule, placed
 from dovetail.workers.models.backends.blocked_cache import states_of
 from dovetail.workers.models.backends.device.scan import DeviceScan, StatefulRows
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.stage_engines import TorchEngine
 from dovetail.workers.models.backends.staged import Staged, Staging
+from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.cache import MixedKVCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -38,7 +38,7 @@ WAYS = {"split": [C, S, R], "streamed": [S, R, S]}
 KINDS = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "bamba"),
     *("falcon_h1", "nemotron_h", "granitemoehybrid", *LATENT),
-    *("gemma4_text", "gemma4_unified_text", "llama4_text"),
+    *("gemma4_text", "gemma4_text small", "gemma4_unified_text", "llama4_text"),
 )
 
 
@@ -147,7 +147,7 @@ def close(found: Tensor, expected: Tensor, weights: str) -> None:
 @pytest.mark.parametrize("kind", short("deepseek_v2", "falcon_h1"))
 def test_wherever_a_layer_is_the_bytes_are_the_same(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][len(kind) % 3]
-    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights], **VARIED.get(kind, {}))
+    write_tiny(kind.split()[0], tmp_path / "m", dtype=TYPES[weights], **VARIED.get(kind, {}))
     expected = decode(load(tmp_path / "m", weights))
     for name, way in WAYS.items():
         found = load(tmp_path / "m", weights, way)
@@ -158,11 +158,22 @@ def test_wherever_a_layer_is_the_bytes_are_the_same(kind: str, tmp_path: Path) -
         assert torch.equal(decode(found), expected)
 
 
+def test_layers_that_read_anothers_keys_are_split_from_it_at_every_boundary(
+    tmp_path: Path,
+) -> None:
+    write_tiny("gemma4_text", tmp_path / "m", **VARIED["gemma4_text small"])
+    expected = decode(load(tmp_path / "m", "fp32"))
+    for first in range(1, 6):  # the last three of six layers read keys of the second and third
+        on_device = [S, R] * 3
+        found = load(tmp_path / "m", "fp32", [C] * first + on_device[: 6 - first])
+        assert torch.equal(decode(found), expected), first
+
+
 @pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device")
-@pytest.mark.parametrize("kind", short("qwen3_5_text"))
+@pytest.mark.parametrize("kind", short("qwen3_5_text", "gemma4_text small"))
 def test_torch_computes_the_function_of_the_kernels(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][len(kind) % 2]
-    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights], **VARIED.get(kind, {}))
+    write_tiny(kind.split()[0], tmp_path / "m", dtype=TYPES[weights], **VARIED.get(kind, {}))
     expected = decode(load(tmp_path / "m", weights))
     ways = [(WAYS["split"], any(part in kind for part in EXPERTS))]
     if ways[0][1]:
@@ -177,7 +188,7 @@ def test_torch_computes_the_function_of_the_kernels(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "youtu"])
 def test_a_long_prompt_goes_through_a_streamed_layer_in_parts(kind: str, tmp_path: Path) -> None:
     length = 2 * PROMPT_ROWS + 5
-    write_tiny(kind, tmp_path / "m", **(VARIED[kind] | {"max_position_embeddings": 600}))
+    write_tiny(kind.split()[0], tmp_path / "m", **(VARIED[kind] | {"max_position_embeddings": 600}))
     ids, logits = (TEXT * 6)[: length + 4], list[Tensor]()
     for way in ([], [C, S, S]):
         model = load(tmp_path / "m", "fp32", way)
@@ -191,7 +202,10 @@ def test_a_long_prompt_goes_through_a_streamed_layer_in_parts(kind: str, tmp_pat
 @pytest.mark.parametrize("length", [12, 33])
 @pytest.mark.parametrize(
     ("kind", "pretended"),
-    [("falcon_h1", False), ("youtu", False), ("qwen3_5_text", True), ("deepseek_v3", True)],
+    [
+        *(("falcon_h1", False), ("youtu", False), ("gemma4_text small", False)),
+        *(("qwen3_5_text", True), ("deepseek_v3", True), ("gemma4_text small", True)),
+    ],
 )
 def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
     kind: str, pretended: bool, length: int, tmp_path_factory: pytest.TempPathFactory
@@ -218,8 +232,8 @@ def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
 @cache
 def _with_reader(kind: str, pretended: bool, root: Path) -> tuple[LanguageModel, LanguageModel]:
     """A model on the CPU, and the same with a reader of prompts."""
-    folder = root / f"read_{kind}"
-    write_tiny(kind, folder, **VARIED[kind])
+    folder = root / f"read_{kind.split()[0]}"
+    write_tiny(kind.split()[0], folder, **VARIED[kind])
     transfer = PretendedTransfer() if pretended else None
     return load(folder, "fp32"), load(folder, "fp32", [C], transfer, reader=True)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.cpu import HostTransfer
-from dovetail.workers.models.backends.streaming import Ring
+from dovetail.workers.models.backends.stages.streaming import Ring
 
 PATIENCE_S = 60.0
 

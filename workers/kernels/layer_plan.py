@@ -285,6 +285,11 @@ class LayerPlan:
         """True if the layer has keys and values, or latents."""
         return self.qkv is not None and (self.scan is None or self.beside is not None)
 
+    @property
+    def caches(self) -> bool:
+        """True if the layer has keys and values, or latents, of its own."""
+        return self.attends and self.reads is None
+
 
 @dataclass(frozen=True)
 class AttentionPlan:

@@ -299,8 +299,8 @@ def by_torch(
 def attend_blocks(
     layer: int,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     blocks: Sequence[Block],
     scale: float,
     window: int | None = None,
@@ -310,7 +310,7 @@ def attend_blocks(
     by: Attending = by_torch,
 ) -> Tensor:
     """Compute attention for one layer without transformers: query [heads, T, head_dim], key and
-    value [kv_heads, T, head_dim] -> [T, heads, head_dim]."""
+    value [kv_heads, T, head_dim] -> [T, heads, head_dim]; None: those of the rows are there."""
     outputs = [
         _attend_block(layer, query, key, value, block, scale, (window, chunk), cap, sinks, by)
         for block in blocks
@@ -321,8 +321,8 @@ def attend_blocks(
 def _attend_block(
     layer: int,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     block: Block,
     scale: float,
     reach: Reach,
@@ -336,7 +336,8 @@ def _attend_block(
     cache = segment.cache
     if not isinstance(cache, KVCache):
         raise TypeError(f"a cache of type {type(cache).__name__} belongs to another back end")
-    cache.write(layer, key[:, rows], value[:, rows], segment.start)
+    if key is not None and value is not None:
+        cache.write(layer, key[:, rows], value[:, rows], segment.start)
     low, mask = block.view(*reach)
     keys, values = cache.view(layer, low, segment.start + segment.count)
     heads, _, size = query.shape

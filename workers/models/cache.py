@@ -87,7 +87,7 @@ class KVCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
         """Put key, value [kv_heads, T, head_dim] into slots start..start+T-1 of a layer, rounded to
-        the cache's type."""
+        the cache's type and brought to its device."""
         stop = start + key.shape[1]
         if not self.length <= start <= stop <= self.capacity:
             raise ValueError(
@@ -95,7 +95,7 @@ class KVCache:
                 "the slots that may be written"
             )
         for own, given in zip(self.of_layer(layer), (key, value), strict=False):
-            own[:, start:stop] = rounded(given, own.dtype)
+            own[:, start:stop] = rounded(given, own.dtype).to(own.device)
 
     def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, stop - start, head_dim] of slots start..stop-1 of a layer;

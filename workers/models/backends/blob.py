@@ -20,6 +20,8 @@ PARTS = {
     "beside_given": ("beside", "given"),
     "beside_output": ("beside", "output"),
     "query_up": ("latent", "query_up"),
+    "input_gate": ("own_input", "gate"),
+    "input_projection": ("own_input", "projection"),
 }
 """Others of them, by the part of a plan that has them, and by their names in that."""
 BY_HEAD = ("key_up", "value_up")

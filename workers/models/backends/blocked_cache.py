@@ -142,6 +142,20 @@ class BlockedCache:
             latent=self.keys.shape[3] == 0,
         )
 
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [kv_heads, stop - start, head_dim] of slots of a layer."""
+        keys, values = self.of_layer(layer)
+        slots = torch.arange(start, stop)
+        return keys[:, slots // LANES, :, slots % LANES].transpose(0, 1), values[:, start:stop]
+
+    def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
+        """Put keys and values [kv_heads, T, head_dim] of the cache's type into the slots from
+        `start` on of a layer."""
+        keys, values = self.of_layer(layer)
+        slots = torch.arange(start, start + value.shape[1])
+        values[:, slots] = value
+        keys[:, slots // LANES, :, slots % LANES] = key.transpose(0, 1)
+
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [kv_heads, blocks, head_dim, 16] and values [kv_heads, slots, head_dim] of a layer
         with attention."""

@@ -58,6 +58,8 @@ class OwnInputs:
             base, said.norm, KernelNorm(NormKind.RMS, described_norm(norm, norms), norms.epsilon)
         )
         self._model, self._base, self._said = model, base, said
+        self.width = matrix.n
+        """Numbers of the inputs of all layers for one token."""
         self._width = int(getattr(model.config, said.width))
 
     def __call__(self, tokens: Tensor) -> Tensor:

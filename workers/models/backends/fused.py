@@ -31,7 +31,6 @@ from dovetail.workers.models.backends.layer_parts import (
     described_norm,
     final_norm,
     plan_of,
-    why_not_apart,
     why_not_coded,
 )
 from dovetail.workers.models.backends.library import transformers_pass
@@ -73,8 +72,6 @@ class Kernels:
     prompt_rows: int = PROMPT_ROWS
     reads_apart: int = 0
 
-    _apart = False
-    """True if layers are computed elsewhere than on one CPU."""
     _mixes = True
     """True if layers may have parts that no copy in few bits has."""
     _computes_here = True
@@ -92,8 +89,6 @@ class Kernels:
         if family is None:
             raise UnsupportedError("none of the families that are described here has that name")
         self._family = family
-        if self._apart and (what := why_not_apart(family, model.config)):
-            raise UnsupportedError(f"layers {what} are computed on one CPU")
         self._inputs = inputs_of(model, family, kind)
         self._heard: dict[int, Tensor] = {}
         """The keys that each layer attends to in its proof."""
@@ -278,7 +273,7 @@ class Kernels:
     def _caching(self) -> list[LayerPlan]:
         """The layers that have keys and values of their own."""
         plans = [layer.plan for layer in self._layers]
-        return [plan for plan in plans if plan.attends and plan.reads is None]
+        return [plan for plan in plans if plan.caches]
 
     @property
     def _shapes(self) -> list[StateShape]:

@@ -27,7 +27,6 @@ from dovetail.workers.models.families.description import (
     Attention,
     Beside,
     Experts,
-    Family,
     Latent,
     LayerSpec,
     Mlp,
@@ -360,18 +359,6 @@ def why_not_coded(spec: LayerSpec) -> str:
         "keys and values of another": mixer.reads is not None,
         "inputs of their own": spec.own_input is not None,
         "neighbours that are rotated together": mixer.rope is not None and mixer.rope.interleaved,
-    }
-    return next((what for what, there in found.items() if there), "")
-
-
-def why_not_apart(family: Family, config: Any) -> str:
-    """Return the layers of a model that are computed on one CPU, and nowhere else; empty if there
-    are none."""
-    specs = [family.layer(config, index) for index in range(config.num_hidden_layers)]
-    attentions = [spec.attention for spec in specs if isinstance(spec.attention, Attention)]
-    found = {
-        "that read another's keys and values": any(m.reads is not None for m in attentions),
-        "with inputs of their own": any(spec.own_input is not None for spec in specs),
     }
     return next((what for what, there in found.items() if there), "")
 

@@ -173,10 +173,12 @@ def _on_host(sizes: Sizes, computed: int, resident: int, limit: int | None) -> i
 def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda:0") -> int:
     """Return what a device needs that computes so many layers and keeps so many of them."""
     buffers = min(BUFFERS, computed - resident)
+    copied = sizes.lent * (_rows(sizes) + TREE_ROWS) if computed < sizes.layers else 0
     return (
-        (resident + buffers) * (sizes.layer - sizes.apart)
+        (resident + buffers) * (sizes.layer + sizes.wider - sizes.apart)
         + sizes.matrix
         + sizes.head
+        + copied
         + computed * cache_bytes(sizes)
         + pass_bytes(sizes, device)
     )
@@ -214,7 +216,7 @@ def pass_bytes(sizes: Sizes, device: str, *, head: bool = True) -> int:
         else 0
     )
     return (
-        2 * _rows(sizes) * sizes.state
+        _rows(sizes) * (2 * sizes.state + sizes.inputs)
         + chunk * sizes.inner
         + seen
         + (TREE_ROWS * sizes.logits if head else 0)
@@ -261,7 +263,7 @@ def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
     return (
         min(BUFFERS, sizes.layers) * sizes.layer
         + sizes.matrix
-        + sizes.row * _rows(sizes)
+        + (sizes.row + sizes.lent) * _rows(sizes)
         + pass_bytes(sizes, device, head=False)
     )
 

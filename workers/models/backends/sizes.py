@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dovetail.workers.models.backends.shared_layers import SharedLayers, keys_of_layers
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.recurrent.sizes import StateSizes, count_layers, state_sizes
 
@@ -59,6 +60,13 @@ class Sizes:
     unrounded: int = 0
     """Bytes that matrices of a layer take beyond those of their type, which are as they are stored
     where others are int8 or int4."""
+    wider: int = 0
+    """Bytes that one of the last layers takes beyond the mean one."""
+    lent: int = 0
+    """The keys and values of one token in the layers that others read: a device has a copy of them
+    where it computes the others alone."""
+    inputs: int = 0
+    """The inputs that all layers have of their own for one row."""
 
 
 Shapes = Sequence[tuple[int, int]]
@@ -77,9 +85,9 @@ class Matrices:
 
 
 def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
-    """Return the sizes of a model where it has experts: by its matrices, of which `sizes` knows
-    those of a dense one."""
-    return weighed(sizes, weights, matrices) if matrices.experts else sizes
+    """Return the sizes of a model where it has experts or layers with inputs of their own: by its
+    matrices, of which `sizes` knows those of a model with one kind of layer."""
+    return weighed(sizes, weights, matrices) if matrices.experts or sizes.inputs else sizes
 
 
 def weighed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
@@ -201,24 +209,36 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     mixers = [matrix_bytes(weights, n, k) for n, k in mix.shapes(hidden)]
     gates = mix.gates * matrix_bytes(weights, heads * head_dim, hidden)
     matrices[1] += gates
+    shared = SharedLayers.of(config, layers, kv_heads, head_dim)
+    wide = shared.widened * sum(matrices[-2:])
+    wide_mean = -(-shared.layers * wide // layers)
+    wider = shared.wider and matrix_bytes(weights, 2 * heads * shared.wider, hidden)
+    own_width = int(config.get("hidden_size_per_layer_input") or 0)
+    own = 3 * matrix_bytes(weights, own_width, hidden) if own_width else 0
     return Sizes(
         layers=layers,
         layer=mix.average(sum(matrices[:-2]), sum(mixers))
         + sum(matrices[-2:])
+        + wide_mean
+        + own
         + 4 * hidden * NUMBER_BYTES,
-        matrix=max(matrices),
+        matrix=(1 + shared.widened) * max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden, end=True) + 2 * hidden * NUMBER_BYTES,
         embedding=_table_bytes(weights, vocabulary, hidden, stored)
         + _own_inputs_bytes(config, weights, stored),
         row=mix.average(mixer.cached * CACHE_BYTES[cache], mix.token_bytes),
         context=number("max_position_embeddings"),
         state=hidden * NUMBER_BYTES,
-        inner=(3 * hidden + mixer.inner + (3 if gated else 2) * units) * NUMBER_BYTES,
+        inner=(3 * hidden + mixer.inner + (3 if gated else 2) * (1 + shared.widened) * units)
+        * NUMBER_BYTES,
         groups=heads // kv_heads,
         logits=vocabulary * NUMBER_BYTES,
         widened=0 if cache == "fp32" else mixer.cached * NUMBER_BYTES,
         states=mix.average(0, mix.session_bytes),
         unrounded=mixer.unrounded,
+        wider=wide - wide_mean + wider,
+        lent=2 * shared.lent * CACHE_BYTES[cache],
+        inputs=layers * own_width * NUMBER_BYTES,
     )
 
 
@@ -274,12 +294,8 @@ def _cached(config: Mapping[str, Any], kv_heads: int, head_dim: int) -> int:
     special, shared = config.get("per_layer_config"), config.get("num_kv_shared_layers") or 0
     if not isinstance(special, Mapping) and not shared:
         return kv_heads * head_dim
-    layers, total = int(config["num_hidden_layers"]), 0
-    others = {str(index): own for index, own in (special or {}).items()}
-    for index in range(layers - int(shared)):
-        own = others.get(str(index), {})
-        total += int(own.get("num_key_value_heads", kv_heads)) * int(own.get("head_dim", head_dim))
-    return -(-total // layers)
+    keys = keys_of_layers(config, kv_heads, head_dim)
+    return -(-sum(keys[: len(keys) - int(shared)]) // len(keys))
 
 
 def _own_inputs_bytes(config: Mapping[str, Any], weights: str, stored: int) -> int:

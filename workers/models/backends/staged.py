@@ -9,9 +9,8 @@ so that weights are read, and copied, once. Knows placements and transfers; what
 other modules know.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
-from dovetail.workers.kernels.states import placed
 from dovetail.workers.models.backends.blob import (
     Blob,
     Lying,
     gather,
     hollow,
 )
-from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.device.products import (
     DeviceNorm,
     product,
@@ -36,26 +33,19 @@ from dovetail.workers.models.backends.device.products import (
 )
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.packing import KernelLinear, KernelNorm
-from dovetail.workers.models.backends.placement import BUFFERS, Place
-from dovetail.workers.models.backends.stage_engines import (
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.stages.cache import StagedCache, StagedPass
+from dovetail.workers.models.backends.stages.engines import (
     Engine,
     KernelEngine,
-    Ready,
-    Run,
     SettledLayer,
     TorchEngine,
     engine_of,
 )
-from dovetail.workers.models.backends.staged_cache import (
-    StagedCache,
-    StagedPass,
-    chunks_of,
-    part_of,
-)
-from dovetail.workers.models.backends.streaming import Ring
-from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
+from dovetail.workers.models.backends.stages.reader import Reader
+from dovetail.workers.models.backends.stages.stage import Stage
+from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import Kept
-from dovetail.workers.progress import beat
 
 LONG_PROMPT_ROWS = 1 << 15
 """Rows of a prompt that go through a layer before the next one's weights are read: 512 MiB of
@@ -74,157 +64,6 @@ class Staging:
     """The way to a device that reads prompts for the layers on the CPU."""
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
-
-
-def behind(plan: LayerPlan, before: Sequence[LayerPlan]) -> LayerPlan:
-    """Return a layer behind others in a cache, and in the states of a session."""
-    attending = [other for other in before if other.attends]
-    shapes = [other.scan.shape for other in before if other.scan is not None]
-    return replace(
-        plan,
-        index=len(attending),
-        cached_before=sum(other.kv_heads * other.head_dim for other in attending),
-        scan=None if plan.scan is None else placed(plan.scan, shapes),
-    )
-
-
-class Stage:
-    """Some layers in a row on one device."""
-
-    def __init__(self, number: int, first: int, engine: Engine, transfer: Transfer | None) -> None:
-        """`transfer`: of a device beside the CPU."""
-        self.engine = engine
-        self._number, self._first, self._transfer = number, first, transfer
-        self._plans: list[LayerPlan] = []
-        self._layers: list[Run | Ready] = []
-        self._blobs: list[Tensor] = []
-        """The numbers of the layers that are streamed."""
-        self._ring: Ring | None = None
-        self._made: dict[tuple[int, int], Run] = {}
-
-    def take(self, plan: LayerPlan, blob: Blob, *, streamed: bool) -> None:
-        """The next layer of the stage."""
-        plan = behind(plan, self._plans)
-        ready = self.engine.prepare(plan, blob)
-        self._plans.append(plan)
-        if streamed:
-            assert self._transfer is not None
-            self._transfer.pin(blob.memory)
-            self._layers.append(ready)
-            self._blobs.append(blob.memory)
-        else:
-            self._layers.append(ready.settled(blob.memory.to(self.engine.device)))
-
-    @property
-    def settled(self) -> Mapping[int, SettledLayer]:
-        """Number in this stage -> layer whose weights stay and which torch computes."""
-        return {
-            index: layer
-            for index, layer in enumerate(self._layers)
-            if isinstance(layer, SettledLayer)
-        }
-
-    @property
-    def resident(self) -> Mapping[int, DecoderLayer]:
-        """Return the layers that the C++ kernels compute."""
-        runs = {index: layer for index, layer in enumerate(self._layers) if callable(layer)}
-        owners = {index: getattr(run, "__self__", None) for index, run in runs.items()}
-        return {index: owner for index, owner in owners.items() if isinstance(owner, DecoderLayer)}
-
-    def finish(self) -> None:
-        """Fetch the first streamed layers, once all layers have been added."""
-        if self._blobs:
-            assert self._transfer is not None
-            self._ring = Ring(self._transfer, self._blobs, min(BUFFERS, len(self._blobs)))
-
-    def new_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
-        """An empty cache for `capacity` rows."""
-        return self.engine.new_cache(self._plans, capacity, dtype)
-
-    def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
-        """states [T, hidden] through all layers, on the stage's device."""
-        states = states.to(self.engine.device)
-        parts = [
-            (rows, self.engine.see(positions, segments))
-            for rows, positions, segments in seen.parts(self._number, self.engine.chunk)
-        ]
-        streamed = 0
-        for index, layer in enumerate(self._layers):
-            beat()
-            kept.keep(self._first + index, states)
-            if callable(layer):
-                _run(layer, parts, states)
-            else:
-                with self._fetched(layer, streamed) as run:
-                    _run(run, parts, states)
-                streamed += 1
-        beat()
-        return states
-
-    @contextmanager
-    def _fetched(self, layer: Ready, streamed: int) -> Iterator[Run]:
-        """A streamed layer, the stage's n-th, with its weights."""
-        assert self._ring is not None
-        with self._ring.next(streamed) as (slot, memory):
-            yield _made(self._made, layer, streamed, slot, memory)
-
-
-def _made(
-    made: dict[tuple[int, int], Run], layer: Ready, index: int, slot: int, memory: Tensor
-) -> Run:
-    """A layer in a buffer, made once for each of the buffers."""
-    if (index, slot) not in made:
-        made[index, slot] = layer.at(memory)
-    return made[index, slot]
-
-
-def _run(layer: Run, parts: Sequence[tuple[slice, Any]], states: Tensor) -> None:
-    for rows, seen in parts:
-        if rows.start:
-            beat()
-        layer(seen, states[rows])
-
-
-class Reader:
-    """Computes the rows of a prompt for layers that lie on the CPU: their weights stream through a
-    device, and each layer's keys and values come back."""
-
-    def __init__(
-        self, transfer: Transfer, layers: Sequence[tuple[LayerPlan, Blob]], cache: torch.dtype
-    ) -> None:
-        """`cache`: the type of keys and values."""
-        self._engine, self._cache = engine_of(transfer), cache
-        for _, blob in layers:
-            transfer.pin(blob.memory)
-        self._plans = [
-            behind(plan, [other for other, _ in layers[:i]]) for i, (plan, _) in enumerate(layers)
-        ]
-        self._alone = [behind(plan, ()) for plan in self._plans]
-        self._layers = [
-            self._engine.prepare(plan, blob)
-            for plan, (_, blob) in zip(self._alone, layers, strict=True)
-        ]
-        self._ring = Ring(transfer, [blob.memory for _, blob in layers], min(BUFFERS, len(layers)))
-        self._made: dict[tuple[int, int], Run] = {}
-
-    def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
-        """states [T, hidden] of the first T rows of a session, on the CPU as they came."""
-        (segment,) = seen.segments
-        cache = part_of(segment.cache, 0)
-        assert isinstance(cache, BlockedCache)
-        there = states.to(self._engine.device)
-        for index, layer in enumerate(self._layers):
-            beat()
-            kept.keep(index, there)
-            own = self._engine.new_cache([self._alone[index]], segment.count, self._cache)
-            parts = [
-                (rows, self._engine.see(seen.positions[rows], part))
-                for rows, part in chunks_of([replace(segment, cache=own)], self._engine.chunk)
-            ]
-            with self._ring.next(index) as (slot, memory):
-                _run(_made(self._made, layer, index, slot, memory), parts, there)
-            self._engine.hand_over(own, cache, self._plans[index], segment.count)
-        return there.to(states.device)
 
 
 class StagedLayers(nn.Module):
@@ -289,8 +128,6 @@ class DeviceHead(nn.Module):
 class Staged(Kernels):
     """Takes over the layers of a model one by one, each where it is to be. A `BackEnd`."""
 
-    _apart = True
-
     def __init__(
         self,
         model: Any,
@@ -302,8 +139,9 @@ class Staged(Kernels):
     ) -> None:
         super().__init__(model, kind, context=context, cache=cache)
         self._staging = staging
-        self.reads_apart = 0 if staging.reader is None else LONG_PROMPT_ROWS
-        self.prompt_rows = LONG_PROMPT_ROWS if Place.STREAMED in staging.places else PROMPT_ROWS
+        long = self._long_prompt_rows()
+        self.reads_apart = 0 if staging.reader is None else long
+        self.prompt_rows = long if Place.STREAMED in staging.places else PROMPT_ROWS
         count, self._first = len(staging.places), list(staging.places).count(Place.CPU)
         self._stages: list[Stage] = []
         if self._first:
@@ -314,6 +152,14 @@ class Staged(Kernels):
                 Stage(len(self._stages), self._first, engine_of(staging.transfer), staging.transfer)
             )
         self._on_cpu: list[tuple[LayerPlan, Blob]] = []
+
+    def _long_prompt_rows(self) -> int:
+        """Return how many rows of a prompt go through a layer at a time; fewer where each has
+        inputs of all layers beside its state."""
+        if self._inputs is None:
+            return LONG_PROMPT_ROWS
+        hidden = int(self._model.config.hidden_size)
+        return max(PROMPT_ROWS, LONG_PROMPT_ROWS * hidden // (hidden + self._inputs.width))
 
     def read(
         self, tokens: Tensor, positions: Tensor, segment: Segment, rows: Tensor | None, kept: Kept
@@ -331,9 +177,10 @@ class Staged(Kernels):
         apart = self._staging.host_experts and place is not Place.CPU
         blob = gather(plan, experts=not apart)
         plan = hollow(plan, blob)
-        self._stages[0 if place is Place.CPU else -1].take(
-            plan, blob, streamed=place is Place.STREAMED
-        )
+        stage = self._stages[0 if place is Place.CPU else -1]
+        if plan.reads is not None and not stage.layout.has(plan.reads):
+            stage.mirror(plan.reads, self._stages[0].layout)
+        stage.take(plan, blob, streamed=place is Place.STREAMED)
         if place is Place.CPU and self._staging.reader is not None:
             self._on_cpu.append((plan, blob))
 

@@ -29,8 +29,8 @@ from dovetail.workers.models.backends.device.own import OwnCodes
 from dovetail.workers.models.backends.device.products import rounded_product
 from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.backends.fused import Kernels
-from dovetail.workers.models.backends.stage_engines import SettledLayer, TorchEngine
 from dovetail.workers.models.backends.staged import DeviceHead, Staged
+from dovetail.workers.models.backends.stages.engines import SettledLayer, TorchEngine
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
@@ -106,7 +106,6 @@ class DeviceSubstitute(Kernels):
 
     backend = "library"
     kernels = TORCHS
-    _apart = True
     _mixes = False
     _computes_here = False
 

@@ -27,7 +27,7 @@ from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.staged import Staged
-from dovetail.workers.models.backends.staged_cache import StagedCache
+from dovetail.workers.models.backends.stages.cache import StagedCache
 from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
 from dovetail.workers.models.checkpoints.checkpoint import (
     Checkpoint,
@@ -172,7 +172,6 @@ class Substitutes:
 class KernelSubstitute(Kernels):
     """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
 
-    _apart = True
     _mixes = False
 
     def __init__(self, model: Any, kind: Kind, *, context: int, substitutes: Substitutes) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dovetail.workers.kernels.layer_plan import HeadNorm, LayerPlan, Norm, NormKind
+from dovetail.workers.kernels.layer_plan import HeadNorm, InputPlan, LayerPlan, Norm, NormKind
 from dovetail.workers.models.backends.device.experts import (
     DeviceExperts,
     HostExperts,
@@ -48,6 +48,7 @@ class DeviceLayer:
         self._key_norm = norm(plan.key_norm, NormKind.RMS)
         self._value_norm = norm(plan.value_norm, NormKind.RMS)
         self._beside_norm = None if plan.beside is None else norm(plan.beside.norm)
+        self._input_norm = None if plan.own_input is None else norm(plan.own_input.norm)
         self._scan = None if plan.scan is None else DeviceScan(plan.scan, device)
         self._latent = None if plan.latent is None else DeviceLatents(plan, device)
         self._experts: HostExperts | DeviceExperts | None = None
@@ -68,8 +69,19 @@ class DeviceLayer:
             read = read if plan.parallel else _through(self._mlp_norm, states)
             update = self._mlp(read, states, multiply)
             _add(states, _through(self._post_mlp_norm, update), plan.mlp_residual)
+        if plan.own_input is not None:
+            states += _through(
+                self._input_norm, self._input(rows, plan.own_input, states, multiply)
+            )
         if plan.scalar != 1.0:
             states *= plan.scalar
+
+    def _input(self, rows: Seen, own: InputPlan, states: Tensor, multiply: Multiply) -> Tensor:
+        """Return what the layer's own inputs add to rows, but for its norm."""
+        assert rows.inputs is not None
+        inputs = rows.inputs[:, own.first : own.first + own.gate.n]
+        both = torch.cat([multiply("input_gate", states), inputs], dim=1)
+        return multiply("input_projection", activate(self._plan, both))
 
     def _mix(self, rows: Seen, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
         """Return what attention, or a mixer with a state, or both give of rows x [T, hidden],
@@ -108,11 +120,9 @@ class DeviceLayer:
 
     def _attend(self, rows: Seen, qkv: Tensor) -> Tensor:
         plan = self._plan
-        heads = qkv.view(qkv.shape[0], -1, plan.head_dim)
-        turned, value = (
-            heads[:, : plan.heads + plan.kv_heads],
-            heads[:, plan.heads + plan.kv_heads :],
-        )
+        heads, stop = qkv.view(qkv.shape[0], -1, plan.head_dim), plan.heads
+        stop += plan.kv_heads if plan.caches else 0
+        turned, value = heads[:, :stop], heads[:, stop:]
         if plan.head_norm is not HeadNorm.HEAD_AFTER_ROPE:
             turned = self._norm_heads(turned)
         if plan.rotary is not None:
@@ -121,17 +131,18 @@ class DeviceLayer:
         if plan.head_norm is HeadNorm.HEAD_AFTER_ROPE:
             turned = self._norm_heads(turned)
         query, key = turned[:, : plan.heads], turned[:, plan.heads :]
+        if plan.rotary is not None and rows.turn is not None:
+            query = rows.turn.grow(query, plan.rotary)
+        query = query.transpose(0, 1)
+        if not plan.caches:
+            return rows.attend(plan, query, None, None).flatten(1)
         if plan.key_factor != 1.0:
             key = key * plan.key_factor
         value = _through(self._value_norm, value)
-        if plan.rotary is not None and rows.turn is not None:
-            query = rows.turn.grow(query, plan.rotary)
-        return rows.attend(
-            plan, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        ).flatten(1)
+        return rows.attend(plan, query, key.transpose(0, 1), value.transpose(0, 1)).flatten(1)
 
     def _norm_heads(self, heads: Tensor) -> Tensor:
-        """Queries and keys [T, heads + kv_heads, head_dim] with their norms."""
+        """Queries and keys [T, heads + kv_heads, head_dim], or queries alone, with their norms."""
         if self._query_norm is None and self._key_norm is None:
             return heads
         parts = []

@@ -25,9 +25,15 @@ class Seen(Protocol):
     def stateful(self) -> Sequence[StatefulRows]:
         """The rows and the states of their sessions, for layers that have any."""
 
-    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write key and value [kv_heads, T, head_dim], attend with query [heads, T, head_dim];
-        returns [T, heads, head_dim]."""
+    @property
+    def inputs(self) -> Tensor | None:
+        """The inputs that layers have of their own, [T, width of all]; None: they have none."""
+
+    def attend(
+        self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
+        """Write key and value [kv_heads, T, head_dim], where the layer has its own, attend with
+        query [heads, T, head_dim]; returns [T, heads, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,11 @@ class Rows:
     stateful: Sequence[StatefulRows] = ()
     """The rows and the states of their sessions, if layers have any."""
     by: Attending = by_torch
+    inputs: Tensor | None = None
 
-    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
         return attend_blocks(
             plan.index,
             query,
@@ -73,11 +82,15 @@ class FixedRows:
     stateful: Sequence[StatefulRows] = ()
     """None: states are not in fixed shapes."""
     by: Attending = by_torch
+    inputs: Tensor | None = None
 
-    def attend(self, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
         keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
-        keys.index_copy_(1, self.slots, rounded(key, keys.dtype))
-        values.index_copy_(1, self.slots, rounded(value, values.dtype))
+        if key is not None and value is not None:
+            keys.index_copy_(1, self.slots, rounded(key, keys.dtype))
+            values.index_copy_(1, self.slots, rounded(value, values.dtype))
         heads, rows, size = query.shape
         mask = self.masks[plan.window]
         keys, values = keys[:, : mask.shape[1]], values[:, : mask.shape[1]]

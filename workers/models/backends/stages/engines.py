@@ -77,8 +77,11 @@ class Engine(Protocol):
     def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> Cache:
         """An empty cache of layers, with keys and values of a type."""
 
-    def see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
-        """The rows of a pass as the layers take them."""
+    def see(
+        self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None
+    ) -> Any:
+        """The rows of a pass as the layers take them; `inputs`: those that layers have of their
+        own, on the CPU."""
 
     def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
         """The first rows of a cache of one layer, into those of a layer of a cache on the CPU."""
@@ -112,17 +115,21 @@ class KernelEngine:
     def new_cache(
         self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype
     ) -> BlockedCache:
-        attending = [plan for plan in plans if plan.attends]
+        caching = [plan for plan in plans if plan.caches]
         return cache_of(
-            [(plan.kv_heads, plan.head_dim) for plan in attending],
+            [(plan.kv_heads, plan.head_dim) for plan in caching],
             capacity,
             dtype,
             [plan.scan.shape for plan in plans if plan.scan is not None],
-            latent=any(plan.latent is not None for plan in attending),
+            latent=any(plan.latent is not None for plan in caching),
         )
 
-    def see(self, positions: Tensor, segments: Sequence[Segment]) -> LayerPass:
+    def see(
+        self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None
+    ) -> LayerPass:
         rows = LayerPass(positions, [cache_rows(segment) for segment in segments])
+        if inputs is not None:
+            rows.use_inputs(inputs)
         if (parts := asked()) is not None:
             rows.time_parts(parts.layers)
         return rows
@@ -130,7 +137,7 @@ class KernelEngine:
     def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
         assert isinstance(cache, BlockedCache)
         _hand_states(cache.states, to.states, plan, rows)
-        if plan.attends:
+        if plan.caches:
             blocks = -(-rows // LANES)
             (keys, values), own = to.of_layer(plan.index), cache.of_layer(0)
             keys[:, :blocks] = own[0][:, :blocks]
@@ -228,7 +235,7 @@ class TorchEngine:
         heads = [
             Heads(plan.kv_heads, plan.head_dim, 0 if plan.latent is None else plan.latent.rank)
             for plan in plans
-            if plan.attends
+            if plan.caches
         ]
         if len(set(heads)) == 1 and not heads[0].latent:
             cache = KVCache(
@@ -247,7 +254,9 @@ class TorchEngine:
             cache.states = RecurrentStates(shapes, self.device)
         return cache
 
-    def see(self, positions: Tensor, segments: Sequence[Segment]) -> Rows:
+    def see(
+        self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None
+    ) -> Rows:
         blocks = {
             groups: attention.arrange(segments, masks) for groups, masks in self._masks.items()
         }
@@ -257,7 +266,8 @@ class TorchEngine:
             for segment, first in zip(segments, firsts, strict=False)
             if isinstance(segment.cache, KVCache) and segment.cache.states is not None
         ]
-        return Rows(self.turn(positions.to(self.device)), blocks, stateful, self.by)
+        there = None if inputs is None else inputs.to(self.device)
+        return Rows(self.turn(positions.to(self.device)), blocks, stateful, self.by, there)
 
     def turn(self, positions: Tensor) -> Turn | None:
         """The angles of rows, positions int64 [T] on the device."""
@@ -266,7 +276,7 @@ class TorchEngine:
     def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
         assert isinstance(cache, KVCache)
         _hand_states(cache.states, to.states, plan, rows)
-        if plan.attends:
+        if plan.caches:
             keys, values = to.of_layer(plan.index)
             own = cache.of_layer(0)[:, :, :rows].cpu()
             values[:, :rows] = own[-1]

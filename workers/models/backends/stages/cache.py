@@ -8,7 +8,7 @@ from torch import Tensor
 from dovetail.workers.models.segment import Cache, Segment
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagedPass:
     """The rows of a pass for all stages."""
 
@@ -16,15 +16,24 @@ class StagedPass:
     segments: Sequence[Segment]
     apart: bool = False
     """True if the reader computes the layers on the CPU."""
+    inputs: Tensor | None = None
+    """The inputs that layers have of their own, [rows, width of all]; None: they have none."""
 
-    def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Tensor, Sequence[Segment]]]:
-        """Yield a part of the rows of a stage at a time: which rows, their positions, and their
-        segments with the stage's own caches."""
+    def use_inputs(self, inputs: Tensor) -> None:
+        """Have layers with inputs of their own read them from these."""
+        self.inputs = inputs
+
+    def inputs_of(self, rows: slice) -> Tensor | None:
+        """Return the inputs of some rows."""
+        return None if self.inputs is None else self.inputs[rows]
+
+    def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
+        """Yield a part of the rows of a stage at a time: which rows, and their segments with the
+        stage's own caches."""
         segments = [
             replace(segment, cache=part_of(segment.cache, stage)) for segment in self.segments
         ]
-        for rows, part in chunks_of(segments, chunk):
-            yield rows, self.positions[rows], part
+        yield from chunks_of(segments, chunk)
 
 
 def part_of(cache: Cache, stage: int) -> Cache:

@@ -1,0 +1,1 @@
+"""The stages of a model that is spread over devices: layers, caches, and weights that stream."""

@@ -1,0 +1,141 @@
+"""Layers of a model in a row on one device: some keep their weights there, those of others pass
+through it, and layers may read keys and values that the stage before has written."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices.base import Transfer
+from dovetail.workers.kernels.layer import DecoderLayer
+from dovetail.workers.kernels.layer_plan import LayerPlan
+from dovetail.workers.models.backends.blob import Blob
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.backends.placement import BUFFERS
+from dovetail.workers.models.backends.stages.cache import StagedPass, part_of
+from dovetail.workers.models.backends.stages.engines import Engine, Ready, Run, SettledLayer
+from dovetail.workers.models.backends.stages.layout import Layout
+from dovetail.workers.models.backends.stages.streaming import Ring
+from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.segment import Cache, Segment
+from dovetail.workers.models.states import Kept
+from dovetail.workers.progress import beat
+
+
+class Stage:
+    """Some layers in a row on one device."""
+
+    def __init__(self, number: int, first: int, engine: Engine, transfer: Transfer | None) -> None:
+        """`transfer`: of a device beside the CPU."""
+        self.engine = engine
+        self._number, self._first, self._transfer = number, first, transfer
+        self.layout = Layout()
+        self._layers: list[Run | Ready] = []
+        self._blobs: list[Tensor] = []
+        """The numbers of the layers that are streamed."""
+        self._ring: Ring | None = None
+        self._made: dict[tuple[int, int], Run] = {}
+        self._mirrored: list[tuple[int, int]] = []
+        """The places of layers whose keys and values are in the cache of the stage before, and in
+        this one's."""
+
+    def take(self, plan: LayerPlan, blob: Blob, *, streamed: bool) -> None:
+        """The next layer of the stage."""
+        ready = self.engine.prepare(self.layout.take(plan), blob)
+        if streamed:
+            assert self._transfer is not None
+            self._transfer.pin(blob.memory)
+            self._layers.append(ready)
+            self._blobs.append(blob.memory)
+        else:
+            self._layers.append(ready.settled(blob.memory.to(self.engine.device)))
+
+    @property
+    def settled(self) -> Mapping[int, SettledLayer]:
+        """Number in this stage -> layer whose weights stay and which torch computes."""
+        return {
+            index: layer
+            for index, layer in enumerate(self._layers)
+            if isinstance(layer, SettledLayer)
+        }
+
+    @property
+    def resident(self) -> Mapping[int, DecoderLayer]:
+        """Return the layers that the C++ kernels compute."""
+        runs = {index: layer for index, layer in enumerate(self._layers) if callable(layer)}
+        owners = {index: getattr(run, "__self__", None) for index, run in runs.items()}
+        return {index: owner for index, owner in owners.items() if isinstance(owner, DecoderLayer)}
+
+    def finish(self) -> None:
+        """Fetch the first streamed layers, once all layers have been added."""
+        if self._blobs:
+            assert self._transfer is not None
+            self._ring = Ring(self._transfer, self._blobs, min(BUFFERS, len(self._blobs)))
+
+    def new_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
+        """An empty cache for `capacity` rows."""
+        return self.engine.new_cache(self.layout.plans, capacity, dtype)
+
+    def mirror(self, layer: int, before: Layout) -> None:
+        """Have a copy of the keys and values of a layer of the stage before, which layers of this
+        one read."""
+        source = before.caching(layer)
+        own = self.layout.take(replace(source, index=layer))
+        self._mirrored.append((source.index, own.index))
+
+    def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
+        """states [T, hidden] through all layers, on the stage's device."""
+        states = states.to(self.engine.device)
+        parts = [
+            (rows, self.engine.see(seen.positions[rows], segments, seen.inputs_of(rows)))
+            for rows, segments in seen.parts(self._number, self.engine.chunk)
+        ]
+        for segment in seen.segments if self._mirrored else ():
+            self._bring(segment)
+        streamed = 0
+        for index, layer in enumerate(self._layers):
+            beat()
+            kept.keep(self._first + index, states)
+            if callable(layer):
+                run_parts(layer, parts, states)
+            else:
+                with self._fetched(layer, streamed) as run:
+                    run_parts(run, parts, states)
+                streamed += 1
+        beat()
+        return states
+
+    def _bring(self, segment: Segment) -> None:
+        """Copy what the stage before has written of the rows of a session and layers here read."""
+        before, own = (part_of(segment.cache, self._number - back) for back in (1, 0))
+        assert isinstance(before, BlockedCache)
+        assert isinstance(own, BlockedCache | KVCache)
+        for source, target in self._mirrored:
+            key, value = before.read(source, segment.start, segment.start + segment.count)
+            own.write(target, key, value, segment.start)
+
+    @contextmanager
+    def _fetched(self, layer: Ready, streamed: int) -> Iterator[Run]:
+        """A streamed layer, the stage's n-th, with its weights."""
+        assert self._ring is not None
+        with self._ring.next(streamed) as (slot, memory):
+            yield made_once(self._made, layer, streamed, slot, memory)
+
+
+def made_once(
+    made: dict[tuple[int, int], Run], layer: Ready, index: int, slot: int, memory: Tensor
+) -> Run:
+    """A layer in a buffer, made once for each of the buffers."""
+    if (index, slot) not in made:
+        made[index, slot] = layer.at(memory)
+    return made[index, slot]
+
+
+def run_parts(layer: Run, parts: Sequence[tuple[slice, Any]], states: Tensor) -> None:
+    for rows, seen in parts:
+        if rows.start:
+            beat()
+        layer(seen, states[rows])
