@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.devices.cpu import HostTransfer
@@ -299,6 +300,62 @@ def test_a_row_that_torch_computes_is_the_same_on_every_way_to_it(name: str) -> 
                 session.keep(range(first, first + len(rows)))
                 continue
             session.keep(_grown(session, given, whole, random))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that a device would be told of."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [part.alias_info for part in func._schema.returns]
+        self.count += not any(alias and not alias.is_write for alias in views)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "a_row", "a_prompt"), [("delta", 5.5, 60), ("mamba", 1.5, 40), ("convolution", 0, 20)]
+)
+def test_a_row_of_a_prompt_takes_few_operations_beside_those_for_all_rows(
+    name: str, a_row: float, a_prompt: int
+) -> None:
+    plan, found = mixers()[name], list[int]()
+    for rows in (32, 64, 128):
+        session, given = Session(plan), torch.randn(rows, plan.widths[0])
+        with Launches() as launches:
+            session.read(given, 0)
+        found.append(launches.count)
+    assert (found[2] - found[1]) / 64 <= a_row
+    assert found[0] - 32 * a_row <= a_prompt
+
+
+@pytest.mark.parametrize(("name", "a_row"), [("delta", 1), ("mamba", 1)])
+def test_a_row_that_waits_takes_few_operations_in_every_pass(name: str, a_row: int) -> None:
+    plan, session = mixers()[name], Session(mixers()[name])
+    given, found = torch.randn(40, plan.widths[0]), list[int]()
+    session.read(given[:20], 0)
+    session.keep(range(20))
+    for slot in range(20, 26):
+        with Launches() as launches:
+            session.read(given[slot : slot + 1], slot)
+        session.keep([slot])
+        found.append(launches.count)
+    assert found[-1] - found[1] <= a_row * (len(found) - 2)
+
+
+@pytest.mark.parametrize("name", ["delta", "mamba", "convolution"])
+def test_a_prompt_has_the_same_bytes_in_any_parts(name: str) -> None:
+    """In parts of which torch rounds all exponentials alike on any CPU."""
+    plan, cuts = mixers()[name], ([64], [16, 48], [48, 16], [16, 16, 32], [32, 32])
+    given, found = torch.randn(64, plan.widths[0]), list[Tensor]()
+    for parts in cuts:
+        session, rows = Session(plan), list[Tensor]()
+        for count in parts:
+            first = session.cache.length
+            rows.append(session.read(given[first : first + count], first))
+            session.keep(range(first, first + count))
+        found.append(torch.cat(rows))
+    assert all(torch.equal(rows, found[0]) for rows in found)
 
 
 TIMES = 70

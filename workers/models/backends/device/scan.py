@@ -1,8 +1,11 @@
 """A mixer with a state computed by torch's operations, on a GPU as anywhere: the function of the
 kernels' (`kernels/native/scan.inl`) up to rounding, over the same states and factors.
 
-A state goes row after row, and by a tree level after level: what a row gives follows from the rows
-on its path, whatever stands beside it. Knows a mixer by its plan, and the slots of rows.
+All that is not the recurrence is computed for many rows at a time. The state itself goes row after
+row, by one operation for each row of Mamba-2 and five of the delta rule, and by a tree level after
+level: what a row gives follows from the rows on its path, whatever stands beside it and however a
+prompt is cut. The chunked algorithms of these rules add rows up in an order that depends on where
+a chunk begins. Knows a mixer by its plan, and the slots of rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
-from dovetail.workers.kernels.states import COLUMNS, ScanPlan, ScanRule, StateRows
+from dovetail.workers.kernels.states import ScanPlan, ScanRule, StateRows
+from dovetail.workers.models.backends.device.state_rows import Factors, Place, by_value
 from dovetail.workers.models.segment import Segment
 
 AT_A_TIME = 16
-"""Rows of a level whose states are there at a time, beside those that have children."""
+"""Rows of a prompt, or of a level, whose states are there at a time, beside those that have
+children."""
 LEAST = 1e-6
 """Added to the squares of queries and keys before they are divided by their length."""
 
@@ -32,95 +37,15 @@ class StatefulRows:
 
 
 @dataclass(frozen=True)
-class _Factors:
-    """The numbers by which rows add to a state, and read it."""
+class _Rows(Factors):
+    """The numbers of rows of a pass."""
 
-    decay: Tensor
-    """[T, value_heads]."""
-    key: Tensor
-    """[T, key_heads, key_dim]."""
     query: Tensor
+    """[T, value_heads, key_dim, 1]."""
     value: Tensor
     """[T, value_heads, value_dim]."""
-    step: Tensor
-    """[T, value_heads], by which values are multiplied."""
-
-
-class _Place:
-    """The state and the factors of a layer in those of a session."""
-
-    def __init__(self, plan: ScanPlan, states: StateRows) -> None:
-        self._plan, self._states = plan, states
-        shape, ring = plan.shape, states.ring
-        first = plan.row_before * ring
-        self._rows = states.factors[first : first + shape.row * ring].view(ring, shape.row)
-        self._state = states.state[plan.state_before : plan.state_before + shape.state]
-
-    def state(self) -> Tensor:
-        """Return a copy of the state [1, value_heads, key_dim, value_dim]."""
-        plan = self._plan
-        return self._columns().permute(0, 2, 1, 3).flatten(2)[None, ..., : plan.value_dim].clone()
-
-    def hold(self, state: Tensor) -> None:
-        """Have the session hold a state [1, value_heads, key_dim, value_dim]."""
-        own = self._columns()
-        wide = own.new_zeros(own.shape[0], own.shape[2], own.shape[1] * COLUMNS)
-        wide[..., : self._plan.value_dim] = state[0]
-        own.copy_(wide.view(*wide.shape[:2], -1, COLUMNS).transpose(1, 2))
-
-    def _columns(self) -> Tensor:
-        """The state [value_heads, blocks, key_dim, columns] as the kernels have it."""
-        return self._state.view(self._plan.value_heads, -1, self._plan.key_dim, COLUMNS)
-
-    def inputs(self, slots: Sequence[int]) -> Tensor:
-        """Return what the convolution reads of slots, [T, channels]."""
-        return self._of(slots)[:, : self._plan.taps.shape[1]]
-
-    def kept(self, slots: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Decays [T, value_heads], keys [T, key_heads, key_dim] and what is added [T, value_heads,
-        value_dim] of slots."""
-        plan, rows = self._plan, self._of(slots)
-        key, added, decay = self._parts
-        columns = (added.stop - added.start) // plan.value_heads
-        return (
-            rows[:, decay][:, : plan.value_heads],
-            rows[:, key][:, : plan.key_heads * plan.key_dim].reshape(
-                -1, plan.key_heads, plan.key_dim
-            ),
-            rows[:, added].view(-1, plan.value_heads, columns)[..., : plan.value_dim],
-        )
-
-    def keep_inputs(self, first: int, inputs: Tensor) -> None:
-        """Keep what the convolution reads of the slots from `first` on."""
-        places = self._places(range(first, first + len(inputs)))
-        self._rows[places, : inputs.shape[1]] = inputs
-
-    def keep(self, first: int, decay: Tensor, key: Tensor, added: Tensor) -> None:
-        """Keep what the slots from `first` on do to a state."""
-        places = self._places(range(first, first + len(key)))
-        of_key, of_added, of_decay = self._parts
-        key = key.flatten(1)
-        self._rows[places, of_key.start : of_key.start + key.shape[1]] = key
-        wide = self._rows.new_zeros(len(key), of_added.stop - of_added.start)
-        wide.view(*added.shape[:2], -1)[..., : added.shape[2]] = added
-        self._rows[places, of_added] = wide
-        self._rows[places, of_decay.start : of_decay.start + decay.shape[1]] = decay
-
-    @property
-    def _parts(self) -> tuple[slice, slice, slice]:
-        """The places of keys, of what is added, and of decays in a row."""
-        plan = self._plan
-        key = _filled(plan.taps.shape[1])
-        added = key + _filled(plan.key_heads * plan.key_dim)
-        decay = added + plan.value_heads * _filled(plan.value_dim)
-        return slice(key, added), slice(added, decay), slice(decay, plan.shape.row)
-
-    def _of(self, slots: Sequence[int]) -> Tensor:
-        return self._rows[self._places(slots)]
-
-    def _places(self, slots: Sequence[int]) -> Tensor:
-        places = torch.tensor([slot % self._states.ring for slot in slots], dtype=torch.int64)
-        return places.to(self._rows.device)
+    taken: Tensor | None
+    """[T, value_heads, 1, 1], by which the delta rule adds what a key reads of the state."""
 
 
 class DeviceScan:
@@ -147,7 +72,7 @@ class DeviceScan:
 
     def _segment(self, rows: StatefulRows, given: Tensor) -> Tensor:
         plan, channels = self._plan, self._taps.shape[1]
-        place, segment = _Place(plan, rows.states), rows.segment
+        place, segment = Place(plan, rows.states), rows.segment
         inputs, alone = given[:, :channels], plan.rule is ScanRule.SHORT_CONVOLUTION
         if alone:
             inputs = inputs * given[:, 2 * channels :]
@@ -167,29 +92,31 @@ class DeviceScan:
         rows.states.folded[plan.index] = fold
         return out
 
-    def _convolve(self, place: _Place, segment: Segment, inputs: Tensor) -> Tensor:
+    def _convolve(self, place: Place, segment: Segment, inputs: Tensor) -> Tensor:
         """The convolution of rows and those before them on their paths, the oldest first."""
-        taps, start = self._plan.shape.taps, segment.start
-        seen = [_ancestors(segment, row, taps) for row in range(segment.count)]
-        before = sorted({slot for path in seen for slot in path if 0 <= slot < start})
-        nothing = inputs.new_zeros(1, inputs.shape[1])
-        old = place.inputs(before) if before else nothing[:0]
-        where = {slot: 1 + index for index, slot in enumerate(before)} | {-1: 0}
-        at = torch.tensor(
-            [
-                [where[slot] if slot < start else 1 + len(before) + slot - start for slot in path]
-                for path in seen
-            ]
-        )
-        source, index = torch.cat([nothing, old, inputs]), at.to(inputs.device)
-        mixed = source[index[:, 0]] * self._taps[0]
+        taps, start, nothing = self._plan.shape.taps, segment.start, inputs.new_zeros(1, 1)
+        if segment.paths is None:
+            before = place.inputs(range(max(0, start - taps + 1), start))
+            missing = nothing.expand(taps - 1 - len(before), inputs.shape[1])
+            source = torch.cat([missing, before, inputs])
+            seen = [source[tap : tap + len(inputs)] for tap in range(taps)]
+        else:
+            paths = [_ancestors(segment, row, taps) for row in range(segment.count)]
+            old = sorted({slot for path in paths for slot in path if 0 <= slot < start})
+            where = {slot: 1 + index for index, slot in enumerate(old)} | {-1: 0}
+            where |= {start + row: 1 + len(old) + row for row in range(segment.count)}
+            at = torch.tensor([[where[slot] for slot in path] for path in paths])
+            none = nothing.expand(1, inputs.shape[1])
+            source = torch.cat([none, place.inputs(old), inputs])
+            seen = [source[index] for index in at.to(inputs.device).unbind(1)]
+        mixed = seen[0] * self._taps[0]
         for tap in range(1, taps):
-            mixed = torch.addcmul(mixed, source[index[:, tap]], self._taps[tap])
+            mixed = torch.addcmul(mixed, seen[tap], self._taps[tap])
         if self._bias is not None:
             mixed = mixed + self._bias
         return mixed if self._plan.rule is ScanRule.SHORT_CONVOLUTION else silu(mixed)
 
-    def _factors(self, mixed: Tensor, given: Tensor) -> _Factors:
+    def _factors(self, mixed: Tensor, given: Tensor) -> _Rows:
         plan = self._plan
         delta, keys = plan.rule is ScanRule.GATED_DELTA, plan.key_heads * plan.key_dim
         values = plan.value_heads * plan.value_dim
@@ -201,78 +128,98 @@ class DeviceScan:
         assert self._decay is not None
         assert self._step_bias is not None
         step = softplus(raw[:, -plan.value_heads :] + self._step_bias, threshold=80.0)
-        decay = torch.exp(self._decay * step)
+        decay = torch.exp(self._decay * step)[..., None, None]
         if delta:
             step = torch.sigmoid(raw[:, : plan.value_heads])
-        return _Factors(
-            decay, key, query, value.reshape(-1, plan.value_heads, plan.value_dim), step
+        value, step = value.reshape(-1, plan.value_heads, plan.value_dim), step[..., None, None]
+        return _Rows(
+            decay,
+            by_value(plan, key),
+            value.unsqueeze(-2) * step,
+            by_value(plan, query),
+            value,
+            -step * decay if delta else None,
         )
 
-    def _walk(
-        self, place: _Place, segment: Segment, rows: _Factors, folded: int, fold: int
-    ) -> Tensor:
+    def _walk(self, place: Place, segment: Segment, rows: _Rows, folded: int, fold: int) -> Tensor:
         """Return what rows read of the state [T, value_heads, value_dim], which holds the slots up
         to `fold` then."""
-        start, out, added = (
-            segment.start,
-            torch.empty_like(rows.value),
-            torch.empty_like(rows.value),
-        )
-        state = place.state()
-        for slot in range(folded, fold):
-            if slot < start:
-                state = self._replay(place, state, [slot])
-            else:
-                state = self._step(rows, state, [slot - start], out, added)
+        start = segment.start
+        state = _through(place.state(), place, range(folded, min(fold, start)))
+        if fold == start + segment.count:
+            read = []
+            for at, states in self._chain(state, rows):
+                read.append(self._read(rows, at, states))
+                state = states[-1:]
+            place.hold(state)
+            return torch.cat(read)
         if fold > folded:
             place.hold(state)
-        if fold == start + segment.count:
-            return out
-        below = {fold - 1: state}
-        for level in _levels(segment, fold):
-            nodes, below_next = list(level.items()), dict[int, Tensor]()
-            for own in _pieces(nodes, start):
-                slots = [slot for slot, _ in own]
-                states = torch.cat([below[node.parent] for _, node in own])
-                if slots[0] < start:
-                    states = self._replay(place, states, slots)
+        prefix = start if segment.paths is None else segment.paths.prefix
+        state = _through(state, place, range(fold, prefix))
+        return self._walk_tree(place, segment, rows, state, prefix)
+
+    def _chain(self, state: Tensor, rows: _Rows) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some rows that follow one another at a time, and the states behind each of
+        them."""
+        if rows.taken is None:
+            first = 0
+            for states in _known(state, rows):
+                yield slice(first, first + len(states)), states
+                first += len(states)
+            return
+        for first in range(0, len(rows.key), AT_A_TIME):
+            at, behind = slice(first, min(first + AT_A_TIME, len(rows.key))), list[Tensor]()
+            for row in range(at.start, at.stop):
+                state, _ = self._behind(rows, slice(row, row + 1), state)
+                behind.append(state)
+            yield at, torch.cat(behind)
+
+    def _walk_tree(
+        self, place: Place, segment: Segment, rows: _Rows, state: Tensor, prefix: int
+    ) -> Tensor:
+        """Return what rows read that do not go into the session's state; `state`: behind the slots
+        that all of them see first, `prefix` of them."""
+        start = segment.start
+        levels, below = _levels(segment, prefix), {prefix - 1: state}
+        old = sorted({slot for level in levels for slot in level if slot < start})
+        kept, where = place.kept(old) if old else None, {slot: i for i, slot in enumerate(old)}
+        out, added = torch.empty_like(rows.value), torch.empty_like(rows.added)
+        for level in levels:
+            below_next = dict[int, Tensor]()
+            for own in _pieces(list(level.items()), start):
+                parents = [below[node.parent] for _, node in own]
+                states = parents[0] if len(own) == 1 else torch.cat(parents)
+                if own[0][0] < start:
+                    assert kept is not None
+                    at = _index([where[slot] for slot, _ in own], states.device)
+                    states = _after(kept.key[at] * kept.added[at], states, kept.decay[at])
                 else:
-                    states = self._step(rows, states, [slot - start for slot in slots], out, added)
+                    at = _index([slot - start for slot, _ in own], states.device)
+                    states, added[at] = self._behind(rows, at, states)
+                    out[at] = self._read(rows, at, states)
                 for index, (slot, node) in enumerate(own):
                     if node.inner:
                         below_next[slot] = states[index : index + 1]
             below = below_next
-        place.keep(start, rows.decay, rows.key, added)
+        place.keep(start, rows, added)
         return out
 
-    def _replay(self, place: _Place, states: Tensor, slots: Sequence[int]) -> Tensor:
-        """States [T, value_heads, key_dim, value_dim] behind slots whose factors are there."""
-        decay, key, added = place.kept(slots)
-        return torch.addcmul(
-            states * decay[..., None, None], self._by_value(key)[..., None], added.unsqueeze(-2)
-        )
+    def _behind(self, rows: _Rows, at: slice | Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states [T, value_heads, key_dim, value_dim] behind rows of the pass, and what
+        these add [T, value_heads, 1, value_dim]."""
+        key, added = rows.key[at], rows.added[at]
+        if rows.taken is not None:
+            read = (states * key).sum(-2, keepdim=True)
+            added = torch.addcmul(added, read, rows.taken[at])
+        return _after(key * added, states, rows.decay[at]), added
 
-    def _step(
-        self, rows: _Factors, states: Tensor, which: Sequence[int], out: Tensor, added: Tensor
-    ) -> Tensor:
-        """States [T, value_heads, key_dim, value_dim] behind rows of the pass; what these read and
-        add is written down."""
-        plan, at = self._plan, _index(which, states.device)
-        key, query = (self._by_value(part[at]).unsqueeze(-1) for part in (rows.key, rows.query))
-        value, states = rows.value[at], states * rows.decay[at][..., None, None]
-        if plan.rule is ScanRule.GATED_DELTA:
-            value = value - (states * key).sum(-2)
-        adds = value * rows.step[at].unsqueeze(-1)
-        states = torch.addcmul(states, key, adds.unsqueeze(-2))
-        read = (states * query).sum(-2)
-        if self._skip is not None:
-            read = torch.addcmul(read, rows.value[at], self._skip.unsqueeze(-1))
-        out[at], added[at] = read, adds
-        return states
-
-    def _by_value(self, heads: Tensor) -> Tensor:
-        """Queries or keys [T, key_heads, ...], once for each of the value heads that share one."""
-        return heads.repeat_interleave(self._plan.value_heads // self._plan.key_heads, dim=1)
+    def _read(self, rows: _Rows, at: slice | Tensor, states: Tensor) -> Tensor:
+        """Return what rows read of states behind them [T, value_heads, value_dim]."""
+        read = (states * rows.query[at]).sum(-2)
+        if self._skip is None:
+            return read
+        return torch.addcmul(read, rows.value[at], self._skip.unsqueeze(-1))
 
     def _finish(self, read: Tensor, gates: Tensor) -> Tensor:
         plan, gates = self._plan, silu(gates)
@@ -294,16 +241,15 @@ class _Node:
     """True if it has children."""
 
 
-def _levels(segment: Segment, fold: int) -> list[dict[int, _Node]]:
-    """The slots from `fold` on that rows see, by their distance from there; the first ones hang
+def _levels(segment: Segment, prefix: int) -> list[dict[int, _Node]]:
+    """The slots from `prefix` on that rows see, by their distance from there; the first ones hang
     below the slot before it."""
     levels: list[dict[int, _Node]] = []
-    paths = segment.paths
+    start, paths = segment.start, segment.paths
     for row in range(segment.count):
-        own = () if paths is None else paths.row(row).tolist()
-        stop = segment.start + row + 1 if paths is None else paths.prefix
-        parent = fold - 1
-        for depth, slot in enumerate((*range(fold, stop), *own)):
+        own = range(start, start + row + 1) if paths is None else paths.row(row).tolist()
+        parent = prefix - 1
+        for depth, slot in enumerate(own):
             if depth == len(levels):
                 levels.append({})
             if depth:
@@ -345,5 +291,25 @@ def _normalised(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LEAST)
 
 
-def _filled(numbers: int) -> int:
-    return -(-numbers // COLUMNS) * COLUMNS
+def _after(outer: Tensor, states: Tensor, decay: Tensor) -> Tensor:
+    """Return states [T, value_heads, key_dim, value_dim] behind rows that add `outer`."""
+    return torch.addcmul(outer, states, decay)
+
+
+def _through(state: Tensor, place: Place, slots: range) -> Tensor:
+    """Return the state behind slots that follow one another."""
+    for states in _known(state, place.kept(slots)) if slots else ():
+        state = states[-1:]
+    return state
+
+
+def _known(state: Tensor, rows: Factors) -> Iterator[Tensor]:
+    """Yield the states behind rows that follow one another, some at a time, where what they add
+    follows from no state."""
+    for first in range(0, len(rows.key), AT_A_TIME):
+        at = slice(first, min(first + AT_A_TIME, len(rows.key)))
+        outer, decay, states = rows.key[at] * rows.added[at], rows.decay[at], list[Tensor]()
+        for row in range(len(outer)):
+            state = _after(outer[row : row + 1], state, decay[row : row + 1])
+            states.append(state)
+        yield torch.cat(states)
