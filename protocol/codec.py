@@ -7,6 +7,7 @@ leaves `decode` is `DecodeError`. Knows no sockets.
 """
 
 from collections.abc import Sequence, Sized
+from functools import cached_property
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgpack
@@ -39,7 +40,13 @@ class Dialect(Generic[M]):
         self._members: dict[str, type[Message]] = {
             m.model_fields["type"].default: m for m in get_args(union)
         }
-        self._adapter: TypeAdapter[Any] = TypeAdapter(Annotated[union, Field(discriminator="type")])
+        self._tagged: Any = Annotated[union, Field(discriminator="type")]
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        """Return what checks a message of any member. It is built when there is one, since a
+        process speaks few dialects."""
+        return TypeAdapter(self._tagged)
 
     def decode(self, frames: Sequence[bytes]) -> M:
         """The message in `frames`; `DecodeError` if they hold none of this dialect."""

@@ -49,7 +49,7 @@ INSIDE_WORKERS = {
     "models": {"models", "kernels", "devices", "progress"},
     "devices": {"devices"},
 }
-OPENS_PICKLED_WEIGHTS = "workers/heads/checkpoint.py"
+OPENS_PICKLED_WEIGHTS = "workers/heads/files.py"
 """The one file that may call torch.load, and only with weights_only=True: the public draft heads
 are pickled, and the user has to ask for it."""
 SORTED = ("launch", "workers", "runtime")

@@ -286,7 +286,7 @@ def kind_of(folder: Path) -> str:
     """small, or the kind of head, that a folder holds: by its tensors, or by the architecture that
     a config.json alone names."""
     if weight_paths(folder):
-        from dovetail.workers.heads.checkpoint import classify  # torch comes in here
+        from dovetail.workers.heads.files import classify  # torch comes in here
 
         found = classify(str(folder))
         return "small" if found is None else setting_of(found)

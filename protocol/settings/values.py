@@ -8,9 +8,12 @@ from pydantic import BaseModel, ConfigDict
 
 class Frozen(BaseModel):
     """A value: immutable, of exactly the declared fields, with types as declared (no coercion of
-    strings to numbers)."""
+    strings to numbers). What checks them is built with the first value: a process has few of the
+    kinds of messages that there are."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 def one_of(value: str, available: tuple[str, ...], what: str) -> str:

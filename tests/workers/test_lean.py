@@ -71,6 +71,8 @@ assert not any(isinstance(module, StandIn) for module in [*sys.modules.values()]
 assert distributions.Normal(0.0, 1.0).mean == 0.0
 assert torch.cond(torch.tensor(True), torch.neg, torch.abs, (torch.ones(1),)).tolist() == [-1.0]
 assert torch.utils.data.DataLoader is not None
+assert torch.vmap(torch.neg)(torch.ones(2)).tolist() == [-1.0, -1.0]
+assert torch.nested.nested_tensor is not None and torch.nn.quantized.Linear is not None
 lean.import_whole()
 """
 FORKED_FROM = """

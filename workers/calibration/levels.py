@@ -2,21 +2,24 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.heads.head import Head
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import inflated_digest, inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
 
+if TYPE_CHECKING:
+    from dovetail.workers.heads.head import Head
+
 
 def known_levels(
-    profile: Path | None, model: LanguageModel | Head, library: str
+    profile: Path | None, model: "LanguageModel | Head", library: str
 ) -> Sequence[ContextCurve]:
     """t_D of a draft as the file has it; nothing where it was not measured. `library`: of the
     device that it is on. `ProfileError` if the file is damaged."""
@@ -69,10 +72,10 @@ def expected_levels(
     return found[-1] if found else None
 
 
-def levels_key(model: LanguageModel | Head, library: str) -> ProfileKey:
+def levels_key(model: "LanguageModel | Head", library: str) -> ProfileKey:
     """Return where t_D of a draft holds. A digest of its files tells its shapes, and the types that
     its matrices are stored in."""
-    how = model.arithmetic if isinstance(model, Head) else model.kernels
+    how = model.kernels if isinstance(model, LanguageModel) else model.arithmetic
     shapes = shapes_key((), model.checkpoint_digest, model.vocabulary_size)
     return ProfileKey(
         machine=machine_key(),

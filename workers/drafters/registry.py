@@ -104,7 +104,7 @@ def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
             "draft.model is empty: name the folder or the hub id of a smaller model of the "
             "target's family or of a head for it, or choose draft.kind 'ngram'"
         )
-    from dovetail.workers.heads.checkpoint import classify  # torch comes in here
+    from dovetail.workers.heads.files import classify  # torch comes in here
     from dovetail.workers.heads.registry import setting_of
 
     kind = classify(settings.model, allow_bin=settings.pickled)

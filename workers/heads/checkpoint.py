@@ -1,39 +1,34 @@
-"""A draft head on disk: finds it, tells its kind, and reads it strictly, together with what it
-shares with its target.
+"""A draft head on disk: reads it strictly, together with what it shares with its target.
 
 Of the target only config.json, the headers of its weight files and the one or two tensors that the
-head lacks are read. Pickled weights are opened only where the user says so, and then without
-running what is in them. Knows files; computes nothing.
+head lacks are read. Computes nothing.
 """
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.heads.config import MisfitError, read_config
+from dovetail.workers.heads.files import HeadFiles, open_files
 from dovetail.workers.heads.parts import HeadCheckpoint
 from dovetail.workers.heads.registry import kind_of_head, kind_of_tensors, titles
 from dovetail.workers.heads.rope import frequencies
 from dovetail.workers.heads.spec import (
     IGNORED,
     HeadSpec,
-    Shape,
     TargetShape,
     listed,
     plain_name,
     refuse_strange,
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
-from dovetail.workers.models.checkpoints.checkpoint import open_weights, stored_tensors
-from dovetail.workers.models.checkpoints.files import read_json, unreadable
-from dovetail.workers.models.checkpoints.hub import HUB_FILES, PICKLED_FILES, find_folder
+from dovetail.workers.models.checkpoints.checkpoint import stored_tensors
+from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES
 
 if TYPE_CHECKING:
@@ -51,35 +46,8 @@ OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
 it to the embedding."""
 TABLES = ("d2t", "t2d")
 """Tables of token ids; all other tensors are weights."""
-PICKLED = "pytorch_model.bin"
-PICKLED_REMEDY = "set draft.pickled = true if you trust it, or convert it to safetensors"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class HeadFiles:
-    """The tensors of a head's folder, under the names that they have there."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    digest: str
-    """SHA-256 of config.json and the weights, in hexadecimal."""
-    shapes: Mapping[str, Shape]
-    types: Mapping[str, torch.dtype | None]
-    """Name -> type; None: a type that no head can be read from."""
-    read: Callable[[str], Tensor]
-
-
-def classify(source: str, *, allow_bin: bool = False) -> str | None:
-    """The kind of head in `source` (folder, hub id, id@revision); None: an ordinary language model.
-    Reads config.json and the weights' headers only."""
-    folder = _find(source, allow_bin)
-    if _is_pickled(folder):
-        shapes = _open_pickled(folder, read_json(folder / "config.json"), allow_bin).shapes
-    else:
-        shapes = {name: stored.shape for name, stored in stored_tensors(folder).items()}
-    return kind_of_tensors(shapes)
 
 
 def open_head_checkpoint(
@@ -91,93 +59,11 @@ def open_head_checkpoint(
     `weights` (a type of weights) decides with the stored types in which 16 bits features are to
     come.
     """
-    folder = _find(source, allow_bin)
-    config = read_json(folder / "config.json")
-    files = (
-        _open_pickled(folder, config, allow_bin)
-        if _is_pickled(folder)
-        else _open_safetensors(folder, config)
-    )
+    files = open_files(source, allow_bin=allow_bin)
     try:
         return _read(source, files, _Target(target), weights)
     except MisfitError as error:
         raise CheckpointError(f"{source} {error}") from None
-
-
-def _find(source: str, allow_bin: bool) -> Path:
-    return find_folder(source, files=(*HUB_FILES, *PICKLED_FILES) if allow_bin else HUB_FILES)
-
-
-def _is_pickled(folder: Path) -> bool:
-    """Return whether there are only pickled weights; one file of them is known, others are refused
-    by `weight_files`."""
-    return (folder / PICKLED).is_file() and not any(folder.glob("*.safetensors"))
-
-
-def _open_safetensors(folder: Path, config: Mapping[str, Any]) -> HeadFiles:
-    weights = open_weights(folder)
-    types = {
-        name: {**FLOAT_TYPES, **COUNT_TYPES}.get(stored.kind)
-        for name, stored in weights.tensors.items()
-    }
-    shapes = {name: stored.shape for name, stored in weights.tensors.items()}
-    return HeadFiles(
-        folder, config, weights.digest, shapes, types, lambda name: weights.tensors[name].read(name)
-    )
-
-
-def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> HeadFiles:
-    file = folder / PICKLED
-    if not allow_bin:
-        raise CheckpointError(
-            f"{folder} has only pickled weights ({PICKLED}), which can run code when read; "
-            f"{PICKLED_REMEDY}"
-        )
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise unreadable(file, error) from None
-    except (
-        Exception
-    ) as error:  # whatever an unpickler stumbles over; its words may advise to run what is in there
-        raise CheckpointError(
-            f"{file} cannot be read as plain tensors ({type(error).__name__}); take a head "
-            "that is saved as safetensors"
-        ) from None
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-    ):
-        raise CheckpointError(
-            f"{file} holds something other than named tensors; save the head's state_dict"
-        )
-    if strange := [name for name, tensor in content.items() if not _is_plain(tensor)]:
-        raise CheckpointError(
-            f"{file} holds tensors that are sparse, quantised, nested or without numbers "
-            f"({listed(strange)}); save them dense, as floats"
-        )
-    configuration = (folder / "config.json").read_bytes()
-    digest = hashlib.sha256(f"config.json\0{len(configuration)}\0".encode() + configuration)
-    with file.open("rb") as weights:
-        digest.update(hashlib.file_digest(weights, "sha256").digest())
-    shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
-    types = {name: tensor.dtype for name, tensor in content.items()}
-
-    def read(name: str) -> Tensor:
-        tensor: Tensor = content[name].detach()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
-        return tensor
-
-    return HeadFiles(folder, config, digest.hexdigest(), shapes, types, read)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether all of a tensor's numbers are there, side by side, and are what they seem."""
-    return (
-        tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.is_quantized or tensor.is_nested)
-    )
 
 
 class _Target:

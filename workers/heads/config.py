@@ -31,7 +31,9 @@ class MisfitError(Exception):
 class Read(BaseModel):
     """An object in config.json of which some keys are read, without coercion."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, defer_build=True
+    )
 
     @model_validator(mode="before")
     @classmethod

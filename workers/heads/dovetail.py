@@ -1,7 +1,6 @@
 """Dovetail (section 3.2 of its paper): a gated fusion (DGF) of embedding and feature, then one to
 six decoder layers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,9 +107,6 @@ class Dovetail(TrainedKind):
     )
     """Dovetail main.py. Gradients are clipped by norm, not number by number."""
     trainable = DovetailHead
-
-    def recognises(self, found: Mapping[str, str], shapes: Shapes) -> bool:
-        return "W_z" in found
 
     def read_spec(
         self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType

@@ -1,7 +1,6 @@
 """EAGLE-1/2 (Li et al. 2024): embedding and last hidden state side by side through one matrix, then
 one decoder layer."""
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -60,16 +59,6 @@ class Eagle(TrainedKind):
     )
     """EAGLE main.py. Gradients are clipped by norm, not number by number."""
     trainable = EagleHead
-
-    def recognises(self, found: Mapping[str, str], shapes: Shapes) -> bool:
-        if (
-            "fc.weight" not in found
-            or "layers.0.self_attn.q_proj.weight" not in found
-            or "layers.0.input_layernorm.weight" in found
-        ):
-            return False
-        shape = shapes[found["fc.weight"]]
-        return len(shape) == 2 and shape[1] == 2 * shape[0]
 
     def read_spec(
         self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType

@@ -262,10 +262,6 @@ class Eagle3(TrainedKind):
     """EAGLE-3 ds_config.json. Gradients are clipped by norm, not number by number."""
     trainable = Eagle3Head
 
-    def recognises(self, found: Mapping[str, str], shapes: Shapes) -> bool:
-        own = ("d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
-        return any(name in found for name in own)
-
     def rename(self, plain: str) -> str:
         return re.sub(r"^layers\.0\.", LAYER, plain)
 

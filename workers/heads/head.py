@@ -18,7 +18,8 @@ from torch.nn.functional import embedding
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.heads.arithmetic import KINDS, TYPES, Arithmetic, FixedRows, Geometry
-from dovetail.workers.heads.checkpoint import classify, open_head_checkpoint
+from dovetail.workers.heads.checkpoint import open_head_checkpoint
+from dovetail.workers.heads.files import classify
 from dovetail.workers.heads.kernel_arithmetic import KernelArithmetic
 from dovetail.workers.heads.parts import HeadCheckpoint, Inputs
 from dovetail.workers.heads.registry import kind_of_head

@@ -8,7 +8,6 @@ everything else is what it is with two. All experts lie side by side as one wide
 weighted expert by expert, so that any number of them costs two matrices.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ from dovetail.workers.heads.parts import (
     attention_half,
 )
 from dovetail.workers.heads.spec import (
+    EXPERTS,
     FeatureType,
     Group,
     HeadSpec,
@@ -42,8 +42,6 @@ from dovetail.workers.heads.spec import (
 from dovetail.workers.heads.trainable import Block, HeadShape, Mlp, Said, Seen, Turn
 from dovetail.workers.training.plan import Plan, Recipe
 from dovetail.workers.training.run import Pace
-
-EXPERTS = "layers.0.mlp_moe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +246,6 @@ class Jakiro(_Mixed, TrainedKind):
     """Jakiro main.py. Gradients are clipped by norm, not number by number."""
     trainable = JakiroHead
 
-    def recognises(self, found: Mapping[str, str], shapes: Shapes) -> bool:
-        return f"{EXPERTS}.gate.weight" in found
-
     def has_contrast(self, shapes: Shapes, experts: int) -> bool:
         return rows_of(shapes, f"{EXPERTS}.gate.weight", experts) > experts
 
@@ -316,9 +311,6 @@ class JakiroStar(_Mixed):
     name = "jakiro*"
     expert = "fc"
     silu = False
-
-    def recognises(self, found: Mapping[str, str], shapes: Shapes) -> bool:
-        return f"{EXPERTS}.gate.weight" in found and f"{EXPERTS}.experts.0.fc.weight" in found
 
     def expert_shapes(self, spec: HeadSpec) -> Shapes:
         hidden, wide = spec.hidden, spec.intermediate

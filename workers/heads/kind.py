@@ -39,11 +39,6 @@ class HeadKind(ABC):
     """True if a head of this kind may have trained the embedding, so that it differs from the
     target's without being a mistake."""
 
-    @abstractmethod
-    def recognises(self, found: Mapping[str, str], shapes: Shapes) -> bool:
-        """Return whether tensors are those of a head of this kind. `found`: for each plain name
-        the one in the checkpoint, by which `shapes` are known."""
-
     def rename(self, plain: str) -> str:
         """Return the name by which this file knows a tensor of that plain name."""
         return plain

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dovetail.protocol.settings import HEAD_KINDS
-from dovetail.workers.heads.spec import Shapes, plain_name
+from dovetail.workers.heads.spec import EXPERTS, Shapes, plain_name
 
 if TYPE_CHECKING:
     from dovetail.workers.heads.kind import HeadKind, TrainedKind
@@ -56,6 +56,8 @@ class Entry:
     name: str
     load: "Callable[[], HeadKind]"
     """Import its file, and with it torch."""
+    recognises: Callable[[Shapes], bool]
+    """Tells whether tensors, by plain names, are those of a head of this kind."""
     title: str = ""
     """The name that its paper gives it; empty: a variant of another kind."""
     setting: str = ""
@@ -101,10 +103,38 @@ def _jakiro_star() -> "HeadKind":
     return JAKIRO_STAR
 
 
+def _is_dovetail(shapes: Shapes) -> bool:
+    return "W_z" in shapes
+
+
+def _is_jakiro(shapes: Shapes) -> bool:
+    return f"{EXPERTS}.gate.weight" in shapes
+
+
+def _is_jakiro_star(shapes: Shapes) -> bool:
+    return _is_jakiro(shapes) and f"{EXPERTS}.experts.0.fc.weight" in shapes
+
+
+def _is_eagle3(shapes: Shapes) -> bool:
+    own = ("d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
+    return any(name in shapes for name in own)
+
+
+def _is_eagle(shapes: Shapes) -> bool:
+    fusion = shapes.get("fc.weight", ())
+    return (
+        "layers.0.self_attn.q_proj.weight" in shapes
+        and "layers.0.input_layernorm.weight" not in shapes
+        and len(fusion) == 2
+        and fusion[1] == 2 * fusion[0]
+    )
+
+
 ENTRIES = (
     Entry(
         "dovetail",
         _dovetail,
+        _is_dovetail,
         title="Dovetail",
         what="a Dovetail head: gated fusion and one to six decoder layers",
         figures=Figures(
@@ -130,10 +160,11 @@ ENTRIES = (
             ),
         ),
     ),
-    Entry("jakiro*", _jakiro_star, setting="jakiro"),
+    Entry("jakiro*", _jakiro_star, _is_jakiro_star, setting="jakiro"),
     Entry(
         "jakiro",
         _jakiro,
+        _is_jakiro,
         title="Jakiro",
         what="a Jakiro head: experts, and a contrast that predicts one token further",
         figures=Figures((4.96,), GPU, "Jakiro paper, Table 1: Vicuna 7B"),
@@ -158,6 +189,7 @@ ENTRIES = (
     Entry(
         "eagle3",
         _eagle3,
+        _is_eagle3,
         title="EAGLE-3",
         what="an EAGLE-3 head: three residual streams, one layer, an output head of its own",
         figures=Figures((6.15,), GPU, "HeteroSpec paper, Table 1: EAGLE-3 with Llama-3.1 8B"),
@@ -173,6 +205,7 @@ ENTRIES = (
     Entry(
         "eagle",
         _eagle,
+        _is_eagle,
         title="EAGLE-1/2",
         what="an EAGLE-1/2 head: embedding and last hidden state through one decoder layer",
         figures=Figures((3.95,), SERVER, "Dovetail paper, Table 6: EAGLE-2 with Llama-2 7B"),
@@ -200,11 +233,8 @@ def trained_kind(name: str) -> "TrainedKind":
 def kind_of_tensors(shapes: Shapes) -> str | None:
     """Return the kind of head that tensors of these names and shapes are; None: no head, such as an
     ordinary language model."""
-    found = {plain_name(name): name for name in shapes}
-    for entry in ENTRIES:
-        if entry.load().recognises(found, shapes):
-            return entry.name
-    return None
+    found = {plain_name(name): shape for name, shape in shapes.items()}
+    return next((entry.name for entry in ENTRIES if entry.recognises(found)), None)
 
 
 def kind_of_architecture(named: str) -> str | None:

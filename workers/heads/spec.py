@@ -18,6 +18,8 @@ FeatureType = Literal["float16", "bfloat16"]
 
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 """Buffers of old transformers, which follow from config.json."""
+EXPERTS = "layers.0.mlp_moe"
+"""The module of a head's experts."""
 NAMED = 8
 """So many tensors of each complaint are named; a checkpoint of something else would fill a page."""
 LONGEST_NAME = 100

@@ -1,9 +1,10 @@
 """torch without what it imports for its compilers and no worker needs: whoever imports this before
 torch has it in half of the time.
 
-Decompositions, reference implementations, shapes of operations and operations of higher order are
-there for tracing, and the others for training. Whoever needs one of them imports it as ever;
-transformers is given all of them. Where torch has been imported already nothing is left out.
+Decompositions, reference implementations, shapes of operations, operations of higher order and
+functions of functions are there for tracing, quantised modules and the others for training. Whoever
+needs one of them imports it as ever; transformers is given all of them. Where torch has been
+imported already nothing is left out.
 """
 
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 
 from dovetail.workers.models.imports.stand_ins import Room, StandIn, make_room
 
-FIRST = "torch._meta_registrations"
-"""Imports the other parts of what is there for tracing in an order in which they can be."""
+FUNCTIONS = "torch.func"
+SHAPES = "torch._meta_registrations"
+FIRST = (FUNCTIONS, SHAPES)
+"""Import the other parts of what is there for tracing in an order in which they can be."""
 HIGHER = "torch._higher_order_ops"
 
 
@@ -29,16 +32,29 @@ def while_loop(*arguments: Any) -> Any:
     return import_module(HIGHER).while_loop(*arguments)
 
 
+def vmap(*arguments: Any, **options: Any) -> Any:
+    """Call `torch.vmap`."""
+    make_room()
+    return import_module(FUNCTIONS).vmap(*arguments, **options)
+
+
 LEFT_OUT: dict[str, dict[str, Any]] = {
-    FIRST: {},
+    SHAPES: {},
     "torch._decomp": {},
     HIGHER: {"cond": cond, "while_loop": while_loop},
     f"{HIGHER}.invoke_subgraph": {"NestedCompileRegionOptions": object},
     "torch._prims": {},
     "torch._refs": {},
+    "torch.ao": {},
     "torch.distributions": {},
     "torch.export": {},
+    FUNCTIONS: {"vmap": vmap},
     "torch.masked": {},
+    "torch.nested": {},
+    "torch.nn.intrinsic": {},
+    "torch.nn.qat": {},
+    "torch.nn.quantizable": {},
+    "torch.nn.quantized": {},
     "torch.quantization": {},
     "torch.utils.data": {},
 }

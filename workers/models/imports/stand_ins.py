@@ -29,8 +29,8 @@ class StandIn(ModuleType):
     """A module with a few members of the one it stands for. Asked for any other, it makes room for
     the real one."""
 
-    first = ""
-    """The module that has to be imported before the one that it stands for; empty: none."""
+    first: tuple[str, ...] = ()
+    """Modules that have to be imported before the one that it stands for, in this order."""
 
     def __init__(self, name: str, **members: Any) -> None:
         super().__init__(name)
@@ -48,7 +48,7 @@ def make_room() -> None:
     found = {name: module for name, module in sys.modules.items() if isinstance(module, StandIn)}
     for name in found:
         del sys.modules[name]
-    for first in {module.first for module in found.values() if module.first}:
+    for first in dict.fromkeys(name for module in found.values() for name in module.first):
         import_module(first)
 
 
