@@ -122,7 +122,10 @@ def command(
     width = None if first.embedded or configuration.given("tree.width") else WIDTH
     offered = [
         Reader(
-            one.configuration, one.design, recorded, folder_of, embedded=one.embedded, width=width
+            *(one.configuration, one.design, recorded, folder_of),
+            embedded=one.embedded,
+            width=width,
+            on_device=one.device not in (None, "cpu"),
         ).read(drafts, there)
         for one in subjects
     ]

@@ -124,9 +124,11 @@ class Reader:
         *,
         embedded: bool,
         width: int | None,
+        on_device: bool = False,
     ) -> None:
         """`folder_of`: of a model, by folder or hub id; `embedded`: whether drafts come with the
-        target; `width`: of trees, if not the setting."""
+        target; `width`: of trees, if not the setting; `on_device`: a GPU is there for drafts."""
+        self._uncoded = target.uncoded(on_device=on_device)
         self._configuration, self._target, self._recorded = configuration, target, list(recorded)
         self._folder_of, self._embedded = folder_of, embedded
         self._width = configuration.settings.tree.width if width is None else width
@@ -138,7 +140,7 @@ class Reader:
             ("small", "eagle", "dovetail", "substitute")
             if self._embedded
             else (*there, "dovetail", "substitute")
-            if not self._target.uncoded
+            if not self._uncoded
             else (*there, "dovetail")
         )
         found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
@@ -162,7 +164,7 @@ class Reader:
                 f"--draft {name}: nothing is known of it before it has run; name a kind of "
                 f"{', '.join(HEAD_KINDS)}, small, substitute or a folder"
             )
-        if name == "substitute" and (parts := self._target.uncoded):
+        if name == "substitute" and (parts := self._uncoded):
             raise UserError(
                 f"--draft substitute: layers with {parts} have no copy of few bits; name a head "
                 "or a small model"

@@ -94,22 +94,23 @@ def test_a_vocabulary_that_is_left_out_is_the_one_that_transformers_takes() -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "uncoded"),
+    ("kind", "on_cpu", "apart"),
     [
-        ("gemma4_text", "normed values"),
-        ("cohere2", "neighbours that are rotated together"),
-        ("deepseek_v3", "attention over latents"),
-        ("qwen3_5_text", "states"),
-        ("mixtral", "experts"),
-        ("qwen3", ""),
+        ("gemma4_text", "", "normed values"),
+        ("cohere2", "", "neighbours that are rotated together"),
+        ("youtu", "", "attention over latents"),
+        ("qwen3_5_text", "", "states"),
+        ("mixtral", "experts", "experts"),
+        ("qwen3", "", ""),
     ],
 )
 def test_a_plan_knows_which_layers_have_copies_in_few_bits(
-    kind: str, uncoded: str, tmp_path: Path
+    kind: str, on_cpu: str, apart: str, tmp_path: Path
 ) -> None:
     tiny_config(kind, {}).save_pretrained(tmp_path)
     design = design_of(read_config(tmp_path, "target model"), tmp_path)
-    assert design.uncoded == uncoded
+    assert design.uncoded(on_device=False) == on_cpu
+    assert design.uncoded(on_device=True) == apart
 
 
 @pytest.mark.parametrize("alone", [False, True])

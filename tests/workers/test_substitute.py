@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
+from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.substitutes.quantize import quantise
 from dovetail.workers.models.substitutes.substitute import load_substitute
+from support.architectures import VARIED, write_tiny
 from support.models import tiny_llama, transformers_model
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -68,6 +72,38 @@ def test_a_substitute_computes_what_its_codes_stand_for(
         )
         > 2 * ROUNDED
     )
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("qwen3_5_text", "lfm2", "youtu", "cohere2"),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("bamba", "falcon_h1", "minicpm3", "exaone4", "glm4", "gpt_neox")
+        ),
+    ],
+)
+def test_layers_of_every_kind_compute_what_their_codes_stand_for(kind: str, tmp_path: Path) -> None:
+    """States, latents, gates, and rows that are reordered."""
+    write_tiny(kind, tmp_path, **VARIED.get(kind, {}))
+    found = load_substitute(str(tmp_path), weights="int8", device="cpu")[0]
+    assert found.backend == "kernels"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").float()
+    for part in decoder_layers(model)[1].modules():
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(quantise(part.weight, 8).weight(), requires_grad=False)
+    with torch.inference_mode():
+        expected = model(TOKENS.unsqueeze(0)).logits[0]
+    assert float((logits(found) - expected).norm() / expected.norm()) < 2 * ROUNDED
+
+
+@needs_kernels
+def test_experts_have_no_codes(tmp_path: Path) -> None:
+    write_tiny("granitemoehybrid", tmp_path, **VARIED["granitemoehybrid"])
+    with pytest.raises(CheckpointError, match="layers with experts have no copy in few bits"):
+        load_substitute(str(tmp_path), weights="int4", device="cpu")
 
 
 @needs_kernels

@@ -31,7 +31,6 @@ from dovetail.workers.models.backends.layer_parts import (
     described_norm,
     final_norm,
     plan_of,
-    why_not_coded,
 )
 from dovetail.workers.models.backends.library import transformers_pass
 from dovetail.workers.models.backends.packing import (
@@ -52,7 +51,7 @@ from dovetail.workers.models.backends.proof import (
 from dovetail.workers.models.backends.rotary_tables import ROTARY_NAMES, NoAngles, RotaryTables
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
-from dovetail.workers.models.families.description import Attention, Latent
+from dovetail.workers.models.families.description import Attention, Latent, LayerSpec
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.products import Product
@@ -72,8 +71,6 @@ class Kernels:
     prompt_rows: int = PROMPT_ROWS
     reads_apart: int = 0
 
-    _mixes = True
-    """True if layers may have parts that no copy in few bits has."""
     _computes_here = True
     """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
@@ -123,7 +120,7 @@ class Kernels:
                 if isinstance(value, str | int | float) and not hasattr(nn.Module(), name)
             }
         parts = LayerParts(layer, spec)
-        if not self._mixes and (what := why_not_coded(spec)):
+        if what := self._lacking(spec):
             raise UnsupportedError(
                 f"layers with {what} have no copy in few bits, which a substitute would be"
             )
@@ -158,6 +155,10 @@ class Kernels:
         self.noted.append(noted)
         self._taken += 1
         return nn.Identity()
+
+    def _lacking(self, spec: LayerSpec) -> str:
+        """Return the parts of a layer that this back end has not; empty: it has all."""
+        return ""
 
     def _pack_experts(
         self, parts: LayerParts, matrices: Mapping[str, PackedMatrix]

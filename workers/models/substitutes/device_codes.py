@@ -29,12 +29,14 @@ from dovetail.workers.models.backends.device.own import OwnCodes
 from dovetail.workers.models.backends.device.products import rounded_product
 from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.staged import DeviceHead, Staged
 from dovetail.workers.models.backends.stages.engines import SettledLayer, TorchEngine
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST, Kept
@@ -106,7 +108,6 @@ class DeviceSubstitute(Kernels):
 
     backend = "library"
     kernels = TORCHS
-    _mixes = False
     _computes_here = False
 
     def __init__(
@@ -156,6 +157,9 @@ class DeviceSubstitute(Kernels):
     def captured(self) -> int:
         """Caches for which levels are captured."""
         return len(self._levels)
+
+    def _lacking(self, spec: LayerSpec) -> str:
+        return why_not_coded_apart(spec)
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         self._codes = (

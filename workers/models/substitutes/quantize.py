@@ -47,6 +47,11 @@ class Codes:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.inputs
 
+    def rows(self, places: Tensor) -> "Codes":
+        """Return the rows at these places, int64 [rows]."""
+        parts = (self.codes, self.scales, self.offsets)
+        return Codes(self.bits, self.inputs, *(part[places] for part in parts))
+
     def weight(self) -> Tensor:
         """The matrix that the codes stand for [rows, inputs] float32: what products are compared
         with, not what they are computed by."""

@@ -25,6 +25,7 @@ from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.backends.layer_parts import LayerParts, why_not_coded
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.backends.stages.cache import StagedCache
@@ -39,6 +40,7 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
@@ -172,8 +174,6 @@ class Substitutes:
 class KernelSubstitute(Kernels):
     """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
 
-    _mixes = False
-
     def __init__(self, model: Any, kind: Kind, *, context: int, substitutes: Substitutes) -> None:
         """`kind`: of the head."""
         super().__init__(model, kind, context=context)
@@ -185,6 +185,29 @@ class KernelSubstitute(Kernels):
         taken = super().take_layer(layer, index)
         self._codes = {}
         return taken
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether layers have states."""
+        return bool(self._shapes)
+
+    def _lacking(self, spec: LayerSpec) -> str:
+        return why_not_coded(spec)
+
+    def _arrange(self, parts: LayerParts) -> None:
+        """Bring codes, which are those of the checkpoint's rows, into the order of the linears."""
+        super()._arrange(parts)
+        codes = dict(self._codes)
+        if (gates := parts.gates) is not None:
+            for part, places in zip(
+                (gates.queries, gates.gates), gates.order.chunk(2), strict=True
+            ):
+                codes[part] = codes[gates.module].rows(places)
+        for name, orders in parts.rows.items():
+            for part, order in zip(parts.linears[name], orders, strict=True):
+                if order is not None:
+                    codes[part] = codes[part].rows(order)
+        self._codes = codes
 
     def share(self, target: Kernels) -> int:
         """Compute with the embedding, the norm, the head and the resident layers of this target
@@ -218,6 +241,11 @@ def share(substitute: LanguageModel, target: LanguageModel) -> int:
         raise SettingsError(
             "draft.share = true is not built for a target that is split between devices: leave "
             "target.split.layers out, or draft.share"
+        )
+    if own.has_states:
+        raise SettingsError(
+            "draft.share = true is not built for layers with a state, of which a draft's tree "
+            "would need rows of its own: set draft.share to false"
         )
     shared = own.share(whole)
     release_memory()
@@ -312,7 +340,7 @@ def load_substitute(
         inflate_bytes,
         weights,
         why_not,
-        lambda model, _: _library(model, place, dtype, substitutes),
+        lambda model, _: _library(model, place, dtype, substitutes, checkpoint.source, why_not),
     )
     return model, substitutes
 
@@ -325,11 +353,8 @@ def _assemble(
     choice: str,
     open_back_end: Callable[[Any, Any], BackEnd],
 ) -> LanguageModel:
-    skeleton = open_skeleton(checkpoint)
-    why = "no substitute is made of such layers; use a draft of another kind"
-    refuse_without_kernels(skeleton.model.config.model_type, checkpoint.source, why)
     return assemble(
-        skeleton,
+        open_skeleton(checkpoint),
         checkpoint,
         digest,
         weights=weights,
@@ -344,8 +369,15 @@ def _kernels(model: Any, kind: Kind, substitutes: Substitutes) -> KernelSubstitu
 
 
 def _library(
-    model: Any, device: torch.device, dtype: torch.dtype, substitutes: Substitutes
+    model: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    substitutes: Substitutes,
+    source: str,
+    why_not: str,
 ) -> LibrarySubstitute:
+    why = f"{why_not}; use a draft of another kind"
+    refuse_without_kernels(model.config.model_type, source, why)
     return LibrarySubstitute(
         device=device, dtype=dtype, substitutes=substitutes, layers=len(decoder_layers(model)[1])
     )
