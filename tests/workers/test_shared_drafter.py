@@ -15,11 +15,15 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.recurrent.states import PENDING
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.growth import NO_ROW
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.verifier import Verifier
+from support.architectures import VARIED, write_tiny
+from support.kernels import needs_kernels
 from support.models import VOCABULARY, cache_row
 from support.opening import opening
 
@@ -118,12 +122,50 @@ def alone(model: LanguageModel, sampling: Sampling) -> list[int]:
     return pair.log
 
 
+@pytest.fixture(scope="module")
+def hybrid(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LanguageModel:
+    """A model of layers with states and others."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    write_tiny(request.param, folder, **VARIED[request.param])
+    return load_language_model(str(folder), weights="fp32", device="cpu")
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_committed_and_what_is_drafted_never_overwrite_each_other(
     llama: LanguageModel, sampling: Sampling, seed: int
 ) -> None:
-    rng, pair, expected = random.Random(seed), Pair(llama, sampling), alone(llama, sampling)
+    _overwrites_nothing(llama, sampling, seed)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("hybrid", "name"),
+    [
+        ("qwen3_5_text", "warm"),
+        pytest.param("falcon_h1", "greedy", marks=pytest.mark.slow),
+        pytest.param("lfm2", "warm", marks=pytest.mark.slow),
+    ],
+    indirect=["hybrid"],
+)
+def test_states_are_the_targets_and_rows_behind_them_the_drafts(
+    hybrid: LanguageModel, name: str
+) -> None:
+    sampling = SAMPLINGS[name]
+    _overwrites_nothing(hybrid, sampling, 1)
+    pair = Pair(hybrid, sampling)
+    pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
+    missed = [pair.verify(TokenTree())[1] for _ in range(2 * PENDING)]
+    assert not pair.engine.grow_ahead(pair.session)  # the states hold rows it does not know of
+    proposal = pair.engine.draft(pair.session, (), missed[0], CHAIN, more=missed[1:])
+    pair.check()
+    assert len(pair.verify(proposal.tree)[0]) == CHAIN.depth
+
+
+def _overwrites_nothing(model: LanguageModel, sampling: Sampling, seed: int) -> None:
+    rng, pair, expected = random.Random(seed), Pair(model, sampling), alone(model, sampling)
     accepted, bonus = (), pair.log[-1]
     hits = 0
     while len(pair.log) < CAPACITY - 20:

@@ -11,8 +11,6 @@ from dovetail.protocol.messages import Close, Closed, Command, Event, Hello
 from dovetail.protocol.settings import DraftSettings, MemorySettings, TargetSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.unified import InTurn, Turns, open_unified
-from support.architectures import VARIED, write_tiny
-from support.kernels import needs_kernels
 from support.models import tiny_llama
 
 CLOSE = Close(epoch=1, session=1)
@@ -116,19 +114,6 @@ def test_what_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
         open_unified(
             target,
             DraftSettings(kind="substitute", model="x"),
-            name="unified",
-            threads=1,
-            memory=MemorySettings(),
-        )
-
-
-@needs_kernels
-def test_a_substitute_of_layers_with_states_shares_nothing(tmp_path: Path) -> None:
-    write_tiny("lfm2", tmp_path, **VARIED["lfm2"])
-    with pytest.raises(SettingsError, match=r"not built for layers with a state"):
-        open_unified(
-            TargetSettings(model=str(tmp_path)),
-            DraftSettings(kind="substitute"),
             name="unified",
             threads=1,
             memory=MemorySettings(),

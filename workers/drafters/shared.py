@@ -6,7 +6,8 @@ target computed them, and both models read them. What the target verifies it wri
 commits; the draft's rows - the root, then those of the tree's expanded nodes - lie behind all that
 verification can ever write to, so that neither overwrites the other. When the root moves, the rows
 of accepted nodes are free, since the target's own stand in their place by then, and those of the
-surviving subtree move together. The prompt is read by nobody but the target.
+surviving subtree move together. The prompt is read by nobody but the target. Of layers with states
+the target's stay as they are, and the draft's rows have factors of their own.
 
 Both models do one command at a time; who sees to that, `unified.py` knows.
 """
@@ -23,7 +24,10 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
+from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.recurrent.lent import LentStates
 from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.sessions.room import check_rows
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
@@ -57,6 +61,8 @@ class SharedSession(DraftSession):
     """Slots from there on."""
     rooted: bool = False
     """True if the root has a row."""
+    states: LentStates | None = None
+    """The target's states, of layers that have one, and the factors of the draft's rows."""
 
     @property
     def rows(self) -> int:
@@ -66,6 +72,21 @@ class SharedSession(DraftSession):
     @property
     def free_rows(self) -> int:
         return self.own - 1 - self.tree.rows_used
+
+    @property
+    def over(self) -> Cache:
+        """Return the target's cache as the draft computes over it."""
+        if self.states is None:
+            return self.cache
+        over = copy.copy(self.cache)
+        assert isinstance(over, BlockedCache)
+        over.states = self.states
+        return over
+
+    @property
+    def behind(self) -> bool:
+        """Return whether the target's states hold rows that the draft has not been told of."""
+        return self.states is not None and self.states.length > len(self.log) - 1
 
 
 class SharedDrafter(Drafter):
@@ -122,7 +143,7 @@ class SharedDrafter(Drafter):
         """Grow as `Drafter.grow_ahead` does, as long as the target has the session: what it lent
         ends with that, and may be another session's by then."""
         assert isinstance(session, SharedSession)
-        return self._is_lent(session) and super().grow_ahead(session)
+        return self._is_lent(session) and not session.behind and super().grow_ahead(session)
 
     def _is_lent(self, session: SharedSession) -> bool:
         try:
@@ -146,6 +167,17 @@ class SharedDrafter(Drafter):
                 f"{len(lent.log)} tokens; open it again",
             )
         session.cache, session.first = lent.cache, lent.first
+        session.states = self._states(session, lent)
+
+    def _states(self, session: SharedSession, lent: Lent) -> LentStates | None:
+        """Return the states that a session has taken; None where no layer has one."""
+        if not isinstance(lent.cache, BlockedCache) or (owner := lent.cache.states) is None:
+            return None
+        known = session.states
+        if known is not None and known.owner is owner and known.first == lent.first:
+            return known
+        check_rows(session.own, 0, 4 * sum(shape.row for shape in owner.shapes))
+        return LentStates(owner, lent.first, session.own)
 
     def _move_root(
         self, session: DraftSession, path: Sequence[int], root: int | None, width: int
@@ -161,9 +193,8 @@ class SharedDrafter(Drafter):
         survivors = session.tree.move_root(root, width)
         session.rooted = row != NO_ROW
         if session.rooted:
-            own = copy.copy(
-                session.cache
-            )  # the same slots, of which all before the draft's count as committed
+            # the same slots, of which all before the draft's count as committed
+            own = copy.copy(session.over)
             own.length = session.first
             own.keep([session.first + 1 + old for old in (row, *survivors)], 0)
 
@@ -171,7 +202,7 @@ class SharedDrafter(Drafter):
         """The root's row; logits [1, V] after it."""
         assert isinstance(session, SharedSession)
         position = len(session.log) - 1
-        segment = Segment(session.cache, session.first, 1, Paths.of(position, [[session.first]]))
+        segment = Segment(session.over, session.first, 1, Paths.of(position, [[session.first]]))
         logits = self.model.forward(
             torch.tensor(session.log[-1:]), torch.tensor([position]), [segment]
         )
@@ -193,5 +224,5 @@ class SharedDrafter(Drafter):
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(position + tree.levels[nodes].astype(np.int64))
         return self.model.forward(
-            tokens, positions, [Segment(session.cache, start + used, len(nodes), paths)]
+            tokens, positions, [Segment(session.over, start + used, len(nodes), paths)]
         )

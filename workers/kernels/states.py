@@ -117,12 +117,21 @@ class StateRows:
     """Rows of factors that there is room for."""
     fold: int
     """The slot up to which the pass takes rows into the state."""
+    lent: Tensor | None = None
+    """float32 [lent_room times the numbers of a row]: the factors of the slots from `lent_first`
+    on, which are another model's; None: there are none."""
+    lent_first: int = 0
+    lent_room: int = 0
 
     @cached_property
     def struct(self) -> "StatesStruct":
         """The state as the kernels read it, as long as this is kept."""
         tensors = (self.state, self.factors, self.folded)
-        return StatesStruct(*(part.data_ptr() for part in tensors), self.ring, self.fold)
+        lent = None if self.lent is None else self.lent.data_ptr()
+        return StatesStruct(
+            *(part.data_ptr() for part in tensors),
+            *(self.ring, self.fold, lent, self.lent_first, self.lent_room),
+        )
 
 
 class ScanStruct(Structure):
@@ -156,6 +165,8 @@ class StatesStruct(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("state", "factors", "folded")),
         *((name, c_int32) for name in ("ring", "fold")),
+        ("lent", c_void_p),
+        *((name, c_int32) for name in ("lent_first", "lent_room")),
     )
 
 

@@ -4,7 +4,7 @@
 // Of each session there is one state, which holds the rows up to the `folded` of each layer, and for the rows behind them what they add to it: a row's factors.
 //   state   [layers][value_heads][value_dim / 16][key_dim][16], one layer behind the other
 //   factors [layers][ring][row]: the convolution's input [channels], the key [key_heads key_dim], what it adds [value_heads value_dim], the decay [value_heads],
-//           each rounded up to 16 floats; slot s of the cache stands in row s mod ring
+//           each rounded up to 16 floats; slot s of the cache stands in row s mod ring, or where rows are lent in row s - lent_first of these
 // The factors of the taps - 1 rows before `folded` are there too, for the convolution.
 #pragma once
 
@@ -48,6 +48,8 @@ struct States {
     int64_t* folded;  // of each layer, how many rows its state holds
     int32_t ring;     // rows of factors that there is room for
     int32_t fold;     // the pass is to take the rows up to this slot into the state; its last one where all rows of the segment are committed
+    float* lent;      // [layers][lent_room][row]: the factors of the slots from lent_first on, which are another model's over the same state; or null
+    int32_t lent_first, lent_room;
 };
 
 }  // namespace dovetail

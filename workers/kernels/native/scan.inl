@@ -35,6 +35,7 @@ static inline Factors factors_of(const dovetail::Scan& c) {
 }
 
 static inline float* factors_at(const dovetail::Scan& c, const dovetail::States& s, int64_t slot) {
+    if (s.lent && slot >= s.lent_first) return s.lent + c.row_before * s.lent_room + (slot - s.lent_first) * factors_of(c).all;
     return s.factors + c.row_before * s.ring + slot % s.ring * factors_of(c).all;
 }
 
@@ -321,7 +322,7 @@ static void scan(const dovetail::Scan& c, const dovetail::Pass& pass, float* giv
     int64_t bytes = table + floats * (int64_t)sizeof(float);
     for (int32_t i = 0; i < pass.segment_count; i++) {
         const dovetail::Segment& s = pass.segments[i];
-        bytes += walk_bytes(s.start + s.count - s.states->folded[c.index]);
+        bytes += walk_bytes(slots_behind(s, s.states->folded[c.index]));
     }
     char* memory = (char*)dovetail::scratch(SCAN_SCRATCH, bytes);
     Walk* walks = (Walk*)memory;
@@ -332,7 +333,7 @@ static void scan(const dovetail::Scan& c, const dovetail::Pass& pass, float* giv
         const dovetail::Segment& s = pass.segments[i];
         const int64_t folded = s.states->folded[c.index];
         walks[i] = walk_of(s, folded, at);
-        at += walk_bytes(s.start + s.count - folded);
+        at += walk_bytes(slots_behind(s, folded));
     }
     const int64_t work = rows * c.channels * c.taps;
     if (c.given_factors) each(rows, work, [&](int64_t row) { multiply_rows(given + row * stride, c.given_factors, given + row * stride, stride); });

@@ -23,12 +23,15 @@ struct Node {
     int32_t parent, child, sibling, weight;
 };
 
-// Nodes are slots from `base` on; a node's last child in the list is its heaviest.
+// Nodes are slots from `base` on, of which `near` stand before those that are lent; a node's last child in the list is its heaviest.
 struct Tree {
     Node* nodes;
     int32_t* order;
-    int64_t count, base;
+    int64_t count, base, near, lent_first;
     int32_t roots;
+
+    int32_t node_of(int64_t slot) const { return (int32_t)(slot < lent_first ? slot - base : near + slot - lent_first); }
+    int64_t slot_of(int32_t node) const { return node < near ? base + node : lent_first + node - near; }
 
     void add(int32_t node, int32_t parent) {
         if (nodes[node].weight) return;
@@ -58,17 +61,17 @@ static void grow(Tree& tree, const dovetail::Segment& s) {
         const int64_t prefix = s.path_offsets ? s.prefix : s.start + i + 1;
         int32_t parent = -1;
         if (!s.path_offsets && i > 0) {
-            tree.add((int32_t)(s.start + i - tree.base), (int32_t)(s.start + i - tree.base) - 1);
+            tree.add(tree.node_of(s.start + i), tree.node_of(s.start + i) - 1);
             continue;
         }
         for (int64_t slot = tree.base; slot < prefix; slot++) {
-            tree.add((int32_t)(slot - tree.base), parent);
-            parent = (int32_t)(slot - tree.base);
+            tree.add(tree.node_of(slot), parent);
+            parent = tree.node_of(slot);
         }
         if (!s.path_offsets) continue;
         for (int32_t p = s.path_offsets[i]; p < s.path_offsets[i + 1]; p++) {
-            tree.add((int32_t)(s.path_slots[p] - tree.base), parent);
-            parent = (int32_t)(s.path_slots[p] - tree.base);
+            tree.add(tree.node_of(s.path_slots[p]), parent);
+            parent = tree.node_of(s.path_slots[p]);
         }
     }
 }
@@ -90,7 +93,7 @@ static void walk_tree(const Tree& tree, const dovetail::Segment& s, Visit* stack
     stack = visit_children(tree, tree.roots, SESSION, 0, 0, stack);
     while (stack != bottom) {
         const Visit v = *--stack;
-        const int64_t slot = tree.base + v.node;
+        const int64_t slot = tree.slot_of(v.node);
         walk.hops[walk.count++] = {(int32_t)slot, row_at(s, slot), v.from, v.to};
         walk.blocks = larger(walk.blocks, v.to + 1);
         stack = visit_children(tree, tree.nodes[v.node].child, v.to, v.to + 1, v.to, stack);
@@ -99,13 +102,20 @@ static void walk_tree(const Tree& tree, const dovetail::Segment& s, Visit* stack
 
 static int64_t walk_bytes(int64_t slots) { return round_up(slots * (int64_t)(sizeof(Hop) + sizeof(Node) + sizeof(int32_t) + sizeof(Visit)), 64); }
 
-// `memory`: walk_bytes(s.start + s.count - folded).
+// The slots that a walk may pass: those behind `folded` to the last row, without those between a session's own and the lent ones.
+static int64_t slots_behind(const dovetail::Segment& s, int64_t folded) {
+    const int64_t stop = s.start + s.count;
+    return s.states->lent ? s.prefix - folded + stop - s.states->lent_first : stop - folded;
+}
+
+// `memory`: walk_bytes(slots_behind(s, folded)).
 static Walk walk_of(const dovetail::Segment& s, int64_t folded, char* memory) {
-    const int64_t stop = s.start + s.count, slots = stop - folded, fold = larger(folded, s.states->fold);
+    const int64_t stop = s.start + s.count, slots = slots_behind(s, folded), fold = larger(folded, s.states->fold);
     Walk walk = {(Hop*)memory, 0, 0, fold == stop};
     for (int64_t slot = folded; slot < fold; slot++) walk.hops[walk.count++] = {(int32_t)slot, row_at(s, slot), SESSION, SESSION};
     if (walk.in_place) return walk;
-    Tree tree = {(Node*)(walk.hops + slots), nullptr, 0, fold, -1};
+    const bool lends = s.states->lent;
+    Tree tree = {(Node*)(walk.hops + slots), nullptr, 0, fold, lends ? s.prefix - fold : INT64_MAX, lends ? s.states->lent_first : INT64_MAX, -1};
     tree.order = (int32_t*)(tree.nodes + slots);
     memset(tree.nodes, 0, (size_t)slots * sizeof(Node));
     grow(tree, s);

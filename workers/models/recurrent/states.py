@@ -164,17 +164,28 @@ class RecurrentStates:
         slots = torch.arange(max(0, start - self._ring), start, device=self._device)
         if self._ring:
             for new, old in zip(
-                self._layers(factors, ring), self._layers(self._factors, self._ring), strict=True
+                self._layers(factors, ring),
+                self._layers(self._factors, self._ring),
+                strict=True,
             ):
                 new[slots % ring] = old[slots % self._ring]
         self._ring, self._factors = ring, factors
 
     def _layers(self, factors: Tensor, ring: int) -> Iterator[Tensor]:
         """The factors [ring, numbers of a row] of each layer."""
-        first = 0
-        for shape in self.shapes:
-            yield factors[first * ring : (first + shape.row) * ring].view(ring, shape.row)
-            first += shape.row
+        return factors_of_layers(self.shapes, factors, ring)
+
+    def rows_as_they_are(self) -> StateRows:
+        """Return the states and factors for a pass that changes none of them."""
+        return StateRows(self.state, self._factors, self.folded.clone(), self._ring, 0)
+
+
+def factors_of_layers(shapes: Sequence[StateShape], factors: Tensor, ring: int) -> Iterator[Tensor]:
+    """Yield the factors [ring, numbers of a row] of each layer."""
+    first = 0
+    for shape in shapes:
+        yield factors[first * ring : (first + shape.row) * ring].view(ring, shape.row)
+        first += shape.row
 
 
 def session_bytes(shapes: Sequence[StateShape]) -> int:

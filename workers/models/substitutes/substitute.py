@@ -186,11 +186,6 @@ class KernelSubstitute(Kernels):
         self._codes = {}
         return taken
 
-    @property
-    def has_states(self) -> bool:
-        """Return whether layers have states."""
-        return bool(self._shapes)
-
     def _lacking(self, spec: LayerSpec) -> str:
         return why_not_coded(spec)
 
@@ -241,11 +236,6 @@ def share(substitute: LanguageModel, target: LanguageModel) -> int:
         raise SettingsError(
             "draft.share = true is not built for a target that is split between devices: leave "
             "target.split.layers out, or draft.share"
-        )
-    if own.has_states:
-        raise SettingsError(
-            "draft.share = true is not built for layers with a state, of which a draft's tree "
-            "would need rows of its own: set draft.share to false"
         )
     shared = own.share(whole)
     release_memory()
