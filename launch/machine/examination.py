@@ -204,14 +204,11 @@ def _cores(facts: Facts) -> Iterator[Check]:
         f"target on {format_numbers(layout.target.cores)}, draft on "
         f"{format_numbers(layout.draft.cores)}"
     )
-    shared = set(layout.target.cores) & set(layout.draft.cores)
-    advice = (
-        "give this process a second core: a draft on the CPU shares the only one with the "
-        "target, and both wait for each other"
-        if shared
-        else ""
-    )
-    yield Check("cores", not shared, f"{found}; {places}", advice)
+    if in_turns := not set(layout.target.cores).isdisjoint(layout.draft.cores):
+        places += " in turns with it"
+    alone = len(layout.target.cores) == 1 and in_turns
+    advice = "give this process a second core: a pass is as fast as its cores" if alone else ""
+    yield Check("cores", not alone, f"{found}; {places}", advice)
     if topology.quota is not None:
         whole = topology.quota >= 1 and topology.quota == int(topology.quota)
         given = (

@@ -14,7 +14,7 @@ from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import ROWS
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs.passes import PassCurves
+from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
 

@@ -117,10 +117,16 @@ class Subject:
         return [Offered(candidate, draft) for draft in found]
 
     def ahead(self, option: Option) -> bool:
-        """Return whether target and draft have cores or devices of their own: a stand-in's draft
-        has a core; a GPU's shares it with what is there of the target."""
+        """Return whether target and draft have cores or devices of their own: a draft on a GPU
+        shares it with what is there of the target, one on a CPU may have a core of the target
+        here, and has one of its own on a machine that is only described."""
         assert option.draft is not None
-        return not option.draft.shares and (
+        if option.draft.shares:
+            return False
+        if self.draft_device == "cpu" and self.here is not None:
+            layout = self.here.layout
+            return set(layout.target.cores).isdisjoint(layout.draft.cores)
+        return (
             self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
         )
 

@@ -20,7 +20,7 @@ from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime,
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.settings import MAX_GAMMA, Frozen
-from dovetail.runtime.costs.passes import PassCurves
+from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.rounds import Messages, PlacedCosts
 
 FOLDER = DEMO_FOLDER / "machines"

@@ -39,7 +39,7 @@ def decode_all(
             stack = start_stack(supervisor, configuration, anew=True)
             state = wait_until_ready(supervisor, stack, say)
         if any("draft" in worker.roles and worker.device == "cpu" for worker in state.workers):
-            check_apart(methods, layout_of(configuration.settings))
+            methods = as_on(layout_of(configuration.settings), methods)
         with (
             stack.connect() as client,
             progress_bar(len(methods) * len(library.recordings), "replies") as step,
@@ -55,17 +55,20 @@ def decode_all(
                 yield method, replies
 
 
-def check_apart(methods: Sequence[Method], layout: CoreLayout) -> None:
-    """`UserError` for a method that drafts ahead where the draft has a core of the target: what
-    that takes from the target's passes no record tells."""
+def as_on(layout: CoreLayout, methods: Sequence[Method]) -> Sequence[Method]:
+    """Return the methods as they are decoded with this layout: where the draft has a core of the
+    target, they do not draft ahead. `UserError` for one that insists: what that takes from the
+    target's passes no record tells."""
     common = sorted({*layout.target.cores} & {*layout.draft.cores})
-    ahead = next((method for method in methods if method.ahead is not False), None)
-    if common and ahead is not None:
+    if not common:
+        return methods
+    if ahead := next((method for method in methods if method.ahead), None):
         raise UserError(
             f"target and draft share core {format_numbers(common)} here, and no recorded cost "
             "tells what drafting ahead takes from the target there, so a simulation cannot be "
             f"compared with it: write --method {ahead.name},ahead=false"
         )
+    return [method.with_ahead(False) for method in methods]
 
 
 def most_tokens(library: Library, recording: Recording) -> int:

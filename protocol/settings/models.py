@@ -227,7 +227,7 @@ class DraftSettings(Frozen):
     ahead: bool | Literal["auto"] = Field(
         "auto",
         description="keep drafting while the target verifies; auto: where the two share no "
-        "device, or where measuring says that it pays",
+        "device, or where measuring says that it pays, and never on a core that both have",
     )
     pickled: bool = Field(
         False,

@@ -30,6 +30,9 @@ class Pair:
     costs: PairCosts
     shared: bool
     """True if both compute on one device."""
+    in_turns: bool = False
+    """True if both compute on the same cores: whatever one of them does meanwhile, it takes from
+    the other, so nothing is drafted ahead."""
     reads: bool = False
     """True if the draft reads its target's states."""
     experiences: dict[bool, Experience] = field(
@@ -63,7 +66,7 @@ class Pair:
     worker, or guesses from guesses."""
 
     def __post_init__(self) -> None:
-        self.ahead_in_doubt = self.shared or self.reads
+        self.ahead_in_doubt = not self.in_turns and (self.shared or self.reads)
 
     @property
     def calibration(self) -> float:
@@ -120,6 +123,13 @@ class Pair:
             t_v=costs.target.curve(self.context),
             t_d=costs.draft.curve(),
         )
+
+
+def share_cores(one: Hello, other: Hello) -> bool:
+    """Return whether two workers compute on cores of one host that they are known to have in
+    common."""
+    on_cores = all(next(iter(hello.device.split()), CPU) == CPU for hello in (one, other))
+    return on_cores and one.host == other.host and not set(one.cores).isdisjoint(other.cores)
 
 
 def _known(average: Average) -> float | None:

@@ -3,11 +3,12 @@
 A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass:
 each number of rows keeps its last passes, of which the middle half counts, so that an interruption
 moves nothing and an old machine state is forgotten; what has been seen bends the curve that was
-expected, for rows in between and beyond; the result never falls with rows. Pure: seconds are handed
-in, and nothing here knows who computes.
+expected, for rows in between and beyond; the result never falls with rows. A machine that becomes
+slower or faster does so for all numbers of rows, also for those that are not seen meanwhile: passes
+are remembered as they would be at the usual speed, and told at that of late. Pure: seconds are
+handed in, and nothing here knows who computes.
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from itertools import accumulate, pairwise
 
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
+from dovetail.runtime.costs.curves import PassCurves
 
 EXACT_ROWS = 32
 """Passes of fewer rows are remembered by themselves."""
@@ -30,9 +32,9 @@ where no profile tells: so that they are tried too."""
 ROW_SHARE = 0.01
 """The share that a further row adds to a pass, in parts of a pass over one, where nothing is known:
 little, so that larger passes are tried, and then known."""
-FIRST_ROWS = 16
-"""Rows of the first passes over more than one row, at most, where no profile tells what they
-cost."""
+FIRST_ROWS = 4
+"""Rows of the first passes over more than one row, at most, where no profile tells what they cost:
+sixteen can take eight times as long as one."""
 OUTLIER = 4.0
 """A pass counts for the slope over the context with so many times the usual seconds of its number
 of rows at most."""
@@ -45,6 +47,15 @@ LEAST_S = 1e-9
 STALE_TOKENS = 32
 """A table of passes serves contexts that are so near."""
 MOST_TABLES = 64
+SPEEDS = 5
+"""The last passes whose median tells the machine's speed of late."""
+SEEN = 2
+"""Passes of a number of rows before one more of them tells anything of the speed."""
+PASSING = 0.9
+"""The part of the machine's slowness, as an exponent, that is thought to pass; what lasts becomes
+usual, in some hundred passes, as does the rise with a context that is yet to be learned."""
+MOVED = 0.02
+"""Share by which the speed changes before what passes take is told anew."""
 STALE_PASSES = 8
 MOST_POINTS = 24
 """Points of a curve that is shown, at most."""
@@ -62,7 +73,7 @@ class _Passes:
     """The passes of one number of rows."""
 
     last: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """(seconds, context)."""
+    """(seconds at the usual speed, context)."""
     weight: float = 0.0
     mean_context: float = 0.0
     mean_seconds: float = 0.0
@@ -99,49 +110,12 @@ class _Table:
     """Seconds of passes over 0, 1, ... rows."""
 
     seconds: list[float] = field(default_factory=list)
+    slowness: float = 1.0
+    """The machine's, for which it was made."""
     observed: int = 0
     """Passes that had been seen when it was made."""
     asked: int = 0
     """Rows that were asked for since."""
-
-
-class PassCurves:
-    """T(M, context) by curves over the rows at one or more lengths of the cache, as a profile has
-    them: linear in between, level before the first length, and beyond the last along the last
-    two."""
-
-    def __init__(self, curves: Sequence[ContextCurve]) -> None:
-        """`curves`: at least one."""
-        by_context = {curve.context: curve for curve in curves}
-        self.contexts = sorted(by_context)
-        self.curves = tuple(by_context[context] for context in self.contexts)
-        self._levels: list[list[float]] = [[] for _ in self.curves]
-        """Each curve at 0, 1, 2, ... rows."""
-
-    def at(self, rows: int, context: float = 0.0) -> float:
-        """Return the seconds of a pass over so many rows."""
-        below, above, share = self._around(context)
-        low, high = self._level(below, rows)[rows], self._level(above, rows)[rows]
-        return (1.0 - share) * low + share * high
-
-    def table(self, most: int, context: float) -> list[float]:
-        """Return the seconds of passes over 0, 1, ... `most` rows."""
-        below, above, share = self._around(context)
-        low, high = self._level(below, most), self._level(above, most)
-        return [(1.0 - share) * low[rows] + share * high[rows] for rows in range(most + 1)]
-
-    def _around(self, context: float) -> tuple[int, int, float]:
-        """Return the curves below and above a context, and how far on the way it lies."""
-        if len(self.contexts) == 1 or context <= self.contexts[0]:
-            return 0, 0, 0.0
-        place = min(bisect_left(self.contexts, context), len(self.contexts) - 1)
-        low, high = self.contexts[place - 1], self.contexts[place]
-        return place - 1, place, (context - low) / (high - low)
-
-    def _level(self, curve: int, most: int) -> list[float]:
-        level, t_v = self._levels[curve], self.curves[curve].t_v
-        level.extend(t_v.at(rows) for rows in range(len(level), most + 1))
-        return level
 
 
 class RowCosts:
@@ -154,6 +128,9 @@ class RowCosts:
         self._curves = PassCurves(curves) if curves else None
         self._passes: dict[int, _Passes] = {}
         self._observed = 0
+        self._slowness = 1.0
+        """The factor by which passes take longer than usual of late."""
+        self._lately: deque[float] = deque([1.0] * SPEEDS, maxlen=SPEEDS)
         self._tables: dict[int, _Table] = {}
         """By context, `STALE_TOKENS` to one table: sessions that share a pass ask in turns."""
 
@@ -179,9 +156,17 @@ class RowCosts:
         key = rows if rows < EXACT_ROWS else bucket(rows)
         if (known := self._passes.get(key)) is None:
             known = self._passes[key] = _Passes()
-        known.add(seconds, context)
+        if len(known.last) >= SEEN:
+            self._lately.append(seconds / self._at_usual_speed(rows, context))
+            self._slowness = sorted(self._lately)[SPEEDS // 2]
+        known.add(seconds / self._slowness**PASSING, context)
         self._observed += 1
         self.known = True
+
+    def _at_usual_speed(self, rows: int, context: float) -> float:
+        self.table(rows, context)
+        table = self._tables[int(context) // STALE_TOKENS]
+        return table.seconds[rows] / table.slowness
 
     def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
         """Passes of so many rows have taken so many nanoseconds each."""
@@ -205,8 +190,10 @@ class RowCosts:
             found.asked = most
         unseen = self._observed - found.observed
         stale = unseen and unseen >= min(STALE_PASSES, 1 + self._observed // 4)
-        if stale or len(found.seconds) <= most:
-            found.seconds = self._made(found.asked, context)
+        moved = abs(self._slowness - found.slowness) > MOVED * found.slowness
+        if stale or moved or len(found.seconds) <= most:
+            found.seconds = [self._slowness * one for one in self._made(found.asked, context)]
+            found.slowness = self._slowness
             found.observed, found.asked = self._observed, most
         return found.seconds
 

@@ -12,7 +12,8 @@ from enum import Enum
 
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.runtime.costs.averages import Average, Lags
-from dovetail.runtime.costs.passes import PassCurves, RowCosts
+from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.passes import RowCosts
 
 DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
 """Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import PairState, Submit
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.pairs import Pair, share_device
+from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -62,6 +62,7 @@ class Placement:
                 target.name,
                 costs,
                 shared=share_device(draft.hello, target.hello),
+                in_turns=share_cores(draft.hello, target.hello),
                 reads=draft.hello.reads is not None,
             )
         return self._pairs[key], self._pairs[key].costs

@@ -55,13 +55,15 @@ def test_what_is_no_list_of_nodes_is_refused() -> None:
     ("cores", "threads", "layout"),
     [
         ((0, 1, 2, 3), "auto", ((0, 1, 2), (3,), (0, 1, 2, 3))),
-        ((0, 1), "auto", ((0,), (1,), (0, 1))),
+        ((0, 1, 2), "auto", ((0, 1), (2,), (0, 1, 2))),
+        ((0, 1), "auto", ((0, 1), (1,), (0, 1))),
+        ((0, 1), 1, ((0,), (1,), (0, 1))),
         ((5,), "auto", ((5,), (5,), (5,))),
         ((0, 1, 2, 3), 2, ((0, 1), (3,), (0, 1, 2, 3))),
         ((0, 1, 2, 3), 4, ((0, 1, 2, 3), (3,), (0, 1, 2, 3))),
     ],
 )
-def test_on_one_node_the_target_gets_all_cores_but_the_last(
+def test_on_one_node_the_target_gets_all_cores_but_the_last_and_both_of_two(
     cores: tuple[int, ...], threads: int | str, layout: tuple[tuple[int, ...], ...]
 ) -> None:
     assert lay_out(one_node(*cores), threads=threads) == CoreLayout(
@@ -180,7 +182,7 @@ def test_a_node_that_is_not_there_is_refused(tmp_path: Path, numa: str, words: s
         lay_out(machine(tmp_path, WITH_CXL), numa=numa)
 
 
-def test_processes_share_no_core_where_there_are_two(tmp_path: Path) -> None:
+def test_processes_share_no_core_where_there_are_more_than_two(tmp_path: Path) -> None:
     for number, nodes in enumerate((ONE_NODE, TWO_SOCKETS, EIGHT_NODES, SPARSE, WITH_CXL)):
         layout = lay_out(machine(tmp_path / str(number), nodes))
         assert not set(layout.target.cores) & set(layout.draft.cores)

@@ -32,12 +32,12 @@ from dovetail.launch.simulation.recording import (
     read_library,
 )
 from dovetail.launch.simulation.survey import Order, Recorder
-from dovetail.launch.simulation.validation import check_apart, decode_all
+from dovetail.launch.simulation.validation import as_on, decode_all
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
-from dovetail.runtime.costs.passes import PassCurves
+from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.recorded import measured_costs
 from dovetail.runtime.costs.rounds import Messages, PlacedCosts
 from dovetail.workers.draft import DraftWorker
@@ -663,16 +663,15 @@ def test_a_draft_that_shares_a_core_with_its_target_is_compared_without_what_it_
     None
 ):
     alone, apart = (CoreLayout(Place((0,)), Place((core,)), Place((core,))) for core in (0, 1))
-    ahead, waiting = (
-        Method(f"goodput{suffix}", TreeSettings(policy="goodput"), wish)
-        for suffix, wish in (("", None), (",ahead=false", False))
+    found_out, waiting, ahead = (
+        Method("goodput", TreeSettings(policy="goodput"), wish) for wish in (None, False, True)
     )
-    check_apart([ahead, waiting], apart)
-    check_apart([waiting], alone)
+    assert as_on(apart, [found_out, waiting, ahead]) == [found_out, waiting, ahead]
+    assert as_on(alone, [found_out, waiting]) == [waiting, waiting]
     with pytest.raises(
         UserError, match=r"share core 0 here.*: write --method goodput,ahead=false$"
     ):
-        check_apart([waiting, ahead], alone)
+        as_on(alone, [waiting, ahead])
 
 
 @pytest.mark.slow

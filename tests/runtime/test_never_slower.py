@@ -218,8 +218,23 @@ def test_a_round_is_predicted_before_it_is_made_and_its_times_add_up() -> None:
     assert pair.t_d.at(1) == pytest.approx(0.002, rel=0.01)
 
 
+def test_a_machine_whose_speed_changes_does_not_stop_drafting_that_pays() -> None:
+    houses = list[TimedHouse]()
+
+    def pass_s(rows: int, _context: int) -> float:
+        slower = houses and houses[0].clock.now_ns // 2_000_000_000 % 2
+        return (1.5 if slower else 1.0) * max(0.0225, 0.0075 + 0.0107 * rows)
+
+    costs = Costs(pass_s=pass_s, level_s=lambda _: 0.001, right=lambda _: 0.7, draft_hop_s=0.002)
+    houses.append(TimedHouse(costs))
+    results = [houses[0].complete(TOKENS, prompt=8 + TOKENS * at).result for at in range(4)]
+    assert [line for line in houses[0].client.status().decisions if "stopped" in line] == []
+    assert all(result.plain_rounds < 0.4 * result.rounds for result in results)
+
+
 def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target() -> None:
-    house = TimedHouse(Costs(ahead_slows=1.4), target={"cores": (0,)}, draft={"cores": (0,)})
+    on_gpu = {"device": "cuda:0"}
+    house = TimedHouse(Costs(ahead_slows=1.4), target=on_gpu, draft=on_gpu)
     while not (
         found := [line for line in house.client.status().decisions if "drafting ahead" in line]
     ):
@@ -228,6 +243,13 @@ def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target(
     house.draft.orders.clear()
     house.complete(TOKENS)
     assert not any(order.ahead for order in house.draft.orders)
+
+
+@pytest.mark.parametrize(("core", "ahead"), [(0, False), (2, True)])
+def test_on_a_core_of_its_target_nothing_is_drafted_ahead(core: int, ahead: bool) -> None:
+    house = TimedHouse(Costs(), target={"cores": (0, 1)}, draft={"cores": (core,)})
+    house.complete(20)
+    assert {order.ahead for order in house.draft.orders} == {ahead}
 
 
 def together(
