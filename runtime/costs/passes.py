@@ -51,7 +51,7 @@ SPEEDS = 5
 """The last passes whose median tells the machine's speed of late."""
 SEEN = 2
 """Passes of a number of rows before one more of them tells anything of the speed."""
-PASSING = 0.9
+PASSING = 0.95
 """The part of the machine's slowness, as an exponent, that is thought to pass; what lasts becomes
 usual, in some hundred passes, as does the rise with a context that is yet to be learned."""
 MOVED = 0.02
