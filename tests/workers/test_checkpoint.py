@@ -80,6 +80,19 @@ def test_the_digest_covers_weights_and_configuration_but_not_the_place(
     assert open_checkpoint(str(folder)).digest not in (before, changed)
 
 
+def test_a_digest_that_is_found_beside_other_work_is_the_same_and_names_what_is_wrong(
+    folder: Path, llama_folder: Path
+) -> None:
+    known = open_checkpoint(str(llama_folder)).digest
+    edit_json(folder / "config.json", rms_norm_eps=1e-4)
+    changed = open_checkpoint(str(folder), wait=False)
+    assert changed.digest == open_checkpoint(str(folder)).digest != known
+    edit_tensors(folder, model__norm__weight=torch.full((64,), float("nan")))
+    damaged = open_checkpoint(str(folder), wait=False)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN"):
+        print(damaged.digest)
+
+
 def test_a_missing_tensor_is_named(folder: Path) -> None:
     edit_tensors(folder, model__layers__1__mlp__up_proj__weight=None)
     assert "model.layers.1.mlp.up_proj.weight" in refusal(folder)

@@ -386,6 +386,7 @@ def test_what_is_read_is_counted_while_weights_are_checked_and_loaded(tmp_path: 
     numbers = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     heard: list[tuple[str, int, int]] = []
     with hearing_loads(lambda *told: heard.append(told)):
+        open_checkpoint(str(folder))
         load_language_model(str(folder), weights="fp32", device="cpu")
     for doing, total in (("checking", size), ("loading", numbers)):
         told = [(done, all_bytes) for what, done, all_bytes in heard if what == doing]

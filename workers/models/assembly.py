@@ -13,6 +13,7 @@ from dovetail.workers.models.checkpoints.inflate import (
     Plan,
     grow_layer,
     grow_skeleton,
+    inflated_digest,
     plan_inflation,
 )
 from dovetail.workers.models.checkpoints.loader import Skeleton, Types
@@ -32,7 +33,6 @@ from dovetail.workers.progress import loading
 def assemble(
     skeleton: Skeleton,
     checkpoint: Checkpoint,
-    digest: str,
     *,
     weights: str,
     choice: str,
@@ -72,6 +72,7 @@ def assemble(
     gc.collect()  # what transformers' modules hold of each other
     release_memory()
     real = range(len(layers)) if plan is None else plan.real
+    digest = inflated_digest(checkpoint.digest, inflate_bytes)
     language_model = LanguageModel(
         model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real
     )

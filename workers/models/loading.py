@@ -27,6 +27,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_chec
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
 from dovetail.workers.models.checkpoints.context import context_of
+from dovetail.workers.models.checkpoints.digests import known_digest
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json
 from dovetail.workers.models.checkpoints.gguf.view import spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
@@ -105,24 +106,23 @@ def load_language_model(
     """
     check_names(weights, backend)
     file = find_folder(source) / "config.json"
-    if proof != "auto" or not Proofs(read_bytes(file)).known:
+    known = proof == "auto" and Proofs(read_bytes(file)).known
+    if not known:
         read_config(file)  # what cannot be decoded is refused before all weights are read
-    checkpoint = replace(open_checkpoint(source), context=context)
+    checkpoint = replace(open_checkpoint(source, wait=known), context=context)
     on_cpu = stage is not None or torch.device(device).type == "cpu"
     cache = cache or ("fp32" if on_cpu else "auto")
     own = type_of(weights, checkpoint, activations)
     wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
-    digest = (
-        inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
-    )
-    if on_cpu:
-        return _on_cpu(
-            lambda: in_blocks(open_skeleton(checkpoint), checkpoint, own),
-            checkpoint,
-            digest,
-            wanted,
-        )
-    return _on_gpu(checkpoint, digest, wanted, torch.device(device))
+    try:
+        if on_cpu:
+            return _on_cpu(
+                lambda: in_blocks(open_skeleton(checkpoint), checkpoint, own), checkpoint, wanted
+            )
+        return _on_gpu(checkpoint, wanted, torch.device(device))
+    except Exception:
+        checkpoint.digesting.result()  # what is wrong with its files comes first
+        raise
 
 
 def random_language_model(
@@ -145,28 +145,26 @@ def random_language_model(
     wanted = Wanted(weights, own, backend, 0, profile, stage, cache)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     stored = LINEAR_TYPES[own]
-    checkpoint = Checkpoint(
-        f"{spelled(str(config_folder))} (random weights)", folder, "random", b"", facts, {}
-    )
+    source = f"{spelled(str(config_folder))} (random weights)"
+    checkpoint = Checkpoint(source, folder, known_digest("random"), b"", facts, {})
     return _on_cpu(
         lambda: in_blocks(
             random_skeleton(folder, layers=layers, stored=stored, context=context), None, own
         ),
         checkpoint,
-        "random",
         wanted,
     )
 
 
 def _on_cpu(
-    skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, digest: str, wanted: Wanted
+    skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, wanted: Wanted
 ) -> LanguageModel:
     """Kernels where that is wanted and can be; else the library."""
     _refuse_blocks(checkpoint, wanted)
     why_not = _against_kernels(wanted)
     if not why_not:
-        memory = Memory(checkpoint, digest, wanted)
-        if (model := recall(memory, checkpoint, digest, wanted)) is not None:
+        memory = Memory(checkpoint, wanted)
+        if (model := recall(memory, checkpoint, wanted)) is not None:
             return model
         skeleton = skeleton_of()
         kind = skeleton.model.config.model_type
@@ -175,7 +173,6 @@ def _on_cpu(
             model = _assemble(
                 skeleton,
                 checkpoint,
-                digest,
                 wanted,
                 kernels=True,
                 choice="the C++ kernels compute it",
@@ -195,9 +192,9 @@ def _on_cpu(
         refuse_without_kernels(_model_type(checkpoint), checkpoint.source, why_not)
     wanted.refuse_placement(checkpoint.source, why_not)
     if wanted.rounded or wanted.backend == "kernels":
-        try_library(skeleton_of(), checkpoint, digest, wanted)  # no remedy leads to a refusal
+        try_library(skeleton_of(), checkpoint, wanted)  # no remedy leads to a refusal
         wanted.refuse_library(checkpoint.source, why_not)
-    model = _assemble(skeleton_of(), checkpoint, digest, wanted, kernels=False, choice=why_not)
+    model = _assemble(skeleton_of(), checkpoint, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, because %s", checkpoint.source, why_not)
     return model
@@ -252,7 +249,6 @@ def _against_kernels(wanted: Wanted) -> str:
 def _assemble(
     skeleton: Skeleton,
     checkpoint: Checkpoint,
-    digest: str,
     wanted: Wanted,
     *,
     kernels: bool,
@@ -264,7 +260,6 @@ def _assemble(
     return assemble(
         skeleton,
         checkpoint,
-        digest,
         weights=wanted.weights,
         choice=choice,
         inflate_bytes=wanted.inflate_bytes,
@@ -300,9 +295,7 @@ def _free_bytes(device: torch.device) -> int | None:
     return None if tell is None else int(tell(device)[0])
 
 
-def _on_gpu(
-    checkpoint: Checkpoint, digest: str, wanted: Wanted, device: torch.device
-) -> LanguageModel:
+def _on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> LanguageModel:
     """Load a model as transformers computes it, in one type."""
     where = f"the settings say device {device}; leave that out"
     refuse_without_kernels(_model_type(checkpoint), checkpoint.source, where)
@@ -340,7 +333,7 @@ def _on_gpu(
             model,
             back_end,
             checkpoint,
-            digest=digest,
+            digest=inflated_digest(checkpoint.digest, wanted.inflate_bytes),
             weights=wanted.weights,
             choice=f"on {device}",
             real=real,
@@ -371,7 +364,7 @@ def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, f
     )
 
 
-def try_library(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted: Wanted) -> None:
+def try_library(skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted) -> None:
     """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32
     either."""
 
@@ -383,7 +376,6 @@ def try_library(skeleton: Skeleton, checkpoint: Checkpoint, digest: str, wanted:
         assemble(
             skeleton,
             checkpoint,
-            digest,
             weights="fp32",
             choice="",
             inflate_bytes=0,

@@ -9,6 +9,7 @@ Knows files; builds no model.
 import json
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from dovetail.workers.models.checkpoints.digests import (
     Identity,
     Part,
     Source,
+    begin_digest,
     digest_of,
+    known_digest,
     refuse_changed,
 )
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
@@ -55,20 +58,24 @@ class Weights:
     """The weight files of a folder, read once and found whole."""
 
     folder: Path
-    digest: str
-    """SHA-256 of config.json and the weight files, in hexadecimal."""
+    digesting: Future[str]
     tensors: Mapping[str, Stored]
     """Every tensor in the weight files."""
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of config.json and the weight files, in hexadecimal."""
+        return self.digesting.result()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose weights have been read once and found whole."""
+    """A folder whose weights have been read once and found whole, or are while they are loaded:
+    who has the digest knows that they are."""
 
     source: str
     folder: Path
-    digest: str
-    """SHA-256 of config.json and the weight files, in hexadecimal."""
+    digesting: Future[str]
     tokenizer: bytes
     """The content of tokenizer.json."""
     vocabulary: VocabularyFacts
@@ -76,6 +83,12 @@ class Checkpoint:
     """Every tensor in the weight files."""
     context: int | None = None
     """The longest sequence that the settings ask for; None: what the model has."""
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of config.json and the weight files, in hexadecimal; `CheckpointError`
+        for weights that are not whole. Where they are still being read, wait for that."""
+        return self.digesting.result()
 
     @property
     def is_coded(self) -> bool:
@@ -120,29 +133,34 @@ class Checkpoint:
                 raise unreadable(path, error) from None
 
 
-def open_checkpoint(source: str) -> Checkpoint:
+def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
     """The checkpoint that `source` (folder, hub id or id@revision) names, checked;
-    `CheckpointError` names the file and the tensor."""
+    `CheckpointError` names the file and the tensor. `wait`: until all weights have been read; else
+    they are beside what is done with them, and the digest waits for that."""
     folder = find_folder(source)
     refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
     if model_of(folder) is None:
         weight_files(folder)  # what can be said at once is said before the weights are read
     tokenizer, vocabulary = read_tokenizer(folder)
-    weights = open_weights(folder)
+    weights = open_weights(folder, wait=wait)
     named, tensors = spelled(source), weights.tensors
-    return Checkpoint(named, folder, weights.digest, tokenizer, vocabulary, tensors)
+    return Checkpoint(named, folder, weights.digesting, tokenizer, vocabulary, tensors)
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path, *, wait: bool = True) -> Weights:
     """The weights of a folder, without what is said of a vocabulary: a draft head has none of its
-    own."""
+    own. `wait`: as `open_checkpoint` has it."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
     sources, tensors = _read_headers(folder)
     tensors = decoded(text_part(content), tensors)
     _refuse_kinds(tensors)
-    digest = digest_of(read_bytes(folder / "config.json"), sources)
-    return Weights(folder, digest, renamed(content, tensors))
+    configuration = read_bytes(folder / "config.json")
+    if wait:
+        digesting = known_digest(digest_of(configuration, sources))
+    else:
+        digesting = begin_digest(configuration, sources)
+    return Weights(folder, digesting, renamed(content, tensors))
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,6 +132,27 @@ def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
         digest = _read(configuration, sources)
         kept.keep(key, digest)
         return digest
+
+
+def begin_digest(configuration: bytes, sources: Sequence[Source]) -> Future[str]:
+    """Begin to find the digest, as `digest_of` does, in a thread beside this one."""
+    found = Future[str]()
+
+    def find() -> None:
+        try:
+            found.set_result(digest_of(configuration, sources))
+        except Exception as error:  # whoever waits for the digest hears of it
+            found.set_exception(error)
+
+    threading.Thread(target=find, name="digest", daemon=True).start()
+    return found
+
+
+def known_digest(digest: str) -> Future[str]:
+    """Return a digest that nobody has to wait for."""
+    found = Future[str]()
+    found.set_result(digest)
+    return found
 
 
 class Kept:

@@ -175,7 +175,9 @@ def grow_layer(layer: Any, index: int, plan: Plan) -> None:
 
 
 def inflated_digest(digest: str, size_bytes: int) -> str:
-    """The digest of a checkpoint of that digest after inflation."""
+    """The digest of a checkpoint of that digest after inflation; `size_bytes` 0: there is none."""
+    if not size_bytes:
+        return digest
     return hashlib.sha256(f"{digest}\0{SCHEME}\0{size_bytes}".encode()).hexdigest()
 
 

@@ -23,7 +23,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_bytes
-from dovetail.workers.models.checkpoints.inflate import Plan
+from dovetail.workers.models.checkpoints.inflate import Plan, inflated_digest
 from dovetail.workers.models.checkpoints.loader import (
     Skeleton,
     pieced_skeleton,
@@ -57,17 +57,25 @@ SAMPLED = 4
 class Memory:
     """The memory of proofs, for one model that is loaded."""
 
-    def __init__(self, checkpoint: Checkpoint, digest: str, wanted: Wanted) -> None:
-        kind, file = KINDS[wanted.weights], checkpoint.folder / "config.json"
+    def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
+        file = checkpoint.folder / "config.json"
         self._mode = "off" if wanted.stage is not None else wanted.proof
-        self._source = checkpoint.source
+        self._checkpoint, self._wanted = checkpoint, wanted
         if self._mode != "off":
             self._proofs = Proofs(read_bytes(file))
-        self._key = f"{digest} {kind.name} {wanted.cache_type} {checkpoint.context}"
+
+    @property
+    def _key(self) -> str:
+        """Return what the proof is kept under; this waits for the digest."""
+        wanted, context = self._wanted, self._checkpoint.context
+        digest = inflated_digest(self._checkpoint.digest, wanted.inflate_bytes)
+        return f"{digest} {KINDS[wanted.weights].name} {wanted.cache_type} {context}"
 
     def proof(self) -> Proof | None:
         """Return the proof that is enough to load the model, if there is one."""
-        return self._proofs.find(self._key) if self._mode == "auto" else None
+        if self._mode != "auto" or not self._proofs.known:
+            return None
+        return self._proofs.find(self._key)
 
     def outline(self, skeleton: Skeleton) -> Proof | None:
         """Return the beginning of a proof that is to be kept; None: none is."""
@@ -80,13 +88,12 @@ class Memory:
 
     def drop(self, why: str) -> None:
         """Forget the proof, and say so."""
-        log.warning("%s: its remembered proof is dropped and made again: %s", self._source, why)
+        source = self._checkpoint.source
+        log.warning("%s: its remembered proof is dropped and made again: %s", source, why)
         self._proofs.drop(self._key)
 
 
-def recall(
-    memory: Memory, checkpoint: Checkpoint, digest: str, wanted: Wanted
-) -> LanguageModel | None:
+def recall(memory: Memory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageModel | None:
     """Return the model by its remembered proof; None where there is none, or it does not hold."""
     if (proof := memory.proof()) is None:
         return None
@@ -105,7 +112,6 @@ def recall(
         model = assemble(
             skeleton_by(proof, checkpoint, wanted),
             checkpoint,
-            digest,
             weights=wanted.weights,
             choice=f"the C++ kernels compute it, as proved on {proof.made}",
             inflate_bytes=wanted.inflate_bytes,

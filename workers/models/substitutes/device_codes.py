@@ -343,9 +343,7 @@ def load_device_substitute(
             f"and {target.choice}: set draft.share to false"
         )
     device = whole.engine.device
-    digest = (
-        inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
-    )
+    digest = inflated_digest(checkpoint.digest, inflate_bytes)
     substitutes = Substitutes(digest, BITS[weights], folder, tell, device)
 
     def open_back_end(model: Any, _plan: Any) -> DeviceSubstitute:
@@ -360,7 +358,6 @@ def load_device_substitute(
     model = assemble(
         open_skeleton(checkpoint),
         checkpoint,
-        digest,
         weights=weights,
         choice=f"torch computes it on {device}",
         inflate_bytes=inflate_bytes,

@@ -302,9 +302,7 @@ def load_substitute(
     `weights` int8, int4, int3 or int2. `folder`: of the caches."""
     bits, place = BITS[weights], torch.device(device)
     checkpoint = replace(open_checkpoint(source), context=context)
-    digest = (
-        inflated_digest(checkpoint.digest, inflate_bytes) if inflate_bytes else checkpoint.digest
-    )
+    digest = inflated_digest(checkpoint.digest, inflate_bytes)
     substitutes = Substitutes(digest, bits, folder, tell, place)
     why_not = "on a GPU torch computes it"
     if place.type == "cpu":
@@ -314,7 +312,6 @@ def load_substitute(
             try:
                 model = _assemble(
                     checkpoint,
-                    digest,
                     inflate_bytes,
                     weights,
                     "the C++ kernels compute it",
@@ -326,7 +323,6 @@ def load_substitute(
     dtype = torch.float32 if place.type == "cpu" else GPU_TYPES["bf16"]
     model = _assemble(
         checkpoint,
-        digest,
         inflate_bytes,
         weights,
         why_not,
@@ -337,7 +333,6 @@ def load_substitute(
 
 def _assemble(
     checkpoint: Checkpoint,
-    digest: str,
     inflate_bytes: int,
     weights: str,
     choice: str,
@@ -346,7 +341,6 @@ def _assemble(
     return assemble(
         open_skeleton(checkpoint),
         checkpoint,
-        digest,
         weights=weights,
         choice=choice,
         inflate_bytes=inflate_bytes,
