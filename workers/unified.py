@@ -32,14 +32,9 @@ from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.substitutes.coded import against_codes
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
+from dovetail.workers.models.substitutes.kept import Substitutes, Tell
 from dovetail.workers.models.substitutes.quantize import BITS
-from dovetail.workers.models.substitutes.substitute import (
-    Substitutes,
-    Tell,
-    load_substitute,
-    share,
-    shared_cache,
-)
+from dovetail.workers.models.substitutes.substitute import load_substitute, share, shared_cache
 from dovetail.workers.progress import beat
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.serving.registration import Worker

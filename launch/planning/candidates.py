@@ -128,7 +128,7 @@ class Reader:
     ) -> None:
         """`folder_of`: of a model, by folder or hub id; `embedded`: whether drafts come with the
         target; `width`: of trees, if not the setting; `on_device`: a GPU is there for drafts."""
-        self._uncoded = target.uncoded(on_device=on_device)
+        self._uncoded = target.uncoded if on_device else ""
         self._configuration, self._target, self._recorded = configuration, target, list(recorded)
         self._folder_of, self._embedded = folder_of, embedded
         self._width = configuration.settings.tree.width if width is None else width
@@ -166,8 +166,8 @@ class Reader:
             )
         if name == "substitute" and (parts := self._uncoded):
             raise UserError(
-                f"--draft substitute: layers with {parts} have no copy of few bits; name a head "
-                "or a small model"
+                f"--draft substitute: layers with {parts} have no copy of few bits on a GPU; name "
+                "a head or a small model"
             )
         if name == "substitute":
             weights = self._configuration.settings.draft.weights

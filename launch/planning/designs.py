@@ -145,12 +145,11 @@ class Design:
     file_bytes: int = 0
     """The size of a GGUF file of it that is not here; 0: none was named."""
 
-    def uncoded(self, *, on_device: bool) -> str:
-        """Return the parts of its layers that have no copy in few bits, on a GPU or on a CPU;
-        empty: all could have one."""
-        if self.weighed is None:
-            return ""
-        return self.weighed.uncoded_apart if on_device else self.weighed.uncoded
+    @property
+    def uncoded(self) -> str:
+        """Return the parts of its layers that have no copy in few bits on a GPU; empty: all could
+        have one."""
+        return "" if self.weighed is None else self.weighed.uncoded
 
     @property
     def mixture(self) -> Mixture:

@@ -46,13 +46,14 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import Kept
-from dovetail.workers.models.substitutes import substitute
+from dovetail.workers.models.substitutes import kept
 from dovetail.workers.models.substitutes.device_codes import (
     DeviceSubstitute,
     SharedLayer,
     load_device_substitute,
 )
 from dovetail.workers.models.substitutes.quantize import Codes
+from dovetail.workers.models.substitutes.substitute import shared_cache
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape as Proposed
 from dovetail.workers.verifier import Verifier
@@ -165,7 +166,7 @@ class Bench:
                 "by rounding to the nearest: the hqq package is not installed, and tau is "
                 "lower than with it",
             )
-            substitute.check_installed, substitute.quantise = lambda: None, nearest
+            kept.check_installed, kept.quantise = lambda: None, nearest
         made = self._timed(
             "substitute made", lambda: load_device_substitute(self.target, capture, weights="int4")
         )
@@ -327,7 +328,7 @@ def _loops(tokens: Sequence[int]) -> bool:
 
 def _lent(verifier: Verifier, number: int) -> Lent:
     log, cache, first = verifier.lend(number)
-    return Lent(log, substitute.shared_cache(cache), first)
+    return Lent(log, shared_cache(cache), first)
 
 
 def run(

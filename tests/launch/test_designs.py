@@ -94,23 +94,22 @@ def test_a_vocabulary_that_is_left_out_is_the_one_that_transformers_takes() -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "on_cpu", "apart"),
+    ("kind", "uncoded"),
     [
-        ("gemma4_text", "", "normed values"),
-        ("cohere2", "", "neighbours that are rotated together"),
-        ("youtu", "", "attention over latents"),
-        ("qwen3_5_text", "", "states"),
-        ("mixtral", "experts", "experts"),
-        ("qwen3", "", ""),
+        ("gemma4_text", "normed values"),
+        ("cohere2", "neighbours that are rotated together"),
+        ("youtu", "attention over latents"),
+        ("qwen3_5_text", "states"),
+        ("mixtral", "experts"),
+        ("qwen3", ""),
     ],
 )
-def test_a_plan_knows_which_layers_have_copies_in_few_bits(
-    kind: str, on_cpu: str, apart: str, tmp_path: Path
+def test_a_plan_knows_which_layers_have_copies_in_few_bits_on_a_gpu(
+    kind: str, uncoded: str, tmp_path: Path
 ) -> None:
     tiny_config(kind, {}).save_pretrained(tmp_path)
     design = design_of(read_config(tmp_path, "target model"), tmp_path)
-    assert design.uncoded(on_device=False) == on_cpu
-    assert design.uncoded(on_device=True) == apart
+    assert design.uncoded == uncoded
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
@@ -78,32 +77,54 @@ def test_a_substitute_computes_what_its_codes_stand_for(
 @pytest.mark.parametrize(
     "kind",
     [
-        *("qwen3_5_text", "lfm2", "youtu", "cohere2"),
+        *("qwen3_5_text", "lfm2", "youtu", "cohere2", "lfm2_moe"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("bamba", "falcon_h1", "minicpm3", "exaone4", "glm4", "gpt_neox")
+            for kind in (
+                *("bamba", "falcon_h1", "minicpm3", "exaone4", "glm4", "gpt_neox"),
+                *("nemotron_h", "deepseek_v3"),
+            )
         ),
     ],
 )
 def test_layers_of_every_kind_compute_what_their_codes_stand_for(kind: str, tmp_path: Path) -> None:
-    """States, latents, gates, and rows that are reordered."""
+    """States, latents, gates, experts, and rows that are reordered."""
     write_tiny(kind, tmp_path, **VARIED.get(kind, {}))
     found = load_substitute(str(tmp_path), weights="int8", device="cpu")[0]
     assert found.backend == "kernels"
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").float()
-    for part in decoder_layers(model)[1].modules():
+    layers = decoder_layers(model)[1]
+    for part in layers.modules():
         if isinstance(part, nn.Linear):
             part.weight = nn.Parameter(quantise(part.weight, 8).weight(), requires_grad=False)
+    for stack in [part.data for part in layers.parameters() if part.ndim == 3]:
+        if stack.shape[1] > 1:  # no convolution
+            stack.copy_(torch.stack([quantise(matrix, 8).weight() for matrix in stack]))
     with torch.inference_mode():
         expected = model(TOKENS.unsqueeze(0)).logits[0]
     assert float((logits(found) - expected).norm() / expected.norm()) < 2 * ROUNDED
 
 
 @needs_kernels
-def test_experts_have_no_codes(tmp_path: Path) -> None:
-    write_tiny("granitemoehybrid", tmp_path, **VARIED["granitemoehybrid"])
-    with pytest.raises(CheckpointError, match="layers with experts have no copy in few bits"):
-        load_substitute(str(tmp_path), weights="int4", device="cpu")
+def test_experts_that_were_quantised_once_are_read_the_next_time(tmp_path: Path) -> None:
+    write_tiny("mixtral", tmp_path / "m", num_hidden_layers=1)
+    found, weights = list[Tensor](), list[int]()
+    for _ in range(2):
+        model, made = load_substitute(
+            str(tmp_path / "m"), weights="int4", device="cpu", folder=tmp_path / "kept"
+        )
+        found.append(logits(model))
+        weights.append(made.weights)
+    assert weights[1] == 0
+    assert torch.equal(*found)
+    assert made.folder is not None
+    (file,) = made.folder.glob("experts-*")
+    file.write_bytes(file.read_bytes()[:-100])
+    again, mended = load_substitute(
+        str(tmp_path / "m"), weights="int4", device="cpu", folder=tmp_path / "kept"
+    )
+    assert 0 < mended.weights < weights[0]
+    assert torch.equal(logits(again), found[0])
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ from dovetail.protocol.calibration import STATELESS, StateTraffic
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.profile import shapes_key
 from dovetail.protocol.settings import TargetSettings, byte_count
-from dovetail.workers.models.backends.layer_parts import why_not_coded, why_not_coded_apart
+from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.sizes import Matrices, Shapes
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
@@ -46,9 +46,7 @@ class Design:
     blocks_bytes: int = 0
     """The bytes of its matrices as blocks; 0: they are none."""
     uncoded: str = ""
-    """The parts of its layers that have no copy in few bits; empty: all could have one."""
-    uncoded_apart: str = ""
-    """Those that have none on a GPU."""
+    """The parts of its layers that have no copy in few bits on a GPU; empty: all could have one."""
     states: StateTraffic = STATELESS
     """The traffic of its states in a pass."""
 
@@ -110,12 +108,9 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     if family is None:
         return Design(folder, shapes, layers, context, mixture, experts)
     blocks_bytes = linears_bytes(read_tensors(folder)) if (mix := mix_of(folder)) else 0
-    specs = [family.layer(model.config, index) for index in range(layers)]
-    uncoded, uncoded_apart = (
-        next(filter(None, map(why_not, specs)), "")
-        for why_not in (why_not_coded, why_not_coded_apart)
-    )
+    specs = (family.layer(model.config, index) for index in range(layers))
+    uncoded = next(filter(None, map(why_not_coded_apart, specs)), "")
     return Design(
         *(folder, shapes, layers, context, mixture, experts, mix, blocks_bytes),
-        *(uncoded, uncoded_apart, states),
+        *(uncoded, states),
     )

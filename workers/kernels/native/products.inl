@@ -58,12 +58,21 @@ static void run_block_products(const Product* products, int64_t count) {
     }
 }
 
+// Of codes one product after the other, each by all threads.
+static void run_coded_products(const Product* products, int64_t count) {
+    for (const Product* p = products; p < products + count; p++) linear(*p->matrix, p->x, p->x_stride, p->y, p->y_stride, p->rows);
+}
+
 static void run_products(const Product* products, int64_t count) {
     switch (products[0].matrix->kind) {
         case dovetail::FP32: return run_products<dovetail::FP32>(products, count);
         case dovetail::FP16: return run_products<dovetail::FP16>(products, count);
         case dovetail::BF16: return run_products<dovetail::BF16>(products, count);
         case dovetail::INT8: return run_products<dovetail::INT8>(products, count);
+        case dovetail::CODES8:
+        case dovetail::CODES4:
+        case dovetail::CODES3:
+        case dovetail::CODES2: return run_coded_products(products, count);
         default: return run_block_products(products, count);
     }
 }

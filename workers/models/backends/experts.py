@@ -98,7 +98,13 @@ class ExpertParts:
 
     def pack(self, kind: Kind) -> ExpertsPlan:
         """Return the experts with matrices of a kind; `module` loses its weights."""
-        gate_up, down = (self._pack_stack(kind, name) for name in self.said.stacks)
+        return self.plan(lambda name: self._pack_stack(kind, name))
+
+    def plan(self, packed: Callable[[str], Sequence[PackedMatrix]]) -> ExpertsPlan:
+        """Return the experts with the packed matrices of each stack; `module` loses its weights."""
+        gate_up, down = map(packed, self.said.stacks)
+        for name in self.said.stacks:
+            setattr(self.module, name, nn.Parameter(torch.empty(0), requires_grad=False))
         gate = self.said.shared_gate
         inner, outer, dense = self.norms
         shared = None if gate is None else _exactly(tensor_of(self.layer, f"{gate}.weight"))
@@ -128,7 +134,6 @@ class ExpertParts:
                 partial(self._pack_numbers, name),
                 unread,
             )
-        setattr(self.module, name, nn.Parameter(torch.empty(0), requires_grad=False))
         return [*matrices]
 
     def _pack_all(

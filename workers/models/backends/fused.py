@@ -25,6 +25,7 @@ from dovetail.workers.kernels.states import StateShape, placed
 from dovetail.workers.models.attention import NOTHING, Noted
 from dovetail.workers.models.backends.blocked_cache import cache_of, cache_rows
 from dovetail.workers.models.backends.embedding import inputs_of, widen_embeddings
+from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
     AROUND,
     LayerParts,
@@ -167,7 +168,11 @@ class Kernels:
         if parts.experts is None:
             return None
         around: dict[str, Any] = {name: matrices.get(name) for name in AROUND}
-        return replace(parts.experts.pack(self._kind), **around)
+        return replace(self._expert_plan(parts.experts), **around)
+
+    def _expert_plan(self, experts: ExpertParts) -> ExpertsPlan:
+        """Return experts with their matrices, which their part loses."""
+        return experts.pack(self._kind)
 
     def _arrange(self, parts: LayerParts) -> None:
         """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;

@@ -339,12 +339,6 @@ def _beside(
     )
 
 
-def why_not_coded(spec: LayerSpec) -> str:
-    """Return the parts of a layer that no copy in few bits has, such as a substitute would be;
-    empty where the kernels can compute one."""
-    return "experts" if isinstance(spec.mlp, Experts) else ""
-
-
 def why_not_coded_apart(spec: LayerSpec) -> str:
     """Return the parts of a layer that no copy in few bits on a GPU has, beside a target there;
     empty where it could have one."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dovetail.workers.devices import Program, kind_of
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix, groups_of
+from dovetail.workers.kernels.experts import stacked
 from dovetail.workers.models.backends.device.choice import (
     TIMED_SHAPE,
     Contest,
@@ -61,6 +62,20 @@ def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> Coded
         )
         first += part.shape[0]
     return matrix
+
+
+def pack_stack(
+    codes: Callable[[int], Codes], count: int, biases: Tensor | None
+) -> Sequence[CodedMatrix]:
+    """Matrices of the kernels from the codes of so many experts, side by side, with their biases
+    [count, out]."""
+    first = codes(0)
+    bias = None if biases is None else biases[0]
+    matrices = stacked(CodedMatrix(first.bits, *first.shape, bias=bias), count, biases)
+    for index, matrix in enumerate(matrices):
+        own = codes(index)
+        matrix.pack_codes(own.codes.contiguous(), own.scales.contiguous(), own.offsets.contiguous())
+    return matrices
 
 
 def against_codes(device: torch.device, weights: str) -> str:

@@ -41,8 +41,8 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST, Kept
 from dovetail.workers.models.substitutes.coded import coded_product
+from dovetail.workers.models.substitutes.kept import Substitutes, Tell
 from dovetail.workers.models.substitutes.quantize import BITS, Codes
-from dovetail.workers.models.substitutes.substitute import Substitutes, Tell
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """A function of fixed shapes -> one that does the same again, into the same tensor."""

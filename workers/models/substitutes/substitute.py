@@ -7,9 +7,6 @@ what is there already is not made again. Products go over the codes themselves: 
 kernels on a CPU, torch's int4 products on a GPU. Knows layers; nothing of drafts or sessions.
 """
 
-import hashlib
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,157 +15,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.errors import SettingsError
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.coded import GROUP, groups_of
+from dovetail.workers.kernels.layer_plan import ExpertsPlan
 from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.device.choice import products_on
+from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.fused import Kernels
-from dovetail.workers.models.backends.layer_parts import LayerParts, why_not_coded
+from dovetail.workers.models.backends.layer_parts import LayerParts
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.backends.stages.cache import StagedCache
 from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
 from dovetail.workers.models.checkpoints.checkpoint import (
     Checkpoint,
-    load_tensors,
     open_checkpoint,
-    save_tensors,
 )
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.models.substitutes.coded import coded_product, pack_codes
+from dovetail.workers.models.substitutes.coded import coded_product, pack_codes, pack_stack
+from dovetail.workers.models.substitutes.kept import Substitutes, Tell
 from dovetail.workers.models.substitutes.quantize import (
     BITS,
-    CPU,
-    SCHEME,
     Codes,
-    check_installed,
-    from_bytes,
-    quantise,
-    to_bytes,
 )
 from dovetail.workers.models.weight_types import GPU_TYPES, KINDS, type_of
-
-Tell = Callable[[int, int], None]
-"""Hears how many layers of how many have codes."""
-
-log = logging.getLogger(__name__)
-
-
-class Substitutes:
-    """The codes of a model's layers: made where they are not there, and kept in a folder."""
-
-    def __init__(
-        self,
-        digest: str,
-        bits: int,
-        folder: Path | None,
-        tell: Tell = lambda _done, _all: None,
-        device: torch.device = CPU,
-    ) -> None:
-        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None
-        where nothing can be kept; `device`: where hqq computes."""
-        self._bits, self._tell, self._device = bits, tell, device
-        key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
-        self.folder = None if folder is None else folder / key[:32]
-        self.made = 0
-        """Layers that had to be quantised."""
-        self.seconds = 0.0
-        """The seconds that it took."""
-        self.weights = 0
-
-    def of_layer(self, layer: nn.Module, index: int, layers: int) -> Mapping[nn.Linear, Codes]:
-        """The codes of every linear of a layer that has its numbers, and is one of so many."""
-        linears = {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
-        found = self._kept(linears, index)
-        if found is None:
-            check_installed()
-            start = time.monotonic()
-            found = {
-                name: quantise(part.weight, self._bits, self._device)
-                for name, part in linears.items()
-            }
-            self.seconds += time.monotonic() - start
-            self.made += 1
-            self.weights += sum(codes.codes.numel() for codes in found.values())
-            self._keep(found, index)
-            self._tell(index + 1, layers)
-        return {linears[name]: codes for name, codes in found.items()}
-
-    def _file(self, index: int) -> Path | None:
-        return None if self.folder is None else self.folder / f"layer-{index:03}.safetensors"
-
-    def _kept(self, linears: Mapping[str, nn.Linear], index: int) -> dict[str, Codes] | None:
-        """Return what is on disk of a layer; None where there is nothing that fits, and a line in
-        the log where what is there cannot be used."""
-        file = self._file(index)
-        if file is None or not file.exists():
-            return None
-        try:
-            tensors = load_tensors(file)
-            found = {name: self._codes(tensors, name, part) for name, part in linears.items()}
-        except (CheckpointError, KeyError, ValueError) as error:
-            log.warning("%s is made again: %s", file, error)
-            return None
-        return found
-
-    def _codes(self, tensors: Mapping[str, Tensor], name: str, part: nn.Linear) -> Codes:
-        rows, groups = part.out_features, groups_of(part.in_features)
-        content, scales, offsets = (
-            tensors[f"{name}.{what}"] for what in ("codes", "scales", "offsets")
-        )
-        shapes = ((rows, groups * GROUP * self._bits // 8), (rows, groups), (rows, groups))
-        if tuple(map(tuple, (content.shape, scales.shape, offsets.shape))) != shapes:
-            raise ValueError(f"{name} has other shapes")
-        if (content.dtype, scales.dtype, offsets.dtype) != (
-            torch.uint8,
-            torch.float16,
-            torch.float16,
-        ):
-            raise ValueError(f"{name} has other types")
-        if not (scales.isfinite().all() and offsets.isfinite().all()):
-            raise ValueError(f"{name} has scales that are not numbers")
-        return Codes(self._bits, part.in_features, from_bytes(content, self._bits), scales, offsets)
-
-    def _keep(self, found: Mapping[str, Codes], index: int) -> None:
-        file = self._file(index)
-        if file is None:
-            return
-        tensors: dict[str, Tensor] = {}
-        for name, codes in found.items():
-            tensors |= {
-                f"{name}.codes": to_bytes(codes.codes, self._bits),
-                f"{name}.scales": codes.scales,
-                f"{name}.offsets": codes.offsets,
-            }
-        try:
-            save_tensors(file, tensors)
-        except (
-            OSError
-        ) as error:  # a full or read-only disk costs the next start time, and nothing else
-            log.warning(
-                "what was quantised cannot be saved in %s (%s)", file.parent, error.strerror
-            )
-            self.folder = None
-
-    def report(self, name: str) -> str:
-        """Return what was done, in one line; empty where all of it was there."""
-        if not self.made:
-            return ""
-        where = "not kept" if self.folder is None else f"saved in {self.folder}"
-        return (
-            f"{name}: quantised {self.made} layers, {self.weights / 1e6:.1f} million "
-            f"weights, to {self._bits} bits in {self.seconds:.1f} s, {where}"
-        )
 
 
 class KernelSubstitute(Kernels):
@@ -186,8 +64,15 @@ class KernelSubstitute(Kernels):
         self._codes = {}
         return taken
 
-    def _lacking(self, spec: LayerSpec) -> str:
-        return why_not_coded(spec)
+    def _expert_plan(self, experts: ExpertParts) -> ExpertsPlan:
+        codes = self._substitutes.of_experts(experts, self._taken)
+
+        def packed(name: str) -> Sequence[PackedMatrix]:
+            return pack_stack(
+                lambda expert: codes(name, expert), experts.count, experts.biases(name)
+            )
+
+        return experts.plan(packed)
 
     def _arrange(self, parts: LayerParts) -> None:
         """Bring codes, which are those of the checkpoint's rows, into the order of the linears."""

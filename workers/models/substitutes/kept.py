@@ -1,0 +1,158 @@
+"""The codes of a model's layers, made once for a checkpoint, an inflation and a number of bits, and
+kept on disk: a file a layer, and one for its experts, that is put in its place whole."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.kernels.coded import GROUP, groups_of
+from dovetail.workers.models.backends.experts import ExpertParts
+from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
+from dovetail.workers.models.substitutes.quantize import (
+    CPU,
+    SCHEME,
+    Codes,
+    check_installed,
+    from_bytes,
+    quantise,
+    to_bytes,
+)
+from dovetail.workers.progress import beat
+
+Tell = Callable[[int, int], None]
+"""Hears how many layers of how many have codes."""
+PARTS = ("codes", "scales", "offsets")
+TYPES = (torch.uint8, torch.float16, torch.float16)
+
+Kept = Mapping[str, Tensor]
+"""The codes of matrices as a file has them: `PARTS` of each by its name."""
+
+log = logging.getLogger(__name__)
+
+
+class Substitutes:
+    """The codes of a model's layers: made where they are not there, and kept in a folder."""
+
+    def __init__(
+        self,
+        digest: str,
+        bits: int,
+        folder: Path | None,
+        tell: Tell = lambda _done, _all: None,
+        device: torch.device = CPU,
+    ) -> None:
+        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None
+        where nothing can be kept; `device`: where hqq computes."""
+        self._bits, self._tell, self._device = bits, tell, device
+        key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
+        self.folder = None if folder is None else folder / key[:32]
+        self.made = 0
+        """Layers that had to be quantised."""
+        self.seconds = 0.0
+        """The seconds that it took."""
+        self.weights = 0
+
+    def of_layer(self, layer: nn.Module, index: int, layers: int) -> Mapping[nn.Linear, Codes]:
+        """The codes of every linear of a layer that has its numbers, and is one of so many."""
+        linears = {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
+        shapes = {name: (part.out_features, part.in_features) for name, part in linears.items()}
+        kept = self._kept(self._file("layer", index), shapes)
+        if kept is None:
+            kept = self._make(
+                self._file("layer", index),
+                {name: part.weight.detach for name, part in linears.items()},
+            )
+            self.made += 1
+            self._tell(index + 1, layers)
+        return {linears[name]: self._codes(kept, name, *shape) for name, shape in shapes.items()}
+
+    def of_experts(self, parts: ExpertParts, index: int) -> Callable[[str, int], Codes]:
+        """Return what gives the codes of an expert's matrix, by the name of its stack and by its
+        number, of a layer that has the numbers of its experts."""
+        rows = [(name, expert) for name in parts.said.stacks for expert in range(parts.count)]
+        of_stack = {name: tuple(parts.matrix(name, 0).shape) for name in parts.said.stacks}
+        shapes = {f"{name}.{expert}": of_stack[name] for name, expert in rows}
+        kept = self._kept(self._file("experts", index), shapes)
+        if kept is None:
+            kept = self._make(
+                self._file("experts", index),
+                {f"{name}.{expert}": partial(parts.matrix, name, expert) for name, expert in rows},
+            )
+        found = kept
+        return lambda name, expert: self._codes(found, f"{name}.{expert}", *of_stack[name])
+
+    def _file(self, what: str, index: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"{what}-{index:03}.safetensors"
+
+    def _kept(self, file: Path | None, shapes: Mapping[str, tuple[int, ...]]) -> Kept | None:
+        """Return what a file has of matrices of these shapes; None where there is nothing that
+        fits, and a line in the log where what is there cannot be used."""
+        if file is None or not file.exists():
+            return None
+        try:
+            tensors = load_tensors(file)
+            for name, (rows, inputs) in shapes.items():
+                self._check(tensors, name, rows, inputs)
+        except (CheckpointError, KeyError, ValueError) as error:
+            log.warning("%s is made again: %s", file, error)
+            return None
+        return tensors
+
+    def _check(self, tensors: Kept, name: str, rows: int, inputs: int) -> None:
+        """ValueError, or KeyError, where the codes of a matrix are not what they have to be."""
+        content, scales, offsets = found = [tensors[f"{name}.{what}"] for what in PARTS]
+        groups = groups_of(inputs)
+        shapes = [(rows, groups * GROUP * self._bits // 8), (rows, groups), (rows, groups)]
+        if [tuple(part.shape) for part in found] != shapes:
+            raise ValueError(f"{name} has other shapes")
+        if (content.dtype, scales.dtype, offsets.dtype) != TYPES:
+            raise ValueError(f"{name} has other types")
+        if not (scales.isfinite().all() and offsets.isfinite().all()):
+            raise ValueError(f"{name} has scales that are not numbers")
+
+    def _codes(self, kept: Kept, name: str, _rows: int, inputs: int) -> Codes:
+        content, scales, offsets = (kept[f"{name}.{what}"] for what in PARTS)
+        return Codes(self._bits, inputs, from_bytes(content, self._bits), scales, offsets)
+
+    def _make(self, file: Path | None, matrices: Mapping[str, Callable[[], Tensor]]) -> Kept:
+        """Quantise matrices [out, in], and keep what comes of it in a file."""
+        check_installed()
+        start, found = time.monotonic(), dict[str, Tensor]()
+        for name, matrix in matrices.items():
+            beat()
+            made = quantise(matrix(), self._bits, self._device)
+            content = to_bytes(made.codes, self._bits)
+            found |= dict(
+                zip(
+                    (f"{name}.{what}" for what in PARTS),
+                    (content, made.scales, made.offsets),
+                    strict=True,
+                )
+            )
+            self.weights += made.codes.numel()
+        self.seconds += time.monotonic() - start
+        try:
+            if file is not None:
+                save_tensors(file, found)
+        except OSError as error:  # a full or read-only disk costs the next start time, no more
+            where = "" if file is None else file.parent
+            log.warning("what was quantised cannot be saved in %s (%s)", where, error.strerror)
+            self.folder = None
+        return found
+
+    def report(self, name: str) -> str:
+        """Return what was done, in one line; empty where all of it was there."""
+        if not self.made:
+            return ""
+        where = "not kept" if self.folder is None else f"saved in {self.folder}"
+        return (
+            f"{name}: quantised {self.made} layers, {self.weights / 1e6:.1f} million "
+            f"weights, to {self._bits} bits in {self.seconds:.1f} s, {where}"
+        )
