@@ -9,6 +9,8 @@ imported already nothing is left out.
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from dovetail.workers.models.imports.stand_ins import Room, StandIn, make_room
@@ -59,12 +61,17 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "torch.utils.data": {},
 }
 """Modules, with the members that torch imports of them; it calls none of these."""
+NATIVE = "torch._native"
+"""Operations of GPUs in place of torch's own, since torch 2.12. It looks through all modules."""
+GPU_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 
 
 def import_lean() -> None:
     """Import torch, and leave stand-ins in the place of what is left out."""
     if "torch" in sys.modules:
         return
+    if _is_for_cpus_alone():
+        LEFT_OUT[NATIVE] = {}
     stand_ins = {name: StandIn(name, __path__=[], **own) for name, own in LEFT_OUT.items()}
     sys.modules.update(stand_ins)
     sys.meta_path.insert(0, Room())
@@ -75,6 +82,16 @@ def import_lean() -> None:
         if sys.modules.get(name) is module:
             module.first = FIRST
             setattr(sys.modules[parent], own, module)
+
+
+def _is_for_cpus_alone() -> bool:
+    """Return whether a torch that has operations of GPUs is installed without what runs them."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path(spec.origin).parent
+    found = any((folder / "lib" / name).exists() for name in GPU_LIBRARIES)
+    return (folder / "_native").is_dir() and not found
 
 
 def _complete_generators() -> None:
