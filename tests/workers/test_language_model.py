@@ -66,6 +66,19 @@ def test_rows_can_come_a_few_at_a_time(llama: LanguageModel, llama_folder: Path)
     )
 
 
+@pytest.mark.parametrize("positions", [[0, CONTEXT], [-1, 0]])
+def test_positions_that_the_context_does_not_have_are_an_error(
+    llama: LanguageModel, positions: list[int]
+) -> None:
+    segments = [Segment(llama.new_cache(2), 0, 2)]
+    with pytest.raises(ValueError, match=rf"positions {positions[0]} to {positions[1]}, .*0 to 95"):
+        llama.forward(torch.tensor([3, 17]), torch.tensor(positions), segments)
+    with pytest.raises(ValueError, match="context has 0 to 95"):
+        llama.forward_with_states(
+            torch.tensor([3, 17]), torch.tensor(positions), segments, wanted=()
+        )
+
+
 def test_only_the_rows_that_are_asked_for_have_logits(
     llama: LanguageModel, llama_folder: Path
 ) -> None:

@@ -131,7 +131,9 @@ class LanguageModel:
         rows: Tensor | None = None,
     ) -> Tensor:
         """tokens, positions [T] (int64; the rows of all segments, one after the other) -> logits
-        [R, V]; their keys and values go into the caches."""
+        [R, V]; their keys and values go into the caches. ValueError for positions that the context
+        does not have."""
+        self._check_positions(positions)
         return self._back_end.compute(tokens, positions, segments, rows, Kept()).float()
 
     @torch.inference_mode()
@@ -150,6 +152,7 @@ class LanguageModel:
         `wanted`: decoder layers of the checkpoint, of which it is the residual stream that enters
         them, and LAST, the states behind the final norm.
         """
+        self._check_positions(positions)
         kept = self._keeping(wanted)
         logits = self._back_end.compute(tokens, positions, segments, rows, kept).float()
         return logits, self._states(kept, wanted)
@@ -162,11 +165,21 @@ class LanguageModel:
         for it beside those that compute the model."""
         if not isinstance(self._back_end, Staged):
             raise TypeError(f"back end {self.backend} has no separate reader of prompts")
+        positions = torch.arange(segment.count)
+        self._check_positions(positions)
         kept = self._keeping(wanted)
-        logits = self._back_end.read(
-            tokens, torch.arange(segment.count), segment, rows, kept
-        ).float()
+        logits = self._back_end.read(tokens, positions, segment, rows, kept).float()
         return logits, self._states(kept, wanted)
+
+    def _check_positions(self, positions: Tensor) -> None:
+        """ValueError for positions that the tables of the model do not have, nor its embeddings."""
+        numbers = positions.tolist()
+        first, last = min(numbers), max(numbers)
+        if first < 0 or last >= self.context:
+            raise ValueError(
+                f"positions {first} to {last}, where the model's context has 0 to "
+                f"{self.context - 1}"
+            )
 
     def _keeping(self, wanted: Collection[int]) -> Kept:
         return Kept({place if place == LAST else self._real[place] for place in wanted})
