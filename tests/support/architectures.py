@@ -90,9 +90,10 @@ LATENT = (
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64},
     },
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -107,6 +108,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8,
     },
     "granitemoe": {"attention_multiplier": 0.2},  # at 1.0 the least rounding turns choices
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        "attention_multiplier": 0.2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
+    "granite_swa": {"attention_multiplier": 0.2},
     "gemma3n_text": {
         "intermediate_size": 96,
         "altup_num_inputs": 4,

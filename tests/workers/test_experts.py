@@ -38,7 +38,7 @@ from dovetail.workers.progress import hearing_loads
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
 from support.architectures import VOCABULARY, write_tiny
-from support.models import reference_tokens
+from support.models import reference_logits, reference_tokens
 from support.opening import opening
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -263,6 +263,24 @@ def test_experts_in_one_tensor_a_layer_are_read_too(tmp_path: Path) -> None:
     one_by_one = read(load(tmp_path / "m"), tokens(20), 20)
     rewrite(tmp_path / "m", stack)
     assert torch.equal(read(load(tmp_path / "m"), tokens(20), 20), one_by_one)
+
+
+def test_a_mixture_of_one_expert_is_read(tmp_path: Path) -> None:
+    write_tiny("mixtral", tmp_path / "m", num_local_experts=1, num_experts_per_tok=1)
+    found = read(load(tmp_path / "m"), tokens(20), 20)
+    expected = reference_logits(tmp_path / "m", tokens(20))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_experts_in_fp64_are_those_in_fp32(weights: str, tmp_path: Path) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m")
+    single = read(load(tmp_path / "m", weights), tokens(20), 20)
+    rewrite(
+        tmp_path / "m",
+        lambda tensors: tensors.update({name: t.double() for name, t in tensors.items()}),
+    )
+    assert torch.equal(read(load(tmp_path / "m", weights), tokens(20), 20), single)
 
 
 def write_in_blocks(folder: Path) -> dict[str, Tensor]:

@@ -163,6 +163,42 @@ def _why_not_built(config: Any, error: Exception) -> str:
     return f"decoded here: {why_not(config, type(model))}; {REMEDY}"
 
 
+def why_refused(config: Any, model_class: Any) -> str:
+    """Return why a model whose code stumbled cannot be decoded, and what to do: it is its
+    configuration's fault where transformers' own forward stumbles over that, and in another way
+    than over the default one."""
+    usual, own = {""}, ""
+    with contextlib.suppress(Exception):  # some have no default that is a model
+        usual.add(_stumbling_over({}, type(config)))
+    with contextlib.suppress(Exception):
+        own = _stumbling_over(config.to_dict(), type(config))
+    if own in usual:
+        return f"{why_not(config, model_class)}; {REMEDY}"
+
+    def attempt(fields: dict[str, Any]) -> None:
+        if (found := _stumbling_over(fields, type(config))) not in usual:
+            raise ValueError(found)
+
+    why = _culprit(config.to_dict(), attempt)
+    return f"transformers' own {model_class.__name__} fails with this config.json: {why}; {CORRECT}"
+
+
+def _stumbling_over(fields: Mapping[str, Any], config_class: Any) -> str:
+    """Return what transformers' own forward of two tokens stumbles over in a model of a
+    configuration, without numbers; empty where it does not. What it raises as it is built is
+    raised."""
+    with quiet():
+        model = empty(config_class.from_dict(dict(fields)), "eager").eval()
+    ids = torch.zeros((1, 2), dtype=torch.long, device="meta")
+    mask = torch.zeros((1, 1, 2, 2), device="meta")
+    try:
+        with quiet(), torch.inference_mode():
+            model(ids, attention_mask=mask, position_ids=ids, use_cache=False)
+    except Exception as error:
+        return reason(error)
+    return ""
+
+
 def said_by(error: BaseException) -> str:
     """Return what an error says that was raised for people to read, empty for one that a line of
     code stumbled into."""

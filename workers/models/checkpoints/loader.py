@@ -31,7 +31,13 @@ from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file
 from dovetail.workers.models.checkpoints.namings import NAMINGS, Naming
-from dovetail.workers.models.checkpoints.pieces import STACK, Pieces, Unread, leave_unread
+from dovetail.workers.models.checkpoints.pieces import (
+    STACK,
+    Pieces,
+    Unread,
+    leave_unread,
+    within_fp32,
+)
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
 from dovetail.workers.models.imports import lean
 from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
@@ -134,8 +140,8 @@ class Skeleton:
         wanted = types.rest if tensor.ndim < 3 else None  # the experts of a layer
         if tensor.ndim == 2:
             wanted = types.linear if isinstance(part, nn.Linear) else types.table
-        as_stored = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
-        return tensor.to(as_stored if wanted is None else wanted).contiguous()
+        tensor = within_fp32(tensor) if wanted is None else tensor.to(wanted)
+        return tensor.contiguous()
 
 
 def open_skeleton(checkpoint: Checkpoint) -> Skeleton:

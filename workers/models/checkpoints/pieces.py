@@ -24,6 +24,8 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
+EACH = re.compile(r"\.experts\.\d+\.")
+"""What stands in the name of a piece of one expert."""
 UNREAD = "unread_experts"
 """The attribute of transformers' experts that has an `Unread` for each stack that has not been
 read."""
@@ -77,7 +79,7 @@ class Pieces:
         """Return a tensor of the model in the type that all its pieces are stored in, or in fp32
         where they differ."""
         pieces, shape = self.of(name), self.shapes[name]
-        if len(pieces) == 1:
+        if not self._apart(name) and len(pieces) == 1:
             return self.tensors[pieces[0]].read(pieces[0])
         if pieces[0].endswith(BLOCKS):
             return self._unpack(pieces)
@@ -104,7 +106,7 @@ class Pieces:
         pieces = self.of(name)
         if pieces[0].endswith(BLOCKS):
             return self._blocks(name, index)
-        if len(pieces) == 1:
+        if not self._apart(name):
             return contents_of(self.tensors[pieces[0]].one(index), pieces[0])
         return [
             part
@@ -118,10 +120,14 @@ class Pieces:
         pieces = self.of(name)
         if pieces[0].endswith(BLOCKS):
             return self._unpack(pieces, index)
-        if len(pieces) == 1:
+        if not self._apart(name):
             return self.tensors[pieces[0]].read_one(pieces[0], index)
         parts = [self.tensors[piece].read(piece) for piece in self._of_one(name, index)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _apart(self, name: str) -> bool:
+        """Return whether each expert of a tensor of the model has pieces of its own."""
+        return len(self.shapes[name]) == 3 and EACH.search(self.of(name)[0]) is not None
 
     def _of_one(self, name: str, index: int) -> Sequence[str]:
         """The pieces of one expert, where each has some of its own."""
@@ -185,7 +191,7 @@ class Pieces:
         if pieces[0].endswith(BLOCKS):
             experts, inputs, outputs = shape
             return zip(pieces, packed_shapes((experts, outputs, inputs)), strict=True)
-        if len(pieces) > 1:
+        if self._apart(name):
             shape = (shape[0] * shape[1] // len(pieces), shape[2])
         return ((piece, shape) for piece in pieces)
 
@@ -207,8 +213,15 @@ class Pieces:
 def leave_unread(part: nn.Module, name: str, experts: Unread, *, blocks: bool) -> None:
     """Have a stack of experts' matrices read one by one, each when it is asked for, as `blocks` or
     as numbers."""
-    own = experts if blocks else replace(experts, rows=None)
+    own = replace(experts, numbers=lambda index: within_fp32(experts.numbers(index)))
+    own = own if blocks else replace(own, rows=None)
     part.__dict__.setdefault(UNREAD, {})[name] = own
+
+
+def within_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor of floats in the type it is stored in, but fp32 for fp64, which nothing is
+    computed in."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def unread_of(part: nn.Module, name: str) -> Unread | None:

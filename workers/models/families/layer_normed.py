@@ -23,8 +23,9 @@ def _layer_norms(epsilon: float, **fields: Any) -> Norms:
 
 
 def _starcoder2(config: Any, index: int) -> LayerSpec:
+    """All layers have the window, of whatever type they are."""
     return LayerSpec(
-        attention(config, index),
+        attention(config, index, window=config.sliding_window or 0),
         ungated(config.hidden_act, "mlp.c_fc", "mlp.c_proj"),
         _layer_norms(config.norm_epsilon),
     )

@@ -139,8 +139,9 @@ def _nanochat(config: Any, index: int) -> LayerSpec:
 
 
 def _phi3(config: Any, index: int) -> LayerSpec:
+    """All layers have the window, of whatever type they are."""
     return LayerSpec(
-        attention(config, index, qkv=("self_attn.qkv_proj",)),
+        attention(config, index, window=config.sliding_window or 0, qkv=("self_attn.qkv_proj",)),
         gated(config.hidden_act, gate_up=("mlp.gate_up_proj",)),
         Norms(config.rms_norm_eps),
     )

@@ -57,15 +57,17 @@ def corrected_router(config: Any) -> Router:
 
 
 def _mixtral(config: Any, index: int) -> LayerSpec:
-    router = Router(normalised=True)
+    """All layers have the window, of whatever type they are."""
+    mixed = attention(config, index, window=config.sliding_window or 0)
     return _layer(
-        config, attention(config, index), experts_of(config, config.num_experts_per_tok, router)
+        config, mixed, experts_of(config, config.num_experts_per_tok, Router(normalised=True))
     )
 
 
 def _qwen3_moe(config: Any, index: int) -> LayerSpec:
-    """Experts stand in every `decoder_sparse_step`-th layer that is not said to have none."""
-    mixed = attention(config, index, norms=HEAD_NORMS)
+    """Experts stand in every `decoder_sparse_step`-th layer that is not said to have none; all
+    layers have the window, of whatever type they are."""
+    mixed = attention(config, index, window=config.sliding_window or 0, norms=HEAD_NORMS)
     sparse = (index + 1) % config.decoder_sparse_step == 0 and config.num_experts > 0
     if index in config.mlp_only_layers or not sparse:
         return _layer(config, mixed, gated(config.hidden_act))

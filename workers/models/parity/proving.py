@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError, UserError
 from dovetail.workers.models.backends.library import Library
-from dovetail.workers.models.checkpoints.architecture import REMEDY, why_not
+from dovetail.workers.models.checkpoints.architecture import REMEDY
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
-from dovetail.workers.models.checkpoints.configured import decoder_layers, said_by
+from dovetail.workers.models.checkpoints.configured import decoder_layers, said_by, why_refused
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.memory import is_out_of_memory
 from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
@@ -55,14 +55,18 @@ def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
         raise
     except UnprovableError as error:
         stumbled = error.__cause__ is not None and not said_by(error.__cause__)
-        why = why_not(model.config, type(model)) if stumbled else KIND_OF_ERROR.sub("", str(error))
-        raise CheckpointError(f"{what}: {why}; {REMEDY}") from error
+        why = (
+            why_refused(model.config, type(model))
+            if stumbled
+            else f"{KIND_OF_ERROR.sub('', str(error))}; {REMEDY}"
+        )
+        raise CheckpointError(f"{what}: {why}") from error
     except Exception as error:  # a model that is not ours may stumble in any way
         if is_out_of_memory(error):
             raise
-        raise StumbledError(
-            f"{what}: {said_by(error) or why_not(model.config, type(model))}; {REMEDY}"
-        ) from error
+        said = said_by(error)
+        why = f"{said}; {REMEDY}" if said else why_refused(model.config, type(model))
+        raise StumbledError(f"{what}: {why}") from error
 
 
 def oracle_of(model: Any) -> "Oracle":

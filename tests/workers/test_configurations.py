@@ -1,0 +1,157 @@
+"""Unusual configurations of families that are decoded: transformers' own logits in fp32, and other
+weights that are loaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.workers import kernels
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Segment
+from support.architectures import VARIED, VOCABULARY, write_tiny
+from support.models import reference_logits
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+
+EVERY = 30
+"""One in so many is tried every day."""
+LENGTH = 44
+"""Tokens that are read: more than most windows here."""
+
+
+def rope(kind: str, **others: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **others}}
+
+
+def by_type(full: Mapping[str, Any], sliding: Mapping[str, Any]) -> dict[str, Any]:
+    both = {"full_attention": full, "sliding_attention": sliding}
+    return {"rope_parameters": {kind: one["rope_parameters"] for kind, one in both.items()}}
+
+
+def heads(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "hidden_size": 8 * heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def sizes(hidden: int, units: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": units,
+        "moe_intermediate_size": units,
+    }
+
+
+def windows(window: int, *windowed: int) -> dict[str, Any]:
+    kinds = ["sliding_attention" if i in windowed else "full_attention" for i in range(4)]
+    return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
+
+
+YARN = rope("yarn", factor=6.0, original_max_position_embeddings=16)
+RAMP = rope(
+    "yarn",
+    factor=6.0,
+    original_max_position_embeddings=16,
+    attention_factor=1.7,
+    beta_fast=8.0,
+    beta_slow=2.0,
+    truncate=False,
+)
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+LINEAR, DYNAMIC = rope("linear", factor=4.0), rope("dynamic", factor=4.0)
+FACTORS = {"short_factor": [1.3] * 8, "long_factor": [3.0] * 8}
+LONGROPE = rope("longrope", factor=2.0, original_max_position_embeddings=48, **FACTORS)
+HALF = rope("default", partial_rotary_factor=0.5)
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+ALONE = {"num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1}
+ODD = {"num_experts": 7, "num_local_experts": 7, "num_experts_per_tok": 3}
+UNGROUPED = {"n_group": 1, "topk_group": 1, "n_routed_experts": 7, "num_experts_per_tok": 3}
+
+UNUSUAL: list[tuple[str, dict[str, Any]]] = [
+    *((kind, YARN) for kind in ("llama", "qwen3", "hunyuan_v1_dense", "olmo2")),
+    *((kind, LLAMA3) for kind in ("llama", "granite", "nanochat")),
+    *((kind, DYNAMIC) for kind in ("glm", "cohere", "starcoder2")),
+    *((kind, LINEAR) for kind in ("ernie4_5", "apertus")),
+    *((kind, LONGROPE) for kind in ("llama", "phi3", "stablelm")),
+    *((kind, HALF) for kind in ("phi3", "nemotron", "gpt_neox")),
+    ("llama", RAMP),
+    ("gemma3_text", by_type(YARN, LINEAR)),
+    ("olmo3", by_type(LLAMA3, HALF)),
+    ("granite_swa", VARIED["granite_swa"] | {"layer_rope_theta": [0] * 4}),
+    *((kind, heads(6, 3, 10)) for kind in ("llama", "gemma2", "olmo2", "exaone4")),
+    *((kind, heads(5, 1, 12)) for kind in ("qwen3", "gpt_oss", "nanochat")),
+    *((kind, heads(4, 2, 80)) for kind in ("gemma3_text", "phi3")),
+    *((kind, heads(2, 2, 2)) for kind in ("llama", "cohere")),
+    *((kind, sizes(40, 56)) for kind in ("llama", "gemma2", "qwen3_moe")),
+    *((kind, sizes(36, 52)) for kind in ("olmo2", "gpt_oss", "qwen3_next", "nemotron_h")),
+    *((kind, sizes(72, 31)) for kind in ("llama", "cohere2", "lfm2", "nanochat")),
+    *((kind, sizes(8, 8)) for kind in ("gemma3_text", "phi3", "falcon_h1")),
+    *((kind, {"vocab_size": 49}) for kind in ("llama", "gpt2", "gemma2", "deepseek_v3")),
+    *((kind, windows(1, 0, 3)) for kind in ("mistral", "gemma2", "gpt_oss")),
+    *((kind, windows(5, 1)) for kind in ("qwen3", "exaone4", "smollm3")),
+    *((kind, windows(5, 1)) for kind in ("phi3", "mixtral", "qwen3_moe")),  # all layers have it
+    *((kind, windows(200, 0, 1, 2, 3)) for kind in ("olmo3", "cohere2", "granite_swa")),
+    *((kind, {"tie_word_embeddings": True}) for kind in ("llama", "qwen3_moe", "nemotron_h")),
+    *((kind, {"tie_word_embeddings": False}) for kind in ("gemma2", "gpt2", "cohere")),
+    *((kind, CAPS) for kind in ("gemma2", "gemma3_text", "nanochat")),
+    *((kind, NO_CAPS) for kind in ("gemma2", "nanochat")),
+    *((kind, ALONE) for kind in ("mixtral", "qwen3_moe", "granitemoe")),
+    *((kind, ODD) for kind in ("mixtral", "olmoe", "qwen2_moe", "gpt_oss")),
+    *((kind, UNGROUPED) for kind in ("glm4_moe", "deepseek_v3")),
+    ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2}),
+    ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [0, 2]}),
+    ("deepseek_v3", {"first_k_dense_replace": 4}),
+    ("glm4_moe", {"first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen3_next", {"linear_key_head_dim": 5, "linear_value_head_dim": 7}),
+]
+"""Model types, and what is unusual of each configuration."""
+
+
+def read(model: LanguageModel, ids: list[int]) -> Tensor:
+    cache, count = model.new_cache(len(ids)), len(ids)
+    return model.forward(torch.tensor(ids), torch.arange(count), [Segment(cache, 0, count)])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            place,
+            id=f"{kind} {place}",
+            marks=[] if place % EVERY == 0 else [pytest.mark.slow],
+        )
+        for place, (kind, _) in enumerate(UNUSUAL)
+    ],
+)
+def test_an_unusual_configuration_gives_transformers_logits_and_loads_in_all_weights(
+    place: int, tmp_path: Path
+) -> None:
+    kind, fields = UNUSUAL[place]
+    assert write_tiny(kind, tmp_path / "m", **fields)
+    ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(7))
+    expected = reference_logits(tmp_path / "m", ids.tolist())
+    for weights in ("fp32", "int8", "int4"):
+        model = load_language_model(str(tmp_path / "m"), weights=weights, device="cpu")
+        assert model.backend == "kernels", model.choice
+        found = read(model, ids.tolist())
+        assert bool(torch.isfinite(found).all())
+        if weights == "fp32":
+            shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+            assert float(shares.max()) < 3e-4
