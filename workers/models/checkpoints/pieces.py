@@ -25,7 +25,7 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
 EACH = re.compile(r"\.experts\.\d+\.")
-"""What stands in the name of a piece of one expert."""
+"""The part of a name that says of which expert a piece is."""
 UNREAD = "unread_experts"
 """The attribute of transformers' experts that has an `Unread` for each stack that has not been
 read."""
