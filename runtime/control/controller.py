@@ -30,8 +30,6 @@ EMPTY = 4
 """Proposals of nothing in a row after which what was learned of the draft is doubted."""
 RESTING = 16
 """Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
-MOST_SLOWNESS = 1.5
-"""Factor by which the speed of a machine is thought to change from one round to the next."""
 STALE = 0.95
 """tau of a head that grows ahead over that of one that does not: what is below the new root was
 guessed from guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and
@@ -343,18 +341,11 @@ class Controller:
             before_s = self._pricing.reading_s(done.unread)
             words = on_off.undrafted(seconds, alone_s, before_s=before_s)
         elif pair is None or pair.rounds >= COLD:
-            words = on_off.drafted(tokens, seconds, self._slowness(done) * alone_s)
+            rows, pass_s = done.other_rows + done.verified, done.times.verify_ns / 1e9
+            slowness = self._now.costs.slowness(pass_s, rows=rows, context=done.context)
+            words = on_off.drafted(tokens, seconds, slowness * alone_s)
         if words is not None:
             self._say(f"session {self._number}, {self._names}: {words}")
-
-    def _slowness(self, done: Round) -> float:
-        """Return how much longer a round's pass took than passes of its size do, within bounds: the
-        machine was that much slower then, for a round without a draft too."""
-        rows = done.other_rows + done.verified
-        usual_s = self._now.costs.verify_s(rows, done.context)
-        if usual_s <= 0.0:
-            return 1.0
-        return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, done.times.verify_ns / 1e9 / usual_s))
 
     def _judge_crowd(self, crowd: Crowd, done: Round, tokens: float, seconds: float) -> None:
         """Judge whether drafting pays for all who run at once, by a round of this session with

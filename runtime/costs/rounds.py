@@ -15,6 +15,8 @@ from dovetail.runtime.costs.averages import Average, Lags
 from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.passes import RowCosts
 
+MOST_SLOWNESS = 1.5
+"""Factor by which the speed of a machine is thought to change from one round to the next."""
 DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
 """Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
 coordinator handles every second of them."""
@@ -119,6 +121,14 @@ class PairCosts(RoundCosts):
 
     def verify_s(self, rows: int, context: float = 0.0) -> float:
         return self.target.at(rows, context)
+
+    def slowness(self, pass_s: float, *, rows: int, context: float) -> float:
+        """Return how much longer a pass took than passes of its size do, within bounds: the machine
+        was that much slower then, for a round without a draft too."""
+        usual_s = self.verify_s(rows, context)
+        if usual_s <= 0.0:
+            return 1.0
+        return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, pass_s / usual_s))
 
     def beside_s(self, *, drafted: bool) -> float:
         host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
