@@ -23,7 +23,7 @@ from dovetail.launch.processes.child import (
     ending_at_once,
     show_stacks_when_asked,
 )
-from dovetail.launch.processes.nursery import THREAD_VARIABLES
+from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import check_draft, check_target, check_unified
 from dovetail.launch.processes.worker import (
     TOLD,
@@ -137,7 +137,7 @@ def command(
     threads = thread_count(role, configuration.settings.target, place)
     if own_log:
         keep_stderr_short()
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    os.environ.update(thread_environment(threads))
     say = note if parent is None else lambda _: None
     with nullcontext() if parent is None else ending_at_once():
         if connect == TOLD:

@@ -15,7 +15,7 @@ from dovetail.launch.files.directory import substitutes_path, writable_profile_p
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores, parse_nodes
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
-from dovetail.launch.processes.nursery import THREAD_VARIABLES
+from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
@@ -72,7 +72,7 @@ def measure(
     bind(place)
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
-    os.environ.update({**dict.fromkeys(THREAD_VARIABLES, str(threads)), **TORCH_CAPS.get(isa, {})})
+    os.environ.update({**thread_environment(threads), **TORCH_CAPS.get(isa, {})})
     from dovetail.workers.calibration.devices import measure_device
     from dovetail.workers.calibration.draft import calibrate_draft
     from dovetail.workers.calibration.target import calibrate

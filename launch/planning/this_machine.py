@@ -11,7 +11,7 @@ from dovetail.launch.machine.cores import CoreLayout, lay_out_here
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, design_of
 from dovetail.launch.planning.prices import Engine, Hardware
-from dovetail.launch.processes.nursery import THREAD_VARIABLES
+from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import estimated_bytes, free_memory_bytes
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.settings.configure import Configuration
@@ -99,7 +99,7 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     threads = (
         settings.target.threads if settings.target.threads != "auto" else len(layout.target.cores)
     )
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    os.environ.update(thread_environment(threads))
     say("looking at what is known of this machine")
     device = device_of(settings)
     from dovetail.workers.calibration.devices import known_costs, planned_config

@@ -33,11 +33,18 @@ THREAD_VARIABLES = (
 """Variables of the environment that say how many threads a library starts."""
 
 
+def thread_environment(threads: int) -> dict[str, str]:
+    """Return what the environment says of a library's threads before torch is imported: how many
+    there are, and that they sleep between its operations. Threads that spin for milliseconds behind
+    each one take the cores of our kernels and of the other worker."""
+    return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
 def main() -> None:
     """Import, and fork until our parent has closed its end."""
     parent = int(sys.argv[-1].removeprefix("--parent="))
     end_with(parent)
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    os.environ.update(thread_environment(1))
     talk = socket.socket(fileno=os.dup(0))
     import_at_once(sys.argv[1:-1])
     threads = count_threads()

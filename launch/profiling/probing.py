@@ -17,7 +17,7 @@ from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores, parse_nodes
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
-from dovetail.launch.processes.nursery import THREAD_VARIABLES
+from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.calibration import MachineLimits
 
@@ -56,7 +56,7 @@ def measure(cores: str, memory_nodes: str, parent: int) -> None:
     said = claim_stdout()
     place = Place(parse_cores(cores), parse_nodes(memory_nodes))
     bind(place)
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(len(place.cores))))
+    os.environ.update(thread_environment(len(place.cores)))
     from dovetail.workers import kernels
     from dovetail.workers.calibration.limits import best_of, measure_limits
     from dovetail.workers.devices import open_device

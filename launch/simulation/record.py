@@ -11,7 +11,7 @@ from dovetail.launch.console.options import COUNT, FILE, seed_option
 from dovetail.launch.console.terminal import counted, note, progress_bar, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import read_prompts
-from dovetail.launch.processes.nursery import THREAD_VARIABLES
+from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
@@ -115,7 +115,7 @@ def record(
     check_target(settings)
     check_draft(settings)
     prompts = read_prompts(file or DEMO_FOLDER / "prompts.jsonl")[:limit]
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    os.environ.update(thread_environment(threads))
     from dovetail.launch.simulation.survey import Order, Recorder, processors
     from dovetail.workers.drafters.registry import open_draft_worker
     from dovetail.workers.serving.open_target import open_target_worker
