@@ -124,8 +124,7 @@ class Subject:
         if option.draft.shares:
             return False
         if self.draft_device == "cpu" and self.here is not None:
-            layout = self.here.layout
-            return set(layout.target.cores).isdisjoint(layout.draft.cores)
+            return not self._in_turns
         return (
             self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
         )
@@ -213,11 +212,20 @@ class Subject:
         """Return the bytes of layers and head."""
         return self.target.layers * self.target.layer + self.target.head
 
+    @property
+    def _in_turns(self) -> bool:
+        """Return whether a draft on the CPU has a core of the target, on this machine."""
+        if self.here is None:
+            return False
+        layout = self.here.layout
+        return not set(layout.target.cores).isdisjoint(layout.draft.cores)
+
     def _device_says(self) -> str:
         if self.device:
             alone = BY_ONE_CPU.get(self.weights)
             return f"layers {alone} are computed by the CPU alone" if alone else ""
-        said = "there is no GPU here: everything is on the CPU, and a draft on a core of its own"
+        place = "in turns with the target" if self._in_turns else "on a core of its own"
+        said = f"there is no GPU here: everything is on the CPU, and a draft {place}"
         if self.configuration.settings.memory.vram == "auto":
             return said
         return (

@@ -15,6 +15,9 @@ from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Failed, Finished, Recorded, Result, RoundRecord
 from dovetail.runtime.client import Client
 
+AHEAD = ("ahead", "draft.ahead")
+"""The names that a method may write `draft.ahead` by."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -66,9 +69,15 @@ def as_on(layout: CoreLayout, methods: Sequence[Method]) -> Sequence[Method]:
         raise UserError(
             f"target and draft share core {format_numbers(common)} here, and no recorded cost "
             "tells what drafting ahead takes from the target there, so a simulation cannot be "
-            f"compared with it: write --method {ahead.name},ahead=false"
+            f"compared with it: write --method {_in_turns(ahead.name)}"
         )
     return [method.with_ahead(False) for method in methods]
+
+
+def _in_turns(name: str) -> str:
+    """Return how a method is written where the draft waits for the target."""
+    parts = [part for part in name.split(",") if part.partition("=")[0] not in AHEAD]
+    return ",".join([*parts, "ahead=false"])
 
 
 def most_tokens(library: Library, recording: Recording) -> int:

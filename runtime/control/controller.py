@@ -86,7 +86,7 @@ class Controller:
             rates = f": {self._own.last_rates(alone_s)}" if alone_s > 0.0 else ""
             self._say(
                 f"session {self._number} begins without a draft: with {self._names} "
-                f"drafting was slower{rates}"
+                f"drafting was stopped last{rates}"
             )
 
     def leave(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
+from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
 from support.gguf_files import tokens_of, write_gguf
@@ -147,7 +148,10 @@ def test_without_a_gpu_everything_is_on_the_cpu(plan: Callable[..., dict[str, An
     found = plan("--draft", "small", "--draft", "dovetail", "--draft", "none")
     if found["device"] is not None:
         pytest.skip("there is a GPU here")
-    assert "no GPU here" in found["device_says"]
+    layout = lay_out_here()
+    shared = not set(layout.target.cores).isdisjoint(layout.draft.cores)
+    place = "in turns with the target" if shared else "on a core of its own"
+    assert found["device_says"].endswith(f"everything is on the CPU, and a draft {place}")
     assert {one["name"] for one in found["alternatives"]} == {"target alone", "Dovetail"}
     assert {one["vram_gb"] for one in found["alternatives"]} == {0.0}
     assert all("estimated" in origin or "assumed" in origin for origin in found["origins"].values())

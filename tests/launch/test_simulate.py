@@ -672,6 +672,9 @@ def test_a_draft_that_shares_a_core_with_its_target_is_compared_without_what_it_
         UserError, match=r"share core 0 here.*: write --method goodput,ahead=false$"
     ):
         as_on(alone, [waiting, ahead])
+    named = Method("goodput,ahead=true,gamma=6", TreeSettings(policy="goodput"), True)
+    with pytest.raises(UserError, match=r": write --method goodput,gamma=6,ahead=false$"):
+        as_on(alone, [named])
 
 
 @pytest.mark.slow
