@@ -2,15 +2,15 @@
 
 The target is bound by arithmetic and memory bandwidth. On a machine with one memory node it gets
 all physical cores but the last; the last one is for a draft on the CPU, or for the host side of a
-draft on a GPU. Of one or two cores it gets all, since without one it would lose half of its speed
-or more: the draft then has the last core in turns with it, and does not draft ahead (see
-`dovetail.runtime.control.pairs`), as a core that two busy processes share costs the target far more
-than it brings: its threads wait for each other at every layer. On a machine with several nodes the
-target gets the best one whole, cores and memory - more of them only where its weights do not fit
-into one - and draft and coordinator go to another node. One thread runs on a physical core: its
-second hardware thread shares the units that the target keeps busy. That all holds for the target
-alone too, whose output then is the same to the last rounding: nothing here depends on the draft.
-The coordinator's few microseconds a round fall where a worker waits for it.
+draft on a GPU. Of one or two cores it gets all, unless it is small, since without one it would lose
+half of its speed or more: the draft then has the last core in turns with it, and does not draft
+ahead (see `dovetail.runtime.control.pairs`), as a core that two busy processes share costs the
+target far more than it brings: its threads wait for each other at every layer. On a machine with
+several nodes the target gets the best one whole, cores and memory - more of them only where its
+weights do not fit into one - and draft and coordinator go to another node. One thread runs on a
+physical core: its second hardware thread shares the units that the target keeps busy. That all
+holds for the target alone too, whose output then is the same to the last rounding: nothing here
+depends on the draft. The coordinator's few microseconds a round fall where a worker waits for it.
 
 Decides from a `Topology`; reads nothing but the command line's lists. Standard library only, as
 what it builds on.
@@ -30,6 +30,9 @@ Threads = int | Literal["auto"]
 
 MOST_SHARED = 2
 """Cores of which the target leaves none to its draft."""
+SMALL_BYTES = 50e6
+"""Bytes of weights below which a target's pass is as short as drafting is, so that of two cores
+each gets one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def lay_out(
             "less, or write auto"
         )
     elsewhere = [core for node in other for core in node.cores][: most - len(cores)]
-    left_alone = cores if elsewhere or len(cores) <= MOST_SHARED else cores[:-1]
+    shares = len(cores) == 1 or (len(cores) <= MOST_SHARED and not 0 < target_bytes < SMALL_BYTES)
+    left_alone = cores if elsewhere or shares else cores[:-1]
     target = [core[0] for core in left_alone] if threads == "auto" else _threads(cores)[:threads]
     apart = len(topology.nodes) > 1 and numa != "off"
     memory = tuple(node.number for node in own if node.memory_bytes) if apart else ()

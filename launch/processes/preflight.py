@@ -182,16 +182,18 @@ def check_inflation(size: str, memory: int) -> None:
 
 
 def estimated_bytes(target: TargetSettings) -> int:
-    """The memory that a target's weights will need, from the headers of its files; 0 where they are
-    not here yet, or hold what we cannot tell."""
-    folder = Path(target.model).expanduser() if target.model else None
+    """The memory that a target's weights will need, from the headers of its files or the size of
+    its GGUF file; 0 where they are not here yet, or hold what we cannot tell."""
+    model = Path(with_target(target).model).expanduser()
     try:
         size = byte_count(target.inflate) if target.inflate else 0
     except ValueError:  # `check_inflation` says so
         return 0
-    if folder is None or not folder.is_dir():
+    if model.is_file():
+        return model.stat().st_size
+    if not model.is_dir():
         return size
-    return size + weights_bytes(read_tensors(folder), target.weights)
+    return size + weights_bytes(read_tensors(model), target.weights)
 
 
 def draft_bytes(settings: Settings) -> int:

@@ -121,7 +121,7 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
     if place is not None:
         return len(place.cores)
     return len(
-        lay_out_here(numa=target.numa).target.cores
+        lay_out_here(numa=target.numa, target_bytes=estimated_bytes(target)).target.cores
         if role != "draft"
         else lay_out_here().draft.cores
     )

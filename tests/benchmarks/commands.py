@@ -28,6 +28,7 @@ from benchmarks.losses import losses
 from benchmarks.memory import memory
 from benchmarks.observed import observed
 from benchmarks.papers import papers
+from benchmarks.passes import passes
 from benchmarks.pictures import pictures
 from benchmarks.plan import plan
 from benchmarks.reliability import reliability
@@ -70,6 +71,7 @@ for command in (
     coupling,
     levels,
     papers,
+    passes,
     pictures,
     reliability,
     heterospec,

@@ -71,6 +71,12 @@ def test_on_one_node_the_target_gets_all_cores_but_the_last_and_both_of_two(
     )  # type: ignore[arg-type]
 
 
+def test_a_small_target_and_its_draft_have_one_of_two_cores_each() -> None:
+    apart = CoreLayout(Place((0,)), Place((1,)), Place((0, 1)))
+    assert lay_out(one_node(0, 1), target_bytes=28_000_000) == apart
+    assert lay_out(one_node(0, 1), target_bytes=400_000_000).target == Place((0, 1))
+
+
 def test_no_more_cores_are_used_than_the_quota_pays_for() -> None:
     layout = lay_out(one_node(0, 1, 2, 3, quota=2.5))
     assert layout == CoreLayout(Place((0, 1)), Place((2,)), Place((0, 1, 2)))

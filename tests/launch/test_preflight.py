@@ -299,8 +299,16 @@ def test_what_the_weights_of_a_quantised_checkpoint_will_need_are_its_numbers(
 
 def test_what_is_not_here_yet_or_no_size_is_not_estimated(tmp_path: Path) -> None:
     assert estimated_bytes(TargetSettings(model="owner/name")) == 0
-    assert estimated_bytes(TargetSettings(inflate="512MiB")) == 512 << 20
+    embedded = estimated_bytes(TargetSettings())
+    assert 20e6 < embedded < 50e6
+    assert estimated_bytes(TargetSettings(inflate="512MiB")) == (512 << 20) + embedded
     assert estimated_bytes(TargetSettings(inflate="much")) == 0
+
+
+def test_the_weights_of_a_gguf_file_need_its_size(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(1000))
+    assert estimated_bytes(TargetSettings(model=str(file))) == 1000
 
 
 def test_no_more_memory_is_free_than_there_is() -> None:
