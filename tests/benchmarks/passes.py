@@ -19,6 +19,8 @@ from dovetail.protocol.errors import UserError
 
 OWN = ("Q8_0", "Q4_0")
 """Types that are written here; llama-quantize makes others of an F16 file."""
+REPETITIONS = 3
+"""Times that a side makes a pass when it is its turn; the median counts."""
 
 
 @click.command(cls=Command)
@@ -58,11 +60,10 @@ def passes(
                 *(Turn(side, "verify", count, "wall") for count in rows),
                 *(Turn(side, "prefill", count, "wall") for count in prefill),
             ]
-            for turn in turns:
-                turn()
             with progress_bar(pairs, "rounds") as step:
                 for _ in range(pairs):
-                    ours.append([turn() for turn in turns])
+                    turns[0]()  # what has slept wakes up, as llama-bench does before it counts
+                    ours.append([_median(turn) for turn in turns])
                     theirs.append(_llama(llama_bench, file, rows, prefill, threads))
                     step("")
     told = [
@@ -97,6 +98,10 @@ def _file(kind: str, llama_bench: Path, **model: Any) -> Iterator[Path]:
         yield other
 
 
+def _median(turn: Turn) -> float:
+    return estimate([turn() for _ in range(REPETITIONS)]).median
+
+
 def _llama(
     program: Path, file: Path, rows: Sequence[int], prefill: Sequence[int], threads: int
 ) -> list[float]:
@@ -106,17 +111,9 @@ def _llama(
         by_rows: dict[int, list[float]] = {count: [] for count in counts}
         if not counts:
             continue
-        command = [str(program), "-m", str(file), "-n", "0", "-d", str(depth), "-r", "3"]
-        command += [
-            "-t",
-            str(threads),
-            "-fa",
-            "0,1",
-            "-o",
-            "json",
-            "-p",
-            ",".join(map(str, counts)),
-        ]
+        command = [str(program), "-m", str(file), "-n", "0", "-d", str(depth), "-fa", "0,1"]
+        command += ["-r", str(REPETITIONS), "-t", str(threads), "-o", "json"]
+        command += ["-p", ",".join(map(str, counts))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError(f"llama-bench failed: {done.stderr.strip().splitlines()[-1]}")
