@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
-from dovetail.launch.machine.cores import lay_out_here
+from dovetail.launch.processes.stack import layout_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.settings import Settings
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
 from support.gguf_files import tokens_of, write_gguf
 from support.kernels import needs_kernels
@@ -148,7 +149,7 @@ def test_without_a_gpu_everything_is_on_the_cpu(plan: Callable[..., dict[str, An
     found = plan("--draft", "small", "--draft", "dovetail", "--draft", "none")
     if found["device"] is not None:
         pytest.skip("there is a GPU here")
-    layout = lay_out_here()
+    layout = layout_of(Settings())
     shared = not set(layout.target.cores).isdisjoint(layout.draft.cores)
     place = "in turns with the target" if shared else "on a core of its own"
     assert found["device_says"].endswith(f"everything is on the CPU, and a draft {place}")
@@ -247,7 +248,7 @@ def test_without_a_draft_it_plans_with_those_that_are_there(
 ) -> None:
     asked = ("--target", str(DEMO_FOLDER / "target"), "--weights", "fp32")
     found = plan(*asked)
-    there = named(found, "Dovetail")
+    (there,) = (one for one in found["alternatives"] if "draft.model" in one["settings"])
     assert Path(there["settings"]["draft.model"]).samefile(DEMO_FOLDER / "draft")
     assert not there["lacks"]
     assert any("has to be trained" in one["lacks"] for one in found["alternatives"])
