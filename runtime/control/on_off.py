@@ -27,8 +27,6 @@ FIRST_TRY = 8
 MOST_DOUBLINGS = 3
 TRY_SHARE = 0.015
 """Share of all time that trying may cost, in the long run."""
-WINNINGS_SHARE = 0.25
-"""Share of the time that drafting has won before it was stopped that trying may cost too."""
 ALLOWANCE = 2.0
 """Rounds of the target alone that trying may cost in advance."""
 MOST_ALLOWANCE = 30.0
@@ -231,7 +229,6 @@ class OnOff:
             self._failed, lost_s = self._failed + 1, max(lost_s, self._balance * alone_s)
         if self.era:  # the first look is free
             self._experience.credit_s -= lost_s
-        self._experience.credit_s += WINNINGS_SHARE * max(0.0, self._won_s)
         self._experience.losing = True
         self._experience.try_s = TRY_ROUNDS * self._worst_s
         if not fruitless:

@@ -147,6 +147,4 @@ def share_device(one: Hello, other: Hello) -> bool:
     places = [next(iter(hello.device.split()), CPU) for hello in (one, other)]
     if one.host != other.host or places[0] != places[1]:
         return False
-    if places[0] != CPU:
-        return True
-    return not (one.cores and other.cores) or not set(one.cores).isdisjoint(other.cores)
+    return places[0] != CPU or not (one.cores and other.cores) or share_cores(one, other)

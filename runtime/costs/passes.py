@@ -5,8 +5,8 @@ each number of rows keeps its last passes, of which the middle half counts, so t
 moves nothing and an old machine state is forgotten; what has been seen bends the curve that was
 expected, for rows in between and beyond; the result never falls with rows. A machine that becomes
 slower or faster does so for all numbers of rows, also for those that are not seen meanwhile: passes
-are remembered as they would be at the usual speed, and told at that of late. Pure: seconds are
-handed in, and nothing here knows who computes.
+are remembered as they would be at the usual speed, and expected at the speed of the last ones.
+Pure: seconds are handed in, and nothing here knows who computes.
 """
 
 from collections import deque
@@ -48,14 +48,13 @@ STALE_TOKENS = 32
 """A table of passes serves contexts that are so near."""
 MOST_TABLES = 64
 SPEEDS = 5
-"""The last passes whose median tells the machine's speed of late."""
+"""Last passes whose median gives the machine's present speed."""
 SEEN = 2
-"""Passes of a number of rows before one more of them tells anything of the speed."""
+"""Passes over a number of rows after which further ones tell the speed."""
 PASSING = 0.95
-"""The part of the machine's slowness, as an exponent, that is thought to pass; what lasts becomes
-usual, in some hundred passes, as does the rise with a context that is yet to be learned."""
-MOVED = 0.02
-"""Share by which the speed changes before what passes take is told anew."""
+"""Exponent of the slowness that is taken out of a pass before it is remembered. The rest makes a
+lasting change usual after some hundred passes, and leaves the rise over the context to be
+learned."""
 STALE_PASSES = 8
 MOST_POINTS = 24
 """Points of a curve that is shown, at most."""
@@ -109,9 +108,11 @@ class _Passes:
 class _Table:
     """Seconds of passes over 0, 1, ... rows."""
 
+    usual: list[float] = field(default_factory=list)
+    """At the usual speed."""
     seconds: list[float] = field(default_factory=list)
-    slowness: float = 1.0
-    """The machine's, for which it was made."""
+    slowness: float = 0.0
+    """The machine's slowness that `seconds` hold for."""
     observed: int = 0
     """Passes that had been seen when it was made."""
     asked: int = 0
@@ -157,16 +158,11 @@ class RowCosts:
         if (known := self._passes.get(key)) is None:
             known = self._passes[key] = _Passes()
         if len(known.last) >= SEEN:
-            self._lately.append(seconds / self._at_usual_speed(rows, context))
+            self._lately.append(seconds / self._table(rows, context).usual[rows])
             self._slowness = sorted(self._lately)[SPEEDS // 2]
         known.add(seconds / self._slowness**PASSING, context)
         self._observed += 1
         self.known = True
-
-    def _at_usual_speed(self, rows: int, context: float) -> float:
-        self.table(rows, context)
-        table = self._tables[int(context) // STALE_TOKENS]
-        return table.seconds[rows] / table.slowness
 
     def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
         """Passes of so many rows have taken so many nanoseconds each."""
@@ -180,6 +176,14 @@ class RowCosts:
     def table(self, most: int, context: float = 0.0) -> list[float]:
         """Seconds of passes over 0, 1, ... at least `most` rows (0: none); the list is another one
         when more is known."""
+        found = self._table(most, context)
+        if found.slowness != self._slowness:
+            found.slowness = self._slowness
+            found.seconds = [self._slowness * seconds for seconds in found.usual]
+        return found.seconds
+
+    def _table(self, most: int, context: float) -> _Table:
+        """Return the table of a context, with passes at the usual speed for so many rows."""
         key = int(context) // STALE_TOKENS
         found = self._tables.get(key)
         if found is None:
@@ -190,12 +194,10 @@ class RowCosts:
             found.asked = most
         unseen = self._observed - found.observed
         stale = unseen and unseen >= min(STALE_PASSES, 1 + self._observed // 4)
-        moved = abs(self._slowness - found.slowness) > MOVED * found.slowness
-        if stale or moved or len(found.seconds) <= most:
-            found.seconds = [self._slowness * one for one in self._made(found.asked, context)]
-            found.slowness = self._slowness
+        if stale or len(found.usual) <= most:
+            found.usual, found.slowness = self._made(found.asked, context), 0.0
             found.observed, found.asked = self._observed, most
-        return found.seconds
+        return found
 
     def curve(self, context: float = 0.0) -> RowsSeconds | None:
         """Return what is thought of the numbers of rows that have been seen; None where nothing

@@ -16,7 +16,8 @@ from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.passes import RowCosts
 
 MOST_SLOWNESS = 1.5
-"""Factor by which the speed of a machine is thought to change from one round to the next."""
+"""Factor by which a single pass may be slower than others of its size before it is more than the
+machine's noise."""
 DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
 """Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
 coordinator handles every second of them."""
@@ -123,8 +124,8 @@ class PairCosts(RoundCosts):
         return self.target.at(rows, context)
 
     def slowness(self, pass_s: float, *, rows: int, context: float) -> float:
-        """Return how much longer a pass took than passes of its size do, within bounds: the machine
-        was that much slower then, for a round without a draft too."""
+        """Return how much longer a pass took than passes of its size do, within bounds: a round
+        without a draft would have taken that much longer then, too."""
         usual_s = self.verify_s(rows, context)
         if usual_s <= 0.0:
             return 1.0

@@ -94,7 +94,7 @@ def test_an_old_state_of_the_machine_is_forgotten() -> None:
     for _ in range(KEPT):
         for rows in (1, 5):
             costs.observe(rows, 0.03 * rows, 50.0)
-    assert [costs.at(rows, 50) for rows in (1, 5)] == pytest.approx([0.03, 0.15], rel=0.03)
+    assert [costs.at(rows, 50) for rows in (1, 5)] == pytest.approx([0.03, 0.15])
 
 
 def test_passes_get_dearer_with_the_context_as_they_were_seen_to() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.messages import Emitted, Finished, Result, Verify
+from dovetail.protocol.noise import mix
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.session.session import Session
 from support.timed import HOST_S, Costs, TimedHouse
@@ -231,6 +232,27 @@ def test_a_machine_whose_speed_changes_does_not_stop_drafting_that_pays() -> Non
     results = [houses[0].complete(TOKENS, prompt=8 + TOKENS * at).result for at in range(4)]
     assert [line for line in houses[0].client.status().decisions if "stopped" in line] == []
     assert all(result.plain_rounds < 0.2 * result.rounds for result in results)
+
+
+def test_passes_that_vary_do_not_stop_drafting_that_pays_now_and_then() -> None:
+    def right(context: int) -> float:
+        part = mix(context // 3 + 777) % 100
+        return 0.95 if part < 30 else 0.6 if part < 60 else 0.2
+
+    costs = Costs(
+        pass_s=lambda rows, _: max(0.0225, 0.0075 + 0.0107 * rows),
+        level_s=lambda _: 0.001,
+        right=right,
+        draft_hop_s=0.0025,
+        noise=0.1,
+    )
+    results = []
+    for start in (8, 1008, 2008, 3008):
+        house = TimedHouse(costs)
+        house.target.chance.seed(start)
+        results += [house.complete(64, prompt=start + 192 * reply).result for reply in range(6)]
+    plain = sum(result.plain_rounds for result in results)
+    assert plain < 0.74 * sum(result.rounds for result in results)
 
 
 def test_on_a_shared_device_drafting_ahead_is_dropped_where_it_slows_the_target() -> None:

@@ -3,6 +3,7 @@ shrinking the default configuration of each."""
 
 import json
 import re
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -338,13 +339,14 @@ def _size_of(name: str) -> int | None:
 
 
 def tiny_config(kind: str, fields: dict[str, Any]) -> PreTrainedConfig:
-    """The smallest configuration of a model type, with `fields` set."""
+    """The smallest configuration of a model type, with `fields` set: copies, since transformers
+    writes into what it is given."""
     config, special = classes()[kind][0], EXCEPTIONS.get(kind, {})
     try:
         default = config()
     except ValueError:
         default = config(**special)
-    return config(**{**_merged(shrunk(default.to_dict()), special), **fields})
+    return config(**deepcopy({**_merged(shrunk(default.to_dict()), special), **fields}))
 
 
 def _merged(fields: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:

@@ -73,8 +73,13 @@ LLAMA3 = rope(
     original_max_position_embeddings=16,
 )
 LINEAR, DYNAMIC = rope("linear", factor=4.0), rope("dynamic", factor=4.0)
-FACTORS = {"short_factor": [1.3] * 8, "long_factor": [3.0] * 8}
-LONGROPE = rope("longrope", factor=2.0, original_max_position_embeddings=48, **FACTORS)
+
+
+def longrope(pairs: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.3] * pairs, "long_factor": [3.0] * pairs}
+    return rope("longrope", factor=2.0, original_max_position_embeddings=48, **factors)
+
+
 HALF = rope("default", partial_rotary_factor=0.5)
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
@@ -87,7 +92,8 @@ UNUSUAL: list[tuple[str, dict[str, Any]]] = [
     *((kind, LLAMA3) for kind in ("llama", "granite", "nanochat")),
     *((kind, DYNAMIC) for kind in ("glm", "cohere", "starcoder2")),
     *((kind, LINEAR) for kind in ("ernie4_5", "apertus")),
-    *((kind, LONGROPE) for kind in ("llama", "phi3", "stablelm")),
+    *((kind, longrope(8)) for kind in ("llama", "phi3")),
+    ("stablelm", longrope(2)),  # a quarter of each head is rotated
     *((kind, HALF) for kind in ("phi3", "nemotron", "gpt_neox")),
     ("llama", RAMP),
     ("gemma3_text", by_type(YARN, LINEAR)),
@@ -98,7 +104,8 @@ UNUSUAL: list[tuple[str, dict[str, Any]]] = [
     *((kind, heads(4, 2, 80)) for kind in ("gemma3_text", "phi3")),
     *((kind, heads(2, 2, 2)) for kind in ("llama", "cohere")),
     *((kind, sizes(40, 56)) for kind in ("llama", "gemma2", "qwen3_moe")),
-    *((kind, sizes(36, 52)) for kind in ("olmo2", "gpt_oss", "qwen3_next", "nemotron_h")),
+    *((kind, sizes(36, 52)) for kind in ("gpt_oss", "qwen3_next", "nemotron_h")),
+    ("olmo2", sizes(40, 52)),  # heads have hidden / 4 numbers, an even number
     *((kind, sizes(72, 31)) for kind in ("llama", "cohere2", "lfm2", "nanochat")),
     *((kind, sizes(8, 8)) for kind in ("gemma3_text", "phi3", "falcon_h1")),
     *((kind, {"vocab_size": 49}) for kind in ("llama", "gpt2", "gemma2", "deepseek_v3")),

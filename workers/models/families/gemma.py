@@ -31,13 +31,13 @@ def _gemma(config: Any, index: int) -> LayerSpec:
     )
 
 
-def _gemma2(config: Any, index: int, **fields: Any) -> LayerSpec:
+def _gemma2(config: Any, index: int, *, capped: bool = True, **fields: Any) -> LayerSpec:
     return LayerSpec(
         attention(
             config,
             index,
             scale=config.query_pre_attn_scalar**-0.5,
-            softcap=config.attn_logit_softcapping or 0.0,
+            softcap=(config.attn_logit_softcapping or 0.0) if capped else 0.0,
             **fields,
         ),
         gated(config.hidden_activation),
@@ -52,8 +52,10 @@ def _gemma2(config: Any, index: int, **fields: Any) -> LayerSpec:
 
 
 def _gemma3(config: Any, index: int) -> LayerSpec:
-    """Layers with a window and without have tables of angles of their own."""
-    return _gemma2(config, index, norms=HEAD_NORMS, rope=Rope(config.layer_types[index]))
+    """Layers with a window and without have tables of angles of their own; transformers reads a cap
+    of attention's logits, and does not use it."""
+    rope = Rope(config.layer_types[index])
+    return _gemma2(config, index, capped=False, norms=HEAD_NORMS, rope=rope)
 
 
 def _vaultgemma(config: Any, index: int) -> LayerSpec:
