@@ -43,6 +43,11 @@ class CoreLayout:
     draft: Place
     coordinator: Place
 
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Return the cores that the draft has in turns with the target."""
+        return tuple(sorted({*self.target.cores} & {*self.draft.cores}))
+
 
 def lay_out(
     topology: Topology, *, numa: str = "auto", threads: Threads = "auto", target_bytes: int = 0

@@ -204,9 +204,9 @@ def _cores(facts: Facts) -> Iterator[Check]:
         f"target on {format_numbers(layout.target.cores)}, draft on "
         f"{format_numbers(layout.draft.cores)}"
     )
-    if in_turns := not set(layout.target.cores).isdisjoint(layout.draft.cores):
+    if layout.shared:
         places += " in turns with it"
-    alone = len(layout.target.cores) == 1 and in_turns
+    alone = layout.shared == layout.target.cores
     advice = "give this process a second core: a pass is as fast as its cores" if alone else ""
     yield Check("cores", not alone, f"{found}; {places}", advice)
     if topology.quota is not None:

@@ -215,10 +215,7 @@ class Subject:
     @property
     def _in_turns(self) -> bool:
         """Return whether a draft on the CPU has a core of the target, on this machine."""
-        if self.here is None:
-            return False
-        layout = self.here.layout
-        return not set(layout.target.cores).isdisjoint(layout.draft.cores)
+        return self.here is not None and bool(self.here.layout.shared)
 
     def _device_says(self) -> str:
         if self.device:

@@ -62,19 +62,18 @@ def as_on(layout: CoreLayout, methods: Sequence[Method]) -> Sequence[Method]:
     """Return the methods as they are decoded with this layout: where the draft has a core of the
     target, they do not draft ahead. `UserError` for one that insists: what that takes from the
     target's passes no record tells."""
-    common = sorted({*layout.target.cores} & {*layout.draft.cores})
-    if not common:
+    if not layout.shared:
         return methods
     if ahead := next((method for method in methods if method.ahead), None):
         raise UserError(
-            f"target and draft share core {format_numbers(common)} here, and no recorded cost "
-            "tells what drafting ahead takes from the target there, so a simulation cannot be "
-            f"compared with it: write --method {_in_turns(ahead.name)}"
+            f"target and draft share core {format_numbers(layout.shared)} here, and no recorded "
+            "cost tells what drafting ahead takes from the target there, so a simulation cannot "
+            f"be compared with it: write --method {_waiting(ahead.name)}"
         )
     return [method.with_ahead(False) for method in methods]
 
 
-def _in_turns(name: str) -> str:
+def _waiting(name: str) -> str:
     """Return how a method is written where the draft waits for the target."""
     parts = [part for part in name.split(",") if part.partition("=")[0] not in AHEAD]
     return ",".join([*parts, "ahead=false"])

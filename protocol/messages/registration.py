@@ -175,7 +175,7 @@ class LoadingState(Frozen):
     model: Name
     doing: Literal["checking", "loading"]
     """checking: files that are not known yet are read to the end, for their digest and for what is
-    no number."""
+    no number, before they are loaded by a proof of an earlier start."""
     done: Count
     """Bytes that are done."""
     total: Count

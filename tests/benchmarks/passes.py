@@ -50,6 +50,8 @@ def passes(
     llama-bench is asked with and without flash attention, repacks weights where it can, and gives
     the logits of the last row, ours those of all rows of a tree. The faster of its two counts.
     """
+    if not rows and not prefill:
+        raise UserError("--rows and --prefill are both empty: name a number for one of them")
     pin(threads)
     with _file(kind, llama_bench, **model) as file:
         arguments = ("--weights", "file", "--backend", "kernels", "--cache", "half")

@@ -74,7 +74,8 @@ def test_on_one_node_the_target_gets_all_cores_but_the_last_and_both_of_two(
 def test_a_small_target_and_its_draft_have_one_of_two_cores_each() -> None:
     apart = CoreLayout(Place((0,)), Place((1,)), Place((0, 1)))
     assert lay_out(one_node(0, 1), target_bytes=28_000_000) == apart
-    assert lay_out(one_node(0, 1), target_bytes=400_000_000).target == Place((0, 1))
+    assert not apart.shared
+    assert lay_out(one_node(0, 1), target_bytes=400_000_000).shared == (1,)
 
 
 def test_no_more_cores_are_used_than_the_quota_pays_for() -> None:
@@ -191,4 +192,4 @@ def test_a_node_that_is_not_there_is_refused(tmp_path: Path, numa: str, words: s
 def test_processes_share_no_core_where_there_are_more_than_two(tmp_path: Path) -> None:
     for number, nodes in enumerate((ONE_NODE, TWO_SOCKETS, EIGHT_NODES, SPARSE, WITH_CXL)):
         layout = lay_out(machine(tmp_path / str(number), nodes))
-        assert not set(layout.target.cores) & set(layout.draft.cores)
+        assert not layout.shared

@@ -149,8 +149,7 @@ def test_without_a_gpu_everything_is_on_the_cpu(plan: Callable[..., dict[str, An
     found = plan("--draft", "small", "--draft", "dovetail", "--draft", "none")
     if found["device"] is not None:
         pytest.skip("there is a GPU here")
-    layout = layout_of(Settings())
-    shared = not set(layout.target.cores).isdisjoint(layout.draft.cores)
+    shared = layout_of(Settings()).shared
     place = "in turns with the target" if shared else "on a core of its own"
     assert found["device_says"].endswith(f"everything is on the CPU, and a draft {place}")
     assert {one["name"] for one in found["alternatives"]} == {"target alone", "Dovetail"}

@@ -92,7 +92,7 @@ def decode(model: LanguageModel) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_wherever_the_experts_are_the_bytes_are_the_same(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][[*FAMILIES, "gpt_oss"].index(kind) % 3]
-    write_tiny(kind.split()[0], tmp_path / "m", dtype=TYPES[weights])
+    write_tiny(kind, tmp_path / "m", dtype=TYPES[weights])
     expected = decode(load(tmp_path / "m", weights))
     for name, way in WAYS.items():
         found = load(tmp_path / "m", weights, way)
@@ -116,7 +116,7 @@ def test_torch_computes_the_rest_of_a_layer_whose_experts_are_on_the_cpu(tmp_pat
 
 def check_torch(kind: str, name: str, folder: Path) -> None:
     weights = [*TYPES][[*FAMILIES, "gpt_oss"].index(kind) % 2]
-    write_tiny(kind.split()[0], folder / "m", dtype=TYPES[weights])
+    write_tiny(kind, folder / "m", dtype=TYPES[weights])
     expected = decode(load(folder / "m", weights))
     model = load(folder / "m", weights, WAYS[name], PretendedTransfer())
     assert isinstance(model.back_end, Staged)

@@ -137,7 +137,7 @@ def hybrid(
 def test_what_is_committed_and_what_is_drafted_never_overwrite_each_other(
     llama: LanguageModel, sampling: Sampling, seed: int
 ) -> None:
-    _overwrites_nothing(llama, sampling, seed)
+    check_that_nothing_is_overwritten(llama, sampling, seed)
 
 
 @needs_kernels
@@ -154,7 +154,7 @@ def test_states_are_the_targets_and_rows_behind_them_the_drafts(
     hybrid: LanguageModel, name: str
 ) -> None:
     sampling = SAMPLINGS[name]
-    _overwrites_nothing(hybrid, sampling, 1)
+    check_that_nothing_is_overwritten(hybrid, sampling, 1)
     pair = Pair(hybrid, sampling)
     pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
     missed = [pair.verify(TokenTree())[1] for _ in range(2 * PENDING)]
@@ -164,7 +164,7 @@ def test_states_are_the_targets_and_rows_behind_them_the_drafts(
     assert len(pair.verify(proposal.tree)[0]) == CHAIN.depth
 
 
-def _overwrites_nothing(model: LanguageModel, sampling: Sampling, seed: int) -> None:
+def check_that_nothing_is_overwritten(model: LanguageModel, sampling: Sampling, seed: int) -> None:
     rng, pair, expected = random.Random(seed), Pair(model, sampling), alone(model, sampling)
     accepted, bonus = (), pair.log[-1]
     hits = 0

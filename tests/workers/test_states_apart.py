@@ -65,6 +65,11 @@ TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 5e-2}
 TEXT = torch.randint(3, VOCABULARY, (90,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
+def write_varied(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a tiny checkpoint of a key of `VARIED`: a model type, and perhaps which of them."""
+    assert write_tiny(kind.split()[0], folder, dtype=dtype, **VARIED.get(kind, {}))
+
+
 def load(
     folder: Path,
     weights: str,
@@ -148,7 +153,7 @@ def close(found: Tensor, expected: Tensor, weights: str) -> None:
 @pytest.mark.parametrize("kind", short("deepseek_v2", "falcon_h1"))
 def test_wherever_a_layer_is_the_bytes_are_the_same(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][len(kind) % 3]
-    write_tiny(kind.split()[0], tmp_path / "m", dtype=TYPES[weights], **VARIED.get(kind, {}))
+    write_varied(kind, tmp_path / "m", dtype=TYPES[weights])
     expected = decode(load(tmp_path / "m", weights))
     for name, way in WAYS.items():
         found = load(tmp_path / "m", weights, way)
@@ -174,7 +179,7 @@ def test_layers_that_read_anothers_keys_are_split_from_it_at_every_boundary(
 @pytest.mark.parametrize("kind", short("qwen3_5_text", "gemma4_text small"))
 def test_torch_computes_the_function_of_the_kernels(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][len(kind) % 2]
-    write_tiny(kind.split()[0], tmp_path / "m", dtype=TYPES[weights], **VARIED.get(kind, {}))
+    write_varied(kind, tmp_path / "m", dtype=TYPES[weights])
     expected = decode(load(tmp_path / "m", weights))
     ways = [(WAYS["split"], any(part in kind for part in EXPERTS))]
     if ways[0][1]:
@@ -189,7 +194,7 @@ def test_torch_computes_the_function_of_the_kernels(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "youtu"])
 def test_a_long_prompt_goes_through_a_streamed_layer_in_parts(kind: str, tmp_path: Path) -> None:
     length = 2 * PROMPT_ROWS + 5
-    write_tiny(kind.split()[0], tmp_path / "m", **(VARIED[kind] | {"max_position_embeddings": 600}))
+    write_tiny(kind, tmp_path / "m", **(VARIED[kind] | {"max_position_embeddings": 600}))
     ids, logits = (TEXT * 6)[: length + 4], list[Tensor]()
     for way in ([], [C, S, S]):
         model = load(tmp_path / "m", "fp32", way)
@@ -234,7 +239,7 @@ def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
 def _with_reader(kind: str, pretended: bool, root: Path) -> tuple[LanguageModel, LanguageModel]:
     """A model on the CPU, and the same with a reader of prompts."""
     folder = root / f"read_{kind.split()[0]}"
-    write_tiny(kind.split()[0], folder, **VARIED[kind])
+    write_varied(kind, folder)
     transfer = PretendedTransfer() if pretended else None
     return load(folder, "fp32"), load(folder, "fp32", [C], transfer, reader=True)
 

@@ -173,8 +173,7 @@ class LanguageModel:
 
     def _check_positions(self, positions: Tensor) -> None:
         """ValueError for positions that the tables of the model do not have, nor its embeddings."""
-        numbers = positions.tolist()
-        first, last = min(numbers), max(numbers)
+        first, last = (int(end) for end in positions.aminmax())
         if first < 0 or last >= self.context:
             raise ValueError(
                 f"positions {first} to {last}, where the model's context has 0 to "

@@ -90,7 +90,7 @@ class RecurrentStates:
                 self._places(torch.tensor(part))
                 for part in (slots, range(first, first + len(slots)))
             )
-            for rows in self._layers(self._factors, self._ring):
+            for rows in self._layers():
                 rows[target] = rows[source]
         last = max((c.length for c in self._checkpoints if c.periodic), default=0)
         if self.length - last >= STEP:
@@ -117,7 +117,7 @@ class RecurrentStates:
             return
         self.state.copy_(found.state)
         places = self._places(self._seen(length))
-        for rows, seen in zip(self._layers(self._factors, self._ring), found.window, strict=True):
+        for rows, seen in zip(self._layers(), found.window, strict=True):
             rows[places] = seen
 
     @torch.inference_mode()
@@ -137,7 +137,7 @@ class RecurrentStates:
         self.folded[layer] = folded
         self._make_room(rows - folded + self._window, 0)
         slots = torch.arange(max(0, folded - self._window), rows)
-        own, given = (list(part._layers(part._factors, part._ring)) for part in (self, other))
+        own, given = (list(part._layers()) for part in (self, other))
         own[layer][self._places(slots)] = given[0][other._places(slots)].to(self._device)
 
     def _places(self, slots: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class RecurrentStates:
         if int(self.folded.min()) != self.length:
             return
         places = self._places(self._seen(self.length))
-        window = [rows[places].clone() for rows in self._layers(self._factors, self._ring)]
+        window = [rows[places].clone() for rows in self._layers()]
         self._checkpoints.append(_Checkpoint(self.length, self.state.clone(), window, periodic))
 
     def _seen(self, length: int) -> Tensor:
@@ -164,16 +164,14 @@ class RecurrentStates:
         slots = torch.arange(max(0, start - self._ring), start, device=self._device)
         if self._ring:
             for new, old in zip(
-                self._layers(factors, ring),
-                self._layers(self._factors, self._ring),
-                strict=True,
+                factors_of_layers(self.shapes, factors, ring), self._layers(), strict=True
             ):
                 new[slots % ring] = old[slots % self._ring]
         self._ring, self._factors = ring, factors
 
-    def _layers(self, factors: Tensor, ring: int) -> Iterator[Tensor]:
+    def _layers(self) -> Iterator[Tensor]:
         """The factors [ring, numbers of a row] of each layer."""
-        return factors_of_layers(self.shapes, factors, ring)
+        return factors_of_layers(self.shapes, self._factors, self._ring)
 
     def rows_as_they_are(self) -> StateRows:
         """Return the states and factors for a pass that changes none of them."""
