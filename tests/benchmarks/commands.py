@@ -31,6 +31,7 @@ from benchmarks.papers import papers
 from benchmarks.passes import passes
 from benchmarks.pictures import pictures
 from benchmarks.plan import plan
+from benchmarks.recurrence import recurrence
 from benchmarks.reliability import reliability
 from benchmarks.rest import rest
 from benchmarks.rounds import rounds
@@ -58,6 +59,7 @@ for command in (
     context,
     limit,
     experts,
+    recurrence,
     rest,
     bytes_command,
     build_llama,

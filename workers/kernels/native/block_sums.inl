@@ -3,8 +3,6 @@
 // AVX2 and AVX-512 without VNNI add pairs of products up in 16 bits, as many steps as the largest code of a format leaves room for.
 #include "blocks.h"
 
-#define DT_INLINE inline __attribute__((always_inline))
-
 namespace DT_NS {
 
 using dovetail::STEPS;

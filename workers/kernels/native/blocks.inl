@@ -401,5 +401,4 @@ static void block_chunks(const Matrix& m, const float* x, int64_t x_stride, floa
 
 }  // namespace DT_NS
 
-#undef DT_INLINE
 #undef DT_LANES

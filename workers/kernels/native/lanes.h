@@ -10,6 +10,8 @@
 #error "define DT_NS, the namespace of the instruction set, before including lanes.h"
 #endif
 
+#define DT_INLINE inline __attribute__((always_inline))
+
 namespace DT_NS {
 
 constexpr int LANES = 16;

@@ -3,9 +3,9 @@
 // The bytes of a row follow from the rows on its path alone:
 //   convolution  one chain over the taps, the oldest first, then the bias
 //   decay        e^(decay step), step = softplus(a + bias)
-//   remembered   (a S)^T k: four chains over i mod 4, joined (0 + 1) + (2 + 3)
+//   remembered   a (S^T k), its sum in two chains over i mod 2, which are then added
 //   state        S = fma(k, what is added, a S)
-//   output       S^T q: as remembered
+//   output       S^T q, in two chains
 // Everything else is order of work. Columns of a state never mix, so that a unit is a block of columns of one head: it is read from memory once, what was committed
 // since is added by its factors, and then the rows of the tree are walked (`walk.inl`).
 
@@ -18,7 +18,7 @@ constexpr int SCAN_BLOCKS = 2;
 #else
 constexpr int SCAN_BLOCKS = 1;
 #endif
-constexpr int CHAINS = 4;
+constexpr int CHAINS = 2;
 
 // ---- factors ----
 
@@ -74,23 +74,39 @@ static inline const float* input_at(const dovetail::Scan& c, const dovetail::Seg
 
 constexpr int MOST_TAPS = 16;
 
+// The rows that the convolution sees, the oldest first, and their weights.
+struct Taps {
+    const float *inputs[MOST_TAPS], *weights[MOST_TAPS];
+    int count;
+};
+
+// COUNT 0: as many as there are.
+template <int COUNT>
+static void convolve(const dovetail::Scan& c, const Taps& taps, float* y) {
+    const int count = COUNT ? COUNT : taps.count;
+    const auto convolve_channels = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
+        F16 x = zero();
+#pragma GCC unroll 4
+        for (int t = 0; t < count; t++) x = fma(take(taps.weights[t] + d, left), take(taps.inputs[t] + d, left), x);
+        if (c.taps_bias) x = add(x, take(c.taps_bias + d, left));
+        put(y + d, c.rule == dovetail::SHORT_CONVOLUTION ? x : silu(x), left);
+    };
+    int64_t d = 0;
+    for (; d + LANES <= c.channels; d += LANES) convolve_channels(d, LANES);
+    if (d < c.channels) convolve_channels(d, c.channels - d);
+}
+
 static void convolve(const dovetail::Scan& c, const dovetail::Segment& s, const ScanRows& rows, int64_t i, float* y) {
-    const float* inputs[MOST_TAPS];
-    const float* weights[MOST_TAPS];
-    int count = 0;
+    Taps taps;
+    taps.count = 0;
     for (int64_t back = c.taps - 1; back >= 0; back--) {  // a row before the first one would add 0
         const int64_t slot = ancestor(s, i, back);
         if (slot < 0) continue;
-        inputs[count] = input_at(c, s, rows, slot);
-        weights[count++] = c.taps_weights + (c.taps - 1 - back) * (int64_t)c.channels;
+        taps.inputs[taps.count] = input_at(c, s, rows, slot);
+        taps.weights[taps.count++] = c.taps_weights + (c.taps - 1 - back) * (int64_t)c.channels;
     }
-    for (int64_t d = 0; d < c.channels; d += LANES) {
-        const int64_t left = c.channels - d;
-        F16 x = zero();
-        for (int t = 0; t < count; t++) x = fma(take(weights[t] + d, left), take(inputs[t] + d, left), x);
-        if (c.taps_bias) x = add(x, take(c.taps_bias + d, left));
-        put(y + d, c.rule == dovetail::SHORT_CONVOLUTION ? x : silu(x), left);
-    }
+    if (taps.count == 4) convolve<4>(c, taps, y);
+    else convolve<0>(c, taps, y);
 }
 
 // x / sqrt(sum of squares + 1e-6), times a factor.
@@ -129,54 +145,68 @@ static void prepare_row(const dovetail::Scan& c, const dovetail::Segment& s, con
 
 // ---- the state ----
 
+// Sums over the numbers of a key or a query, of the even ones and of the odd ones.
 struct Chains {
     F16 sums[SCAN_BLOCKS][CHAINS];
 
-    F16 joined(int b) const { return add(add(sums[b][0], sums[b][1]), add(sums[b][2], sums[b][3])); }
+    DT_INLINE void clear() {
+#pragma GCC unroll 2
+        for (int b = 0; b < SCAN_BLOCKS; b++) sums[b][0] = sums[b][1] = zero();
+    }
+    DT_INLINE void take(int b, int j, float number, F16 state) { sums[b][j] = fma(set1(number), state, sums[b][j]); }
+    DT_INLINE F16 joined(int b) const { return add(sums[b][0], sums[b][1]); }
 };
 
-// (a S)^T k
-static inline void remember(const float* state, int64_t stride, const float* key, int64_t n, F16 decay, Chains& c) {
+// Where the columns of a unit stand, in blocks that are `stride` apart.
+struct Place {
+    float* at;
+    int64_t stride;
+
+    DT_INLINE float* number(int b, int64_t i) const { return at + b * stride + i * LANES; }
+};
+
+// What a state is renewed by. Sums that are asked for later are begun with each number of it.
+struct Renewal {
+    float decay;
+    const float *key, *query, *next_key;
+    F16 added[SCAN_BLOCKS];
+};
+
+// S^T k
+static DT_INLINE void look_up(const Place& state, const float* key, int64_t n, Chains& found) {
+    Chains c;
+    c.clear();
+    const auto take = [&](int64_t i, int j) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-    for (int b = 0; b < SCAN_BLOCKS; b++)
-#pragma GCC unroll 4
-        for (int j = 0; j < CHAINS; j++) c.sums[b][j] = zero();
+        for (int b = 0; b < SCAN_BLOCKS; b++) c.take(b, j, key[i], load(state.number(b, i)));
+    };
     int64_t i = 0;
-    for (; i + CHAINS <= n; i += CHAINS)
-#pragma GCC unroll 4
-        for (int j = 0; j < CHAINS; j++)
-#pragma GCC unroll 2
-            for (int b = 0; b < SCAN_BLOCKS; b++)
-                c.sums[b][j] = fma(set1(key[i + j]), mul(decay, load(state + b * stride + (i + j) * LANES)), c.sums[b][j]);
-    for (int j = 0; i < n; i++, j++)
-        for (int b = 0; b < SCAN_BLOCKS; b++) c.sums[b][j] = fma(set1(key[i]), mul(decay, load(state + b * stride + i * LANES)), c.sums[b][j]);
+    for (; i + CHAINS <= n; i += CHAINS) take(i, 0), take(i + 1, 1);
+    if (i < n) take(i, 0);
+    found = c;
 }
 
-// S = a S + k added, from one place to another; of a row with a query S^T q.
-template <bool reads>
-static inline void renew(const float* from, int64_t from_stride, float* to, int64_t to_stride, const float* key, const float* query, int64_t n, F16 decay,
-                         const F16* added, Chains& c) {
-    if (reads)
+// S = a S + k added, from one place to another, and while its numbers are in registers S^T q and S^T k of the next key.
+template <bool READS, bool GOES_ON>
+static DT_INLINE void renew(const Place& from, const Place& to, const Renewal& r, int64_t n, Chains& read, Chains& found) {
+    const F16 decay = set1(r.decay);
+    Chains q, k;
+    if (READS) q.clear();
+    if (GOES_ON) k.clear();
+    const auto take = [&](int64_t i, int j) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-        for (int b = 0; b < SCAN_BLOCKS; b++)
-#pragma GCC unroll 4
-            for (int j = 0; j < CHAINS; j++) c.sums[b][j] = zero();
-    int64_t i = 0;
-    for (; i + CHAINS <= n; i += CHAINS)
-#pragma GCC unroll 4
-        for (int j = 0; j < CHAINS; j++)
-#pragma GCC unroll 2
-            for (int b = 0; b < SCAN_BLOCKS; b++) {
-                const F16 s = fma(set1(key[i + j]), added[b], mul(decay, load(from + b * from_stride + (i + j) * LANES)));
-                store(to + b * to_stride + (i + j) * LANES, s);
-                if (reads) c.sums[b][j] = fma(set1(query[i + j]), s, c.sums[b][j]);
-            }
-    for (int j = 0; i < n; i++, j++)
         for (int b = 0; b < SCAN_BLOCKS; b++) {
-            const F16 s = fma(set1(key[i]), added[b], mul(decay, load(from + b * from_stride + i * LANES)));
-            store(to + b * to_stride + i * LANES, s);
-            if (reads) c.sums[b][j] = fma(set1(query[i]), s, c.sums[b][j]);
+            const F16 x = fma(set1(r.key[i]), r.added[b], mul(decay, load(from.number(b, i))));
+            store(to.number(b, i), x);
+            if (READS) q.take(b, j, r.query[i], x);
+            if (GOES_ON) k.take(b, j, r.next_key[i], x);
         }
+    };
+    int64_t i = 0;
+    for (; i + CHAINS <= n; i += CHAINS) take(i, 0), take(i + 1, 1);
+    if (i < n) take(i, 0);
+    if (READS) read = q;
+    if (GOES_ON) found = k;
 }
 
 // Some columns of one head's state in one session.
@@ -184,49 +214,68 @@ struct ScanUnit {
     const dovetail::Scan* scan;
     const dovetail::Segment* segment;
     const Walk* walk;
-    int64_t head, column;  // the first of them
-    float* desk;           // [blocks][SCAN_BLOCKS][key_dim][16]
+    int64_t head, key_head, column;  // the first of them
+    float* desk;                     // [blocks][SCAN_BLOCKS][key_dim][16]
 };
 
 static inline F16 take_columns(const float* p, int64_t left) { return left > 0 ? take(p, left) : zero(); }
 
-static void step_row(const ScanUnit& u, const ScanRows& rows, const Hop& hop, const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+// What the convolution gave of a row.
+struct MixedRow {
+    const float *query, *key, *value;
+};
+
+static inline MixedRow mixed_row(const ScanUnit& u, const ScanRows& rows, int64_t row) {
     const dovetail::Scan& c = *u.scan;
-    const int64_t key_head = u.head / (c.value_heads / c.key_heads), keys = (int64_t)c.key_heads * c.key_dim;
-    const float* query = rows.mixed + (int64_t)hop.row * c.channels + key_head * c.key_dim;
-    const float *key = query + keys, *value = rows.mixed + (int64_t)hop.row * c.channels + 2 * keys + u.head * c.value_dim;
+    const int64_t keys = (int64_t)c.key_heads * c.key_dim;
+    const float* mixed = rows.mixed + row * c.channels;
+    return {mixed + u.key_head * c.key_dim, mixed + keys + u.key_head * c.key_dim, mixed + 2 * keys + u.head * c.value_dim};
+}
+
+// Rows are far apart: the next one comes while this one is computed.
+static inline void fetch_row(const ScanUnit& u, const MixedRow& row) {
+    constexpr int64_t step = LINE / (int64_t)sizeof(float);
+    for (int64_t i = 0; i < u.scan->key_dim; i += step) __builtin_prefetch(row.query + i), __builtin_prefetch(row.key + i);
+    __builtin_prefetch(row.value + u.column);
+}
+
+// A row of the pass. `found` is S^T k of it, and behind it of the next key where there is one.
+static void step_row(const ScanUnit& u, const ScanRows& rows, const Hop& hop, const Place& from, const Place& to, const float* next_key, Chains& found) {
+    const dovetail::Scan& c = *u.scan;
+    const bool delta = c.rule == dovetail::GATED_DELTA;
+    const MixedRow mixed = mixed_row(u, rows, hop.row);
     const float* steps = rows.steps + (int64_t)hop.row * 2 * c.value_heads + u.head;
-    const F16 decay = set1(steps[0]), factor = set1(steps[c.value_heads]);
-    Chains chains;
-    F16 added[SCAN_BLOCKS];
-    if (c.rule == dovetail::GATED_DELTA) remember(from, from_stride, key, c.key_dim, decay, chains);
+    Renewal r = {steps[0], mixed.key, mixed.query, next_key, {}};
+    const F16 factor = set1(steps[c.value_heads]);
     float* kept = u.walk->in_place ? nullptr : factors_at(c, *u.segment->states, hop.slot) + factors_of(c).added + u.head * round_up(c.value_dim, LANES);
     for (int b = 0; b < SCAN_BLOCKS; b++) {
         const int64_t d = u.column + b * LANES;
-        const F16 v = take_columns(value + d, c.value_dim - d);
-        added[b] = mul(factor, c.rule == dovetail::GATED_DELTA ? sub(v, chains.joined(b)) : v);
-        if (kept && d < c.value_dim) store(kept + d, added[b]);
+        const F16 v = take_columns(mixed.value + d, c.value_dim - d);
+        r.added[b] = mul(factor, delta ? sub(v, mul(set1(r.decay), found.joined(b))) : v);
+        if (kept && d < c.value_dim) store(kept + d, r.added[b]);
     }
-    renew<true>(from, from_stride, to, to_stride, key, query, c.key_dim, decay, added, chains);
+    Chains read;
+    if (next_key) renew<true, true>(from, to, r, c.key_dim, read, found);
+    else renew<true, false>(from, to, r, c.key_dim, read, found);
     float* out = rows.out + ((int64_t)hop.row * c.value_heads + u.head) * c.value_dim;
     for (int b = 0; b < SCAN_BLOCKS; b++) {
         const int64_t d = u.column + b * LANES;
         if (d >= c.value_dim) break;
-        const F16 o = chains.joined(b);
-        put(out + d, c.skip ? fma(set1(c.skip[u.head]), take(value + d, c.value_dim - d), o) : o, c.value_dim - d);
+        const F16 o = read.joined(b);
+        put(out + d, c.skip ? fma(set1(c.skip[u.head]), take(mixed.value + d, c.value_dim - d), o) : o, c.value_dim - d);
     }
 }
 
-static void replay(const ScanUnit& u, const Hop& hop, const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+// A row of an earlier pass, by its factors.
+static void replay(const ScanUnit& u, const Hop& hop, const Place& from, const Place& to, const float* next_key, Chains& found) {
     const dovetail::Scan& c = *u.scan;
     const Factors f = factors_of(c);
     const float* row = factors_at(c, *u.segment->states, hop.slot);
     const float* kept = row + f.added + u.head * round_up(c.value_dim, LANES) + u.column;
-    F16 added[SCAN_BLOCKS];
-    for (int b = 0; b < SCAN_BLOCKS; b++) added[b] = u.column + b * LANES < c.value_dim ? load(kept + b * LANES) : zero();
-    Chains unused;
-    const float* key = row + f.key + u.head / (c.value_heads / c.key_heads) * c.key_dim;
-    renew<false>(from, from_stride, to, to_stride, key, nullptr, c.key_dim, set1(row[f.decay + u.head]), added, unused);
+    Renewal r = {row[f.decay + u.head], row + f.key + u.key_head * c.key_dim, nullptr, next_key, {}};
+    for (int b = 0; b < SCAN_BLOCKS; b++) r.added[b] = u.column + b * LANES < c.value_dim ? load(kept + b * LANES) : zero();
+    if (next_key) renew<false, true>(from, to, r, c.key_dim, found, found);
+    else renew<false, false>(from, to, r, c.key_dim, found, found);
 }
 
 static inline int64_t head_blocks(const dovetail::Scan& c) { return round_up(round_up(c.value_dim, LANES) / LANES, SCAN_BLOCKS); }
@@ -238,13 +287,25 @@ static void scan_unit(const ScanUnit& u, const ScanRows& rows) {
     float* session = u.segment->states->state + c.state_before + (u.head * columns + u.column) * c.key_dim;
     const int64_t behind = SCAN_BLOCKS == 1 || u.column + SCAN_BLOCKS * LANES <= columns ? block : u.desk - session;
     float* desk = behind == block ? u.desk : u.desk + block;
-    for (int64_t i = 0; i < u.walk->count; i++) {
-        const Hop& hop = u.walk->hops[i];
-        const float* from = hop.from == SESSION ? session : desk + hop.from * SCAN_BLOCKS * block;
-        float* to = hop.to == SESSION ? session : desk + hop.to * SCAN_BLOCKS * block;
-        const int64_t from_stride = hop.from == SESSION ? behind : block, to_stride = hop.to == SESSION ? behind : block;
-        if (hop.row < 0) replay(u, hop, from, from_stride, to, to_stride);
-        else step_row(u, rows, hop, from, from_stride, to, to_stride);
+    const auto place = [&](int32_t number) {
+        return number == SESSION ? Place{session, behind} : Place{desk + number * SCAN_BLOCKS * block, block};
+    };
+    Chains found;
+    found.clear();
+    bool known = false;  // `found` is S^T k of the hop
+    for (const Hop *hop = u.walk->hops, *end = hop + u.walk->count; hop < end; hop++) {
+        const Place from = place(hop->from), to = place(hop->to);
+        const Hop* next = hop + 1 < end && hop[1].row >= 0 ? hop + 1 : nullptr;
+        const float* next_key = nullptr;
+        if (hop + 2 < end && hop[2].row >= 0) fetch_row(u, mixed_row(u, rows, hop[2].row));
+        if (next && c.rule == dovetail::GATED_DELTA && next->from == hop->to) next_key = mixed_row(u, rows, next->row).key;
+        if (hop->row < 0) {
+            replay(u, *hop, from, to, next_key, found);
+        } else {
+            if (c.rule == dovetail::GATED_DELTA && !known) look_up(from, mixed_row(u, rows, hop->row).key, c.key_dim, found);
+            step_row(u, rows, *hop, from, to, next_key, found);
+        }
+        known = next_key != nullptr;
     }
 }
 
@@ -308,7 +369,8 @@ static void scan_units(const dovetail::Scan& c, const dovetail::Pass& pass, cons
     auto run_part = [&](int part, int) {
         for (int64_t unit; (unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < units;) {
             const int64_t segment = unit / (c.value_heads * parts), place = unit % (c.value_heads * parts);
-            scan_unit({&c, pass.segments + segment, walks + segment, place / parts, place % parts * SCAN_BLOCKS * LANES, memory + part * floats}, rows);
+            const int64_t head = place / parts, key_head = head / (c.value_heads / c.key_heads), column = place % parts * SCAN_BLOCKS * LANES;
+            scan_unit({&c, pass.segments + segment, walks + segment, head, key_head, column, memory + part * floats}, rows);
         }
     };
     if (hops * c.value_heads * c.value_dim * c.key_dim < WORTH_SHARING) run_part(0, 1);

@@ -59,7 +59,7 @@ from dovetail.workers.models.parity.products import Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
 
-VERSION = "dovetail-2"
+VERSION = "dovetail-3"
 """The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
 
 
