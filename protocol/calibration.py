@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from dovetail.protocol.experts import DENSE, Mixture
+from dovetail.protocol.experts import DENSE, Experts, Mixture, Routing
 from dovetail.protocol.settings import Frozen
 
 MAX_POINTS = 256
@@ -67,6 +67,43 @@ class ContextCurve(Frozen):
 
     context: Annotated[int, Field(ge=0, le=1 << 24)]
     t_v: RowsSeconds
+
+
+def weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    """Return the least value below or at which half of the weight of all (value, weight) lies."""
+    ordered = sorted(values)
+    half, reached = sum(weight for _, weight in ordered) / 2, 0.0
+    for value, weight in ordered:
+        reached += weight
+        if reached >= half:
+            return value
+    return ordered[-1][0]
+
+
+class ExpertCosts(Frozen):
+    """The share of experts in the seconds of a pass: T_V = f(M) + c U, where U are the experts that
+    its M rows go through in all layers."""
+
+    routing: Routing
+    expert_s: Seconds = 0.0
+    """c; 0 if it has not been measured."""
+    passes: Annotated[tuple[tuple[Positive, Experts], ...], Field(max_length=MAX_POINTS)] = ()
+    """(rows, experts) of the passes that a curve of T_V was measured with, rows ascending."""
+
+    @model_validator(mode="after")
+    def _ascends(self) -> "ExpertCosts":
+        if not all(below < above for (below, _), (above, _) in pairwise(self.passes)):
+            raise ValueError("the rows of the measured passes do not ascend")
+        return self
+
+    def measured(self, rows: int) -> float:
+        """Return the experts of the measured passes over so many rows: in between those of rows as
+        various as in the nearest measured pass."""
+        near = min(self.passes, key=lambda seen: (abs(seen[0] - rows), seen[0]))
+        if near[0] == rows:
+            return near[1]
+        routing = self.routing
+        return routing.unique(rows, routing.variety(*near) if near[0] > 1 else 1.0)
 
 
 @dataclass(frozen=True)
@@ -203,6 +240,8 @@ class Calibration(Frozen):
     """At the physical limit: max(packed bytes that are read, and states / bandwidth, 2 rows active
     parameters, and operations on states / peak)."""
     t_v_by_context: tuple[ContextCurve, ...]
+    experts: ExpertCosts | None = None
+    """The share of experts in `t_v`; None: the model has none, or they were not counted."""
     layers: Positive
     layers_measured: Positive
     """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""

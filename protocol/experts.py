@@ -3,12 +3,18 @@
 Each row goes through a few of the experts of a layer, so a pass over one row reads little of a
 model, and one over the rows of a tree reads more with each of them. Rows are taken to choose
 independently of each other, and every expert as often as any other; those of one text agree more
-often than that, and read less. Knows counts and shares only.
+often than that, and read less: `Routing` says how many experts they go through, by how fast what
+is new grows with rows. Knows counts and shares only.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from math import log
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from dovetail.protocol.settings import Frozen
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -38,6 +44,39 @@ class Mixture:
 
 DENSE = Mixture()
 """A model without experts: a pass reads all of its weights."""
+
+MAX_EXPERTS = 1 << 24
+Experts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]
+"""Experts of all layers together that a pass goes through, each counted once a layer."""
+
+
+class Routing(Frozen):
+    """The experts of all layers of a model together, and how many of them a row goes through."""
+
+    row: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+    most: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+
+    @model_validator(mode="after")
+    def _goes_through_some(self) -> "Routing":
+        if self.row > self.most:
+            raise ValueError(f"a row of {self.row} experts, where there are {self.most}")
+        return self
+
+    def unique(self, rows: float, variety: float = 1.0) -> float:
+        """Return the experts that a pass over so many rows goes through, on average, if M rows go
+        through as many as M^variety rows do that choose independently of each other:
+        U = E (1 - (1 - k / E)^(M^variety)). So does the number of different words grow in a text
+        (Heaps' law)."""
+        missed: float = (1.0 - self.row / self.most) ** (rows**variety)
+        return self.most * (1.0 - missed)
+
+    def variety(self, rows: int, unique: float) -> float:
+        """Return the variety of a pass over so many rows, at least two, that went through so many
+        experts: what `unique` gives them back for; 0 where all rows chose the same."""
+        if self.row == self.most:
+            return 1.0
+        missed = 1.0 - min(unique, self.most - 0.5) / self.most
+        return log(max(1.0, log(missed) / log(1.0 - self.row / self.most))) / log(rows)
 
 
 def count_experts(config: Mapping[str, Any]) -> tuple[int, int]:

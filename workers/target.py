@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES, Array
-from dovetail.protocol.calibration import ContextCurve
+from dovetail.protocol.calibration import ContextCurve, ExpertCosts
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -59,7 +59,9 @@ class Identity:
     threads: int
     fingerprint: Fingerprint
     curves: Sequence[ContextCurve] = ()
-    """The cost of its passes, as the machine's profile file has it."""
+    """The cost of its passes, as the machine's profile file has it; `experts`: likewise, of a model
+    that counts those that a pass goes through."""
+    experts: ExpertCosts | None = None
     inflation: str = ""
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
@@ -129,6 +131,7 @@ class TargetWorker:
             ),
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
+            experts=identity.experts,
             inflation=identity.inflation,
             placement=identity.placement,
         )
@@ -231,17 +234,20 @@ class TargetWorker:
             for item, verdict in zip(items, verdicts, strict=True)
             if isinstance(verdict, RequestError)
         ]
-        spans = self._spans.take(MAX_SPANS)
+        spans, experts = self._spans.take(MAX_SPANS), self._verifier.take_experts()
         groups = _alike([verdict for verdict in verdicts if isinstance(verdict, Verdict)])
-        return [*(self._verified(group, spans) for group in groups), *failed]
+        return [*(self._verified(group, spans, experts) for group in groups), *failed]
 
-    def _verified(self, verdicts: Sequence[Verdict], spans: Sequence[Span]) -> Verified:
+    def _verified(
+        self, verdicts: Sequence[Verdict], spans: Sequence[Span], experts: int
+    ) -> Verified:
         """One message of verdicts whose features, if they have any, stand below each other;
-        `spans`: of the pass."""
+        `spans` and `experts`: of the pass."""
         features = [verdict.features for verdict in verdicts if verdict.features is not None]
         return Verified(
             epoch=self._epoch,
             items=tuple(verdict.item for verdict in verdicts),
+            experts=experts,
             spans=tuple(spans),
             beside=self._spans.take_beside(MAX_SPANS),
             features=to_array(torch.cat(features)) if features else None,

@@ -25,7 +25,7 @@ nothing of links.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,7 +40,13 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.admission import Admission
 from dovetail.workers.sessions.choosing import outcome_of
-from dovetail.workers.sessions.features import HeldFeatures, HeldPasses, features_of, places_of
+from dovetail.workers.sessions.features import (
+    HeldFeatures,
+    HeldPasses,
+    features_of,
+    places_of,
+    with_features,
+)
 from dovetail.workers.sessions.prefill import Prefill
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
@@ -93,6 +99,7 @@ class Verifier:
         """Layers that are read and type -> passes that are held."""
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Slots that a session's cache has besides, for a draft that shares it."""
+        self._counts, self._experts = model.routing is not None, 0
 
     def __len__(self) -> int:
         """Return how many sessions are open."""
@@ -219,6 +226,12 @@ class Verifier:
                 for item, verdict in zip(items, verdicts, strict=True)
             ]
 
+    def take_experts(self) -> int:
+        """Return how many experts the passes since the last call went through; 0 for a model that
+        has none, or does not count them."""
+        experts, self._experts = self._experts, 0
+        return experts
+
     def close(self, number: int, *, keep: bool = False) -> None:
         """Forget a session; unknown ones are forgotten already. `keep`: but for its log and its
         rows."""
@@ -275,10 +288,11 @@ class Verifier:
                 )
             )
         wanted = {place for item in items for place in self._sessions[item.session].places}
-        with timed_pass(self._spans):
+        with timed_pass(self._spans, counted=self._counts) as parts:
             logits, states = self._model.forward_with_states(
                 torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted
             )
+        self._experts += parts.experts if self._counts and parts is not None else 0
         counts = [segment.count for segment in segments]
         starts = [0, *itertools.accumulate(counts)][:-1]
         return _Pass(torch.split(logits, counts), states, starts)
@@ -334,7 +348,7 @@ class Verifier:
                     self._held_of(reads).add(passed.states, paths)
                     continue
                 features = passed.features(reads, [row for _, path in paths for row in path])
-                whole = _with_features([verdict for _, verdict in own], paths, features)
+                whole = with_features([verdict for _, verdict in own], paths, features)
             except Exception as error:
                 for place, _ in own:
                     shown[place] = as_request_error(error)
@@ -371,23 +385,6 @@ class Verifier:
 def _path(accepted: Sequence[int]) -> list[int]:
     """Return the rows of an item that lie on the accepted path: its root's, row i + 1 of node i."""
     return [0, *(node + 1 for node in accepted)]
-
-
-def _with_features(
-    verdicts: Sequence[Verdict],
-    paths: Sequence[tuple[HeldFeatures, Sequence[int]]],
-    features: Tensor,
-) -> list[Verdict]:
-    """Return verdicts with what was held for each and its own rows of features [rows, row], which
-    stand below each other."""
-    parts = features.split_with_sizes([len(path) for _, path in paths])
-    whole = []
-    for verdict, (held, _), own in zip(verdicts, paths, parts, strict=True):
-        if rows := len(held):
-            item = verdict.item.model_copy(update={"held": rows})
-            verdict, own = replace(verdict, item=item), torch.cat([held.rows(), own])
-        whole.append(replace(verdict, features=own))
-    return whole
 
 
 def tree_paths(tree: TokenTree, root: int) -> Paths:

@@ -11,6 +11,7 @@ from dovetail.launch.console.terminal import counted, print_table
 from dovetail.launch.files.charts import Curve, draw
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
+from dovetail.protocol.experts import Routing
 
 ReadT = TypeVar("ReadT", Calibration, ContextCurve, DeviceCosts, Reading)
 TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -70,6 +71,8 @@ def show_found(found: dict[str, Any]) -> None:
         ),
         rows,
     )
+    if (experts := found["experts"]) is not None:
+        click.echo(_experts(experts))
     if len(found["t_v_measured"]) < len(found["t_v"]):
         click.echo(
             f"measured at M = {format_numbers(found['t_v_measured'])}; between them T_V is "
@@ -122,6 +125,21 @@ def _pass(found: dict[str, Any], m: str, others: Sequence[str]) -> tuple[object,
         share,
         taken / found["t_v"]["1"],
         *elsewhere,
+    )
+
+
+def _experts(experts: Mapping[str, Any]) -> str:
+    """Return what is known of the experts of passes, in words."""
+    routing = Routing(row=experts["row"], most=experts["most"])
+    shown = [m for m in TABLE_ROWS if str(m) in experts["passes"]]
+    through = ", ".join(
+        f"{experts['passes'][str(m)]} at M = {m} ({routing.unique(m):.0f} if rows chose "
+        "independently)"
+        for m in shown[1:4]
+    )
+    return (
+        f"experts     {routing.row} of {routing.most} a row, in all layers; {through}; "
+        f"a further one takes {experts['expert_s'] * 1e6:.3g} us"
     )
 
 

@@ -16,6 +16,7 @@ from dovetail.protocol.calibration import (
     STATELESS,
     Calibration,
     DeviceCosts,
+    ExpertCosts,
     LeastTime,
     RowsSeconds,
     StateTraffic,
@@ -45,6 +46,9 @@ device, and 16 rows of 4096 numbers on a link of 16 GB/s. An estimate: none has 
 
 
 MEASURED = Origin(Source.PROFILED, "measured")
+INDEPENDENT = Origin(Source.ESTIMATED, "those of rows that choose independently of each other")
+SOME_ROWS = 8
+"""Rows of the pass whose experts are told."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +222,15 @@ def _host(
         origins["passes of the CPU"] = Origin(
             Source.PROFILED, f"measured, {calibration.measured[:10]}"
         )
+        if calibration.experts is not None and calibration.experts.passes:
+            origins["experts of a pass"] = _experts(calibration.experts)
         return _shared(calibration.t_v, target)
     if parts is not None:
         origins["passes of the CPU"] = MEASURED
         return Place(cache(parts.host_layer.at), cache(parts.host_head.at))
     origins["passes of the CPU"] = hardware.host.origin
+    if target.mixture.share:
+        origins["experts of a pass"] = INDEPENDENT
     return _estimated(hardware.host, target, width)
 
 
@@ -248,6 +256,14 @@ def _estimated(engine: Engine, target: Target, width: float) -> Place:
         engine.seconds(weights_of, target.layer, 1.0, mixture=target.mixture, states=target.states),
         engine.seconds(target.head / width, target.head),
     )
+
+
+def _experts(experts: ExpertCosts) -> Origin:
+    """Return how many experts measured passes went through, and what a further one takes."""
+    routing, rows = experts.routing, SOME_ROWS
+    through = f"{experts.measured(rows):.0f} of {routing.most} over {rows} rows"
+    words = f"{through}, {experts.expert_s / MICRO:.3g} us each (measured)"
+    return Origin(Source.PROFILED, words)
 
 
 def _shared(t_v: RowsSeconds, target: Target) -> Place:

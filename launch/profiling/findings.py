@@ -41,7 +41,9 @@ from dovetail.launch.profiling.rounds import (
     telling,
 )
 from dovetail.launch.profiling.timeline import NS, Actor
-from dovetail.launch.profiling.verdict import bounds_told, of_transport, verdict
+from dovetail.launch.profiling.verdict import bounds_told, of_experts, of_transport, verdict
+from dovetail.protocol.calibration import ExpertCosts
+from dovetail.protocol.experts import Routing
 from dovetail.protocol.messages import RoundRecord
 from dovetail.runtime.costs.passes import RowCosts
 
@@ -112,9 +114,11 @@ def find(evidence: Evidence) -> Findings:
         ],
         "bounds": bounds_told(evidence, bounds, forecast, judged=not disturbed(others)),
         "curves": curves_of(evidence, forecast, costs, bounds),
+        "experts": (experts := experts_of(evidence, costs)),
         "forecast_off": forecast.off,
         "verdict": verdict(
-            evidence, bounds, advice, forecast, others, list(of_transport(split, ahead_ms))
+            *(evidence, bounds, advice, forecast, others),
+            [*of_experts(experts), *of_transport(split, ahead_ms)],
         ),
         "missed": evidence.missed,
     }
@@ -134,9 +138,9 @@ def costs_of(evidence: Evidence, *, alone: bool) -> RowCosts:
     """T_V from every pass that was seen; of those over a single row, where there was none, what the
     coordinator has learned. Where sessions did not run one after the other (`alone`), a pass has
     the rows of all that it was for."""
-    costs, context = RowCosts(), fmean(record.prefix for record in evidence.records)
-    for rows, seconds, prefix in _passes(evidence) if alone else _shared_passes(evidence):
-        costs.observe(rows, seconds, prefix)
+    costs, context = RowCosts(experts=_known_experts(evidence)), mean_context(evidence)
+    for passed in _passes(evidence) if alone else _shared_passes(evidence):
+        costs.observe(*passed)
     none, no_single = not costs.known, not costs.seen(1)
     for pair in evidence.pairs:
         for rows, seconds in (
@@ -147,8 +151,43 @@ def costs_of(evidence: Evidence, *, alone: bool) -> RowCosts:
     return costs
 
 
-def _passes(evidence: Evidence) -> Iterator[tuple[int, float, int]]:
-    """Rows, seconds and context of every pass that one session had to itself."""
+def mean_context(evidence: Evidence) -> float:
+    """Return the mean length of what was committed before a round."""
+    return fmean(record.prefix for record in evidence.records)
+
+
+def _known_experts(evidence: Evidence) -> ExpertCosts | None:
+    """Return the experts of the target, by its passes over a single row; None where there was none
+    that counted any."""
+    row = next((found for rows, _, _, found in _passes(evidence) if rows == 1 and found), 0)
+    if not row or evidence.model is None:
+        return None
+    mixture = evidence.model.mixture
+    most = max(row, round(row * mixture.count / mixture.chosen))
+    return ExpertCosts(routing=Routing(row=row, most=most))
+
+
+def experts_of(evidence: Evidence, costs: RowCosts) -> dict[str, float] | None:
+    """Return the experts of a pass over more than one row, as its verdict says and if rows chose
+    independently, their cost, and the share of the pass that it is; None where none are counted."""
+    records = [record for record in evidence.records if record.verified and record.experts]
+    if costs.experts is None or not records:
+        return None
+    routing, mean = costs.experts.routing, fmean(record.experts for record in records)
+    independent = fmean(routing.unique(1 + record.verified) for record in records)
+    pass_s = fmean(record.verify_ns for record in records) / NS
+    return {
+        "a_pass": mean,
+        "independent": independent,
+        "row": routing.row,
+        "most": routing.most,
+        "expert_us": costs.experts.expert_s * 1e6,
+        "share": costs.experts.expert_s * mean / pass_s,
+    }
+
+
+def _passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
+    """Yield rows, seconds, context and experts of every pass that one session had to itself."""
     sounded = [
         *evidence.soundings.plain,
         *evidence.soundings.others,
@@ -156,10 +195,10 @@ def _passes(evidence: Evidence) -> Iterator[tuple[int, float, int]]:
     ]
     for record in (*evidence.records, *sounded):
         if record.verify_ns:
-            yield 1 + record.verified, record.verify_ns / NS, record.prefix
+            yield 1 + record.verified, record.verify_ns / NS, record.prefix, record.experts
 
 
-def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float]]:
+def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
     """Yield the passes that several sessions shared, if all of their rounds have been seen."""
     records = {(seen.session, seen.record.round): seen.record for seen in evidence.rounds}
     for piece in timeline.passes(evidence.slices):
@@ -169,6 +208,7 @@ def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float]]:
                 sum(1 + record.verified for record in its),
                 (piece.end_ns - piece.start_ns) / NS,
                 fmean(record.prefix for record in its),
+                its[0].experts,
             )
 
 
@@ -238,7 +278,7 @@ def curves_of(
     replayed is of other trees and shorter replies than the run's: it is taken in proportion to what
     is replayed for the settings of the run, which stands where it was measured."""
     rows = [count for count in CURVE_ROWS if count <= 64]
-    context = fmean(record.prefix for record in evidence.records)
+    context = mean_context(evidence)
     roofline, gammas = evidence.roofline, curve_of(forecast)
     per_rate = (forecast.rate / forecast.now.rate if forecast.rate else 1.0) / forecast.alone.rate
     per_token = (

@@ -168,6 +168,18 @@ def _sentences(
         )
 
 
+def of_experts(experts: Mapping[str, float] | None) -> Iterator[str]:
+    """Return how many experts a drafted pass goes through, and what they take."""
+    if experts is None:
+        return
+    yield (
+        f"A drafted pass goes through {experts['a_pass']:.0f} experts of {experts['most']:.0f} in "
+        f"all layers, where rows that chose independently would go through "
+        f"{experts['independent']:.0f}; one takes {experts['expert_us']:.3g} us, all of them "
+        f"{experts['share']:.0%} of the pass."
+    )
+
+
 def of_transport(split: Split | None, ahead_ms: float | None) -> Iterator[str]:
     """Return what the time is spent on in which messages are on their way, where that is much."""
     if split is None or split.parts_s["transport"] < MUCH * split.wall_s:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dovetail.protocol.arrays import ITEM_BYTES, Array
-from dovetail.protocol.calibration import ContextCurve
+from dovetail.protocol.calibration import ContextCurve, ExpertCosts
 from dovetail.protocol.messages.parts import (
     MAX_CORES,
     MAX_CURVES,
@@ -153,6 +153,9 @@ class Hello(Message):
     curves: Annotated[tuple[ContextCurve, ...], Field(max_length=MAX_CURVES, fail_fast=True)] = ()
     """T_V of a target or t_D of a draft, over rows at some lengths of the cache, as its machine's
     profile file has them; none if it has not been calibrated."""
+    experts: ExpertCosts | None = None
+    """The experts of a target that counts those that its passes go through, and what the profile
+    file has of their cost; None: it has none, or does not count them."""
     inflation: Name = ""
     """The size to which a target's linears were inflated, as the setting says it; empty: they were
     not."""

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from dovetail.protocol.experts import Experts
 from dovetail.protocol.messages.parts import (
     MAX_NODES,
     MAX_PASSES,
@@ -50,6 +51,8 @@ class RoundRecord(Frozen):
     draft_ns: Nanoseconds = 0
     """Drafting that the round waited for."""
     verify_ns: Nanoseconds = 0
+    experts: Experts = 0
+    """Experts that the target's pass went through, as its verdict says."""
     transport_ns: Nanoseconds = 0
     queue_ns: Nanoseconds = 0
     coordinator_ns: Nanoseconds = 0

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from dovetail.protocol.arrays import Array
+from dovetail.protocol.experts import Experts
 from dovetail.protocol.messages.parts import (
     MAX_NODES,
     MAX_PASSES,
@@ -304,6 +305,9 @@ class Verified(Message):
     items: Annotated[
         tuple[VerifiedItem, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
     ]
+    experts: Experts = 0
+    """Experts that the pass went through, each counted once in every layer; 0: the target has none,
+    or does not count them."""
     spans: SpanFields = ()
     beside: BesideFields = ()
     """Spans of what this worker did beside its commands, as in Drafted."""

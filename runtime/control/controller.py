@@ -342,7 +342,9 @@ class Controller:
             words = on_off.undrafted(seconds, alone_s, before_s=before_s)
         elif pair is None or pair.rounds >= COLD:
             rows, pass_s = done.other_rows + done.verified, done.times.verify_ns / 1e9
-            slowness = self._now.costs.slowness(pass_s, rows=rows, context=done.context)
+            slowness = self._now.costs.slowness(
+                pass_s, rows=rows, context=done.context, experts=done.times.experts
+            )
             words = on_off.drafted(tokens, seconds, slowness * alone_s)
         if words is not None:
             self._say(f"session {self._number}, {self._names}: {words}")

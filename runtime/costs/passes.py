@@ -6,6 +6,8 @@ moves nothing and an old machine state is forgotten; what has been seen bends th
 expected, for rows in between and beyond; the result never falls with rows. A machine that becomes
 slower or faster does so for all numbers of rows, also for those that are not seen meanwhile: passes
 are remembered as they would be at the usual speed, and expected at the speed of the last ones.
+Of a target with experts T_V = f(M) + c U: passes are compared as if each had gone through as many
+experts U as the next one will (`experts.py`).
 Pure: seconds are handed in, and nothing here knows who computes.
 """
 
@@ -14,9 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from dovetail.protocol.calibration import ContextCurve, RowsSeconds
+from dovetail.protocol.calibration import ContextCurve, ExpertCosts, RowsSeconds, weighted_median
 from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
 from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.experts import ExpertsOfPasses
 
 EXACT_ROWS = 32
 """Passes of fewer rows are remembered by themselves."""
@@ -43,6 +46,8 @@ FORGETTING = 0.995
 SPREAD = 64.0 * 64.0
 """Squared tokens that contexts must have been apart before a slope over them is believed by
 half."""
+LEAST_SHARE = 0.25
+"""A pass takes this share at least of what was seen, whatever context and experts it has."""
 LEAST_S = 1e-9
 STALE_TOKENS = 32
 """A table of passes serves contexts that are so near."""
@@ -71,8 +76,8 @@ def bucket(rows: int) -> int:
 class _Passes:
     """The passes of one number of rows."""
 
-    last: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """(seconds at the usual speed, context)."""
+    last: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """(seconds at the usual speed, context, experts)."""
     weight: float = 0.0
     mean_context: float = 0.0
     mean_seconds: float = 0.0
@@ -80,9 +85,10 @@ class _Passes:
     """Sum of squares of contexts about their mean, with forgetting; `product` that of contexts and
     seconds."""
     product: float = 0.0
+    mean_experts: float = 0.0
 
-    def add(self, seconds: float, context: float) -> None:
-        self.last.append((seconds, context))
+    def add(self, seconds: float, context: float, experts: float) -> None:
+        self.last.append((seconds, context, experts))
         if self.weight > 1.0:
             seconds = min(seconds, OUTLIER * self.mean_seconds)
         kept = self.weight * FORGETTING
@@ -90,18 +96,18 @@ class _Passes:
         off_context, off_seconds = context - self.mean_context, seconds - self.mean_seconds
         self.mean_context += off_context / self.weight
         self.mean_seconds += off_seconds / self.weight
+        self.mean_experts += (experts - self.mean_experts) / self.weight
         self.contexts = FORGETTING * self.contexts + off_context * off_context * kept / self.weight
         self.product = FORGETTING * self.product + off_context * off_seconds * kept / self.weight
 
-    def middle(self) -> tuple[float, float]:
-        """Seconds and context of the middle half of the last passes, in the order of their seconds:
-        the mean of each."""
+    def middle(self) -> tuple[float, float, float]:
+        """Seconds, context and experts of the middle half of the last passes, in the order of their
+        seconds: the mean of each."""
         ordered = sorted(self.last)
         edge = len(ordered) // 4 if len(ordered) >= FEW else (len(ordered) - 1) // 2
         inner = ordered[edge : len(ordered) - edge]
-        return sum(seconds for seconds, _ in inner) / len(inner), sum(
-            context for _, context in inner
-        ) / len(inner)
+        seconds, context, experts = map(sum, zip(*inner, strict=True))
+        return seconds / len(inner), context / len(inner), experts / len(inner)
 
 
 @dataclass
@@ -110,6 +116,9 @@ class _Table:
 
     usual: list[float] = field(default_factory=list)
     """At the usual speed."""
+    experts: list[float] = field(default_factory=list)
+    """Those that passes over so many rows are thought to go through; none for a target that counts
+    none."""
     seconds: list[float] = field(default_factory=list)
     slowness: float = 0.0
     """The machine's slowness that `seconds` hold for."""
@@ -122,7 +131,11 @@ class _Table:
 class RowCosts:
     """T(M, context) of one worker's passes, in seconds."""
 
-    def __init__(self, curves: Sequence[ContextCurve] = ()) -> None:
+    def __init__(
+        self, curves: Sequence[ContextCurve] = (), experts: ExpertCosts | None = None
+    ) -> None:
+        """`experts`: of a target that counts those that its passes go through."""
+        self.experts = None if experts is None else ExpertsOfPasses(experts)
         self.known = self.profiled = bool(curves)
         """True if there is anything to go by; and if that began with curves, which hold for all
         rows but for a factor."""
@@ -150,27 +163,66 @@ class RowCosts:
         found = self._passes.get(bucket(rows))
         return len(found.last) if found else 0
 
-    def observe(self, rows: int, seconds: float, context: float = 0.0) -> None:
-        """A pass over so many rows behind a context of so many tokens has taken so long."""
+    def observe(self, rows: int, seconds: float, context: float = 0.0, experts: int = 0) -> None:
+        """A pass over so many rows behind a context of so many tokens has taken so long; `experts`:
+        those that it went through, 0 where they were not counted."""
         if seconds <= 0.0:
             return
         key = rows if rows < EXACT_ROWS else bucket(rows)
         if (known := self._passes.get(key)) is None:
             known = self._passes[key] = _Passes()
         if len(known.last) >= SEEN:
-            self._lately.append(seconds / self._table(rows, context).usual[rows])
+            self._lately.append(seconds / self._usual(rows, context, experts))
             self._slowness = sorted(self._lately)[SPEEDS // 2]
-        known.add(seconds / self._slowness**PASSING, context)
+        through = float(experts)
+        if self.experts is not None:
+            through = self._weigh_experts(self.experts, known, rows, seconds, context, experts)
+        known.add(seconds / self._slowness**PASSING, context, through)
         self._observed += 1
         self.known = True
+
+    def _weigh_experts(
+        self,
+        passes: ExpertsOfPasses,
+        known: _Passes,
+        rows: int,
+        seconds: float,
+        context: float,
+        experts: int,
+    ) -> float:
+        """Learn of experts from a pass. Return those that it went through, or is thought to have
+        where they were not counted."""
+        if not experts:
+            return passes.at(rows)
+        if len(known.last) >= SEEN:
+            passes.weigh(
+                seconds,
+                experts - known.mean_experts,
+                usual_s=known.mean_seconds,
+                row_s=self._table(1, context).usual[1],
+            )
+        passes.count(rows, experts)
+        return float(experts)
+
+    def _usual(self, rows: int, context: float, experts: int) -> float:
+        """Return the seconds at the usual speed of a pass that went through so many experts."""
+        table = self._table(rows, context)
+        usual = table.usual[rows]
+        if self.experts is None or not experts:
+            return usual
+        more_s = self.experts.expert_s * (experts - table.experts[rows])
+        return max(LEAST_SHARE * usual, usual + more_s)
 
     def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
         """Passes of so many rows have taken so many nanoseconds each."""
         for rows, duration_ns in passes:
             self.observe(rows, duration_ns / 1e9)
 
-    def at(self, rows: int, context: float = 0.0) -> float:
-        """Seconds of a pass; 0 where nothing is known."""
+    def at(self, rows: int, context: float = 0.0, experts: int = 0) -> float:
+        """Seconds of a pass; 0 where nothing is known. `experts`: those that it went through; 0: it
+        is still to come, or they were not counted."""
+        if experts:
+            return self._slowness * self._usual(rows, context, experts)
         return self.table(rows, context)[rows]
 
     def table(self, most: int, context: float = 0.0) -> list[float]:
@@ -196,6 +248,8 @@ class RowCosts:
         stale = unseen and unseen >= min(STALE_PASSES, 1 + self._observed // 4)
         if stale or len(found.usual) <= most:
             found.usual, found.slowness = self._made(found.asked, context), 0.0
+            if self.experts is not None:
+                found.experts = [*map(self.experts.at, range(found.asked + 1))]
             found.observed, found.asked = self._observed, most
         return found
 
@@ -228,7 +282,19 @@ class RowCosts:
         else a pass of 1 with a little more for each row."""
         if self._curves is None:
             return [1.0 + ROW_SHARE * (rows - 1) for rows in range(most + 1)]
-        return [max(LEAST_S, seconds) for seconds in self._curves.table(most, context)]
+        table = self._curves.table(most, context)
+        if self.experts is not None and self.experts.measured(1) is not None:
+            table = [seconds + self._more_s(rows) for rows, seconds in enumerate(table)]
+        return [max(LEAST_S, seconds) for seconds in table]
+
+    def _more_s(self, rows: int) -> float:
+        """Return what a pass takes more than the profile's, since it will go through other
+        experts."""
+        assert self.experts is not None
+        measured = self.experts.measured(rows) if rows else None
+        if measured is None:
+            return 0.0
+        return self.experts.expert_s * (self.experts.at(rows) - measured)
 
     def _anchors(self, expected: Sequence[float], context: float) -> list[tuple[int, float]]:
         """(rows, what a pass takes in parts of what was expected), ascending in rows: what has been
@@ -236,12 +302,15 @@ class RowCosts:
         slope = self._learned_slope()
         found = []
         for rows, passes in sorted(self._passes.items()):
-            seconds, behind = passes.middle()
-            there = max(0.25 * seconds, seconds + slope * (context - behind))
+            seconds, behind, through = passes.middle()
+            more_s = slope * (context - behind)
+            if self.experts is not None:
+                more_s += self.experts.expert_s * (self.experts.at(rows) - through)
+            there = max(LEAST_SHARE * seconds, seconds + more_s)
             found.append((rows, there / expected[rows], float(len(passes.last))))
         if not self.profiled:
             return _risen([(rows, share, count) for rows, share, count in found], expected)
-        overall = _weighted_median([(share, count) for _, share, count in found])
+        overall = weighted_median([(share, count) for _, share, count in found])
         return _risen(
             [
                 (rows, (count * share + TRUST * overall) / (count + TRUST), count)
@@ -258,16 +327,6 @@ class RowCosts:
         contexts = sum(passes.contexts for passes in self._passes.values())
         product = sum(passes.product for passes in self._passes.values())
         return max(0.0, product / (contexts + SPREAD))
-
-
-def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
-    ordered = sorted(values)
-    half, reached = sum(weight for _, weight in ordered) / 2, 0.0
-    for value, weight in ordered:
-        reached += weight
-        if reached >= half:
-            return value
-    return ordered[-1][0]
 
 
 def _risen(

@@ -123,10 +123,10 @@ class PairCosts(RoundCosts):
     def verify_s(self, rows: int, context: float = 0.0) -> float:
         return self.target.at(rows, context)
 
-    def slowness(self, pass_s: float, *, rows: int, context: float) -> float:
-        """Return how much longer a pass took than passes of its size do, within bounds: a round
-        without a draft would have taken that much longer then, too."""
-        usual_s = self.verify_s(rows, context)
+    def slowness(self, pass_s: float, *, rows: int, context: float, experts: int = 0) -> float:
+        """Return how much longer a pass took than passes of its size, and through as many experts,
+        do, within bounds: a round without a draft would have taken that much longer then, too."""
+        usual_s = self.target.at(rows, context, experts)
         if usual_s <= 0.0:
             return 1.0
         return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, pass_s / usual_s))

@@ -240,6 +240,7 @@ class WorkerEvents:
                 self._dropped.stale += 1
                 continue
             try:
+                running.times.experts = event.experts
                 yield from self._verdict(
                     worker, running, item, features, now_ns, size // len(event.items), event.spans
                 )
@@ -334,7 +335,7 @@ class WorkerEvents:
 def _observe_pass(worker: Worker, passed: tuple[int, float], event: Verified) -> None:
     """Learn what a pass over so many rows, behind a context of so many tokens, has taken."""
     rows, context = passed
-    worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context)
+    worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context, event.experts)
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:

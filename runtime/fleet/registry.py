@@ -186,7 +186,7 @@ class Registry:
             shelf=PrefixCache(hello.limits.kept),
         )
         if "target" in hello.roles:
-            worker.verifying = RowCosts(hello.curves)
+            worker.verifying = RowCosts(hello.curves, hello.experts)
         else:
             worker.drafting = RowCosts(hello.curves)
         return worker

@@ -30,7 +30,7 @@ def extent_ns(spans: Sequence[Span]) -> int:
 @dataclass
 class RoundTimes:
     """The times of a round, from the verdict (or the first token) before it to its own, in
-    nanoseconds."""
+    nanoseconds, and what its pass went through."""
 
     draft_ns: int = 0
     """Drafting that was waited for."""
@@ -43,6 +43,8 @@ class RoundTimes:
     target_hop_ns: int = 0
     target_queue_ns: int = 0
     coordinator_ns: int = 0
+    experts: int = 0
+    """Experts that the target's pass went through, as its verdict says."""
 
     @property
     def own_ns(self) -> int:
@@ -104,6 +106,7 @@ class RoundFacts:
             committed=self.committed,
             draft_ns=times.draft_ns,
             verify_ns=times.verify_ns,
+            experts=times.experts,
             transport_ns=times.transport_ns,
             queue_ns=times.queue_ns,
             coordinator_ns=times.coordinator_ns,

@@ -35,6 +35,7 @@ from benchmarks.recurrence import recurrence
 from benchmarks.reliability import reliability
 from benchmarks.rest import rest
 from benchmarks.rounds import rounds
+from benchmarks.routing import routing
 from benchmarks.same_file import gguf_pair
 from benchmarks.sameness import bytes_command
 from benchmarks.substitute import substitute
@@ -81,6 +82,7 @@ for command in (
     ahead,
     goodput,
     rounds,
+    routing,
     observed,
     transport,
     turns,

@@ -50,10 +50,11 @@ from dovetail.launch.profiling.timeline import Actor, Slice
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.calibration import MachineLimits
+from dovetail.protocol.experts import Routing
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.costs.passes import RowCosts
-from support.profiled import made_up_run
+from support.profiled import made_up_run, with_experts
 from support.sysfs import ONE_NODE, SPARSE, TWO_SOCKETS, WITH_CXL, FakeNode, write_machine
 
 TARGET, DRAFT, COORDINATOR = (
@@ -849,6 +850,19 @@ def test_the_verdict_and_the_advice_speak_of_one_rate_of_the_target_alone() -> N
         f"{told['bounds']['speedup']:.2f} times as fast as the target alone "
         f"({1 / told['bounds']['alone_s']:.1f} tokens/s, measured in 8 rounds" in words
     )
+
+
+def test_the_experts_of_passes_are_told_beside_those_of_rows_that_choose_independently() -> None:
+    run = made_up_run()
+    assert find(run).told["experts"] is None
+    routed = with_experts(run, row=24, drafted=120)
+    told = find(routed).told
+    independent = Routing(row=24, most=384).unique(16)
+    assert told["experts"]["a_pass"] == 120
+    assert (told["experts"]["row"], told["experts"]["most"]) == (24, 384)
+    assert told["experts"]["independent"] == pytest.approx(independent)
+    words = "goes through 120 experts of 384 in all layers, where rows that chose independently"
+    assert any(words in sentence for sentence in told["verdict"]["in_words"])
 
 
 def test_tokens_and_tau_are_those_of_the_reply_where_it_ended_within_a_path() -> None:

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from dovetail.protocol.calibration import LeastTime
-from dovetail.protocol.experts import DENSE, Mixture, count_experts
+from dovetail.protocol.calibration import ExpertCosts, LeastTime
+from dovetail.protocol.experts import DENSE, Mixture, Routing, count_experts
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(8, 2), (64, 8), (128, 8)])
@@ -49,3 +49,35 @@ def test_experts_are_counted_by_the_names_that_configurations_have(
     config: dict[str, object], counts: tuple[int, int]
 ) -> None:
     assert count_experts(config) == counts
+
+
+def test_rows_that_choose_independently_go_through_the_experts_of_the_expectation() -> None:
+    routing, mixture = Routing(row=3 * 8, most=3 * 64), Mixture(64, 8, share=1.0)
+    for rows in (1, 2, 7, 30):
+        assert routing.unique(rows) == pytest.approx(3 * 64 * mixture.read(rows))
+
+
+def test_the_variety_of_a_pass_gives_its_experts_back() -> None:
+    routing = Routing(row=48, most=768)
+    for rows in (2, 5, 40):
+        for unique in (48.0, 61.0, 90.0):
+            found = routing.unique(rows, routing.variety(rows, unique))
+            assert found == pytest.approx(unique)
+        assert routing.variety(rows, routing.unique(rows)) == pytest.approx(1.0)
+    everyone = Routing(row=4, most=4)
+    assert everyone.unique(9, everyone.variety(9, 4)) == 4.0
+
+
+def test_a_row_goes_through_no_more_experts_than_there_are() -> None:
+    with pytest.raises(ValueError, match="a row of 9 experts, where there are 8"):
+        Routing(row=9, most=8)
+
+
+def test_between_measured_passes_rows_are_as_various_as_in_the_nearest() -> None:
+    routing = Routing(row=24, most=384)
+    passes = tuple((rows, round(routing.unique(rows, 0.6))) for rows in (1, 4, 16))
+    costs = ExpertCosts(routing=routing, passes=passes)
+    assert costs.measured(4) == round(routing.unique(4, 0.6))
+    assert costs.measured(9) == pytest.approx(routing.unique(9, 0.6), rel=0.02)
+    with pytest.raises(ValueError, match="do not ascend"):
+        ExpertCosts(routing=routing, passes=((4, 80), (1, 24)))

@@ -66,6 +66,11 @@ def calibration(backend: str = "kernels", first: float = 1.0) -> Calibration:
     )
 
 
+def test_a_file_that_says_nothing_of_experts_is_read() -> None:
+    told = calibration().model_dump_json()
+    assert Calibration.model_validate_json(told.replace('"experts":null,', "")) == calibration()
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
     entry = update_profile(

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.calibration import ContextCurve, RowsSeconds
+from dovetail.protocol.calibration import ContextCurve, ExpertCosts, RowsSeconds
+from dovetail.protocol.experts import Routing
 from dovetail.runtime.costs.averages import Average, Lags, add_all
 from dovetail.runtime.costs.passes import FIRST_ROWS, KEPT, RowCosts, bucket
 from dovetail.runtime.costs.rounds import Messages, PairCosts
@@ -205,3 +206,95 @@ def test_messages_of_a_round_with_a_draft_are_twice_those_of_one_without() -> No
     messages = Messages(hop_s=0.001, coordinator_s=0.01)
     assert messages.beside_s(drafted=False) == pytest.approx(0.012)
     assert messages.beside_s(drafted=True) == pytest.approx(0.024)
+
+
+# experts
+
+ROUTING = Routing(row=48, most=768)
+EXPERT_S = 1e-4
+
+
+def with_experts(rows: int, experts: float) -> float:
+    return 0.01 + 0.001 * rows + EXPERT_S * experts
+
+
+def various(random_: random.Random, rows: int, variety: float) -> int:
+    return round(ROUTING.unique(rows, variety * random_.uniform(0.9, 1.1)))
+
+
+def learned(
+    passes: int,
+    *,
+    slowness: Callable[[int], float] = lambda _: 1.0,
+    varieties: tuple[float, ...] = (0.2, 0.7),
+) -> tuple[RowCosts, RowCosts]:
+    """Costs by rows and experts, and by rows alone, after passes over texts that change."""
+    random_ = random.Random(4)
+    both, alone = RowCosts(experts=ExpertCosts(routing=ROUTING)), RowCosts()
+    for number in range(passes):
+        rows = random_.choice((1, 2, 4, 8, 12))
+        experts = various(random_, rows, varieties[number // 40 % len(varieties)])
+        for costs in (both, alone):
+            seconds = slowness(number) * with_experts(rows, experts) * random_.uniform(0.98, 1.02)
+            costs.observe(rows, seconds, 50.0, experts if costs is both else 0)
+    return both, alone
+
+
+def test_passes_are_expected_by_the_experts_of_the_text_that_is_read() -> None:
+    both, alone = learned(600)
+    assert both.experts is not None
+    assert both.experts.expert_s == pytest.approx(EXPERT_S, rel=0.2)
+    for rows in (2, 4, 8, 12):
+        experts = ROUTING.unique(rows, 0.7 if 600 // 40 % 2 == 0 else 0.2)
+        assert both.at(rows, 50.0) == pytest.approx(with_experts(rows, experts), rel=0.08)
+        few = round(ROUTING.unique(rows, 0.2))
+        assert both.at(rows, 50.0, few) == pytest.approx(with_experts(rows, few), rel=0.05)
+        assert alone.at(rows, 50.0, few) == alone.at(rows, 50.0)
+
+
+def test_rows_that_were_never_seen_go_through_as_many_experts_as_the_text_has() -> None:
+    both, _ = learned(200, varieties=(0.4,))
+    assert both.experts is not None
+    assert both.experts.at(6) == pytest.approx(ROUTING.unique(6, 0.4), rel=0.1)
+
+
+def test_a_machine_that_becomes_slower_is_not_put_down_to_experts() -> None:
+    both, _ = learned(600, slowness=lambda number: 1.0 if number // 40 % 2 else 1.5)
+    assert both.experts is not None
+    assert both.experts.expert_s < 2.0 * EXPERT_S
+    steady = learned(600, slowness=lambda number: 1.0 + number / 600, varieties=(0.5,))[0]
+    assert steady.experts is not None
+    assert steady.experts.expert_s < 2.5 * EXPERT_S
+
+
+def test_experts_take_no_more_than_a_pass_over_one_row() -> None:
+    costs = RowCosts(experts=ExpertCosts(routing=ROUTING))
+    for number in range(100):
+        costs.observe(4, 0.01 + 0.01 * (number % 2), 0.0, 100 + number % 2)
+    assert costs.experts is not None
+    assert costs.experts.expert_s * ROUTING.row <= 0.011
+
+
+def test_a_profile_of_random_text_is_bent_to_the_experts_of_the_text_that_is_read() -> None:
+    rows = (1, 2, 4, 8, 16)
+    measured = tuple((count, round(ROUTING.unique(count))) for count in rows)
+    curve = ContextCurve(
+        context=64,
+        t_v=RowsSeconds(rows=rows, seconds=tuple(with_experts(m, u) for m, u in measured)),
+    )
+    costs = RowCosts([curve], ExpertCosts(routing=ROUTING, expert_s=EXPERT_S, passes=measured))
+    assert costs.at(8, 64) == pytest.approx(with_experts(8, ROUTING.unique(8)), rel=0.01)
+    for _ in range(8):
+        few = round(ROUTING.unique(4, 0.2))
+        costs.observe(4, with_experts(4, few), 64, few)
+    for count in rows:
+        expected = with_experts(count, ROUTING.unique(count, 0.2))
+        assert costs.at(count, 64) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_pass_through_many_experts_is_not_taken_for_a_slow_machine() -> None:
+    both, _ = learned(600)
+    costs, many = PairCosts(both), round(ROUTING.unique(8, 0.7))
+    told = {"rows": 8, "context": 50.0}
+    slowness = costs.slowness(with_experts(8, many), **told, experts=many)
+    assert slowness == pytest.approx(1.0, abs=0.06)

@@ -36,11 +36,11 @@ def unpack_frames(content: bytes) -> list[bytes]:
 
 def representative() -> dict[str, Any]:
     """Name of the golden file -> a message that uses every field of its type."""
-    m, array, settings = (
+    m, array, settings, experts = (
         importlib.import_module(f"dovetail.protocol.{name}")
-        for name in ("messages", "arrays", "settings")
+        for name in ("messages", "arrays", "settings", "experts")
     )
-    facts = _facts(m, array.Array, settings)
+    facts = _facts(m, array.Array, settings, experts.Routing)
     return {
         **_introductions(m, facts),
         **_drafting(m, facts),
@@ -50,7 +50,7 @@ def representative() -> dict[str, Any]:
     }
 
 
-def _facts(m: Any, array: Any, settings: Any) -> SimpleNamespace:
+def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
     """What several messages are made of."""
     sampling = settings.Sampling(
         temperature=0.7,
@@ -112,6 +112,9 @@ def _facts(m: Any, array: Any, settings: Any) -> SimpleNamespace:
         probabilities=array(dtype="float32", shape=(4, 2), data=bytes(range(32, 64))),
         logprobs=m.TokenLogprobs(logprob=-0.25, top=((9707, -0.25), (11, -1.5))),
         rows_seconds=m.RowsSeconds(rows=(1, 16), seconds=(0.0625, 0.125)),
+        experts=m.ExpertCosts(
+            routing=routing(row=384, most=6144), expert_s=0.0000625, passes=((1, 384), (16, 3100))
+        ),
     )
 
 
@@ -135,6 +138,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             reads=facts.reads,
             cores=(0, 1),
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
+            experts=facts.experts,
             inflation="512MiB",
             standby=True,
             placement=PLACEMENT,
@@ -275,6 +279,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "verified": m.Verified(
             epoch=2,
             items=(verdict,),
+            experts=1536,
             spans=facts.spans,
             beside=facts.beside,
             features=facts.array(dtype="bfloat16", shape=(3, 12), data=bytes(range(72))),
@@ -420,6 +425,7 @@ def _record(m: Any) -> Any:
         passes=((1, 250_000), (10, 300_000)),
         draft_ns=500_000,
         verify_ns=9_000_000,
+        experts=1536,
         transport_ns=100_000,
         queue_ns=1,
         coordinator_ns=150_000,

@@ -2,6 +2,7 @@
 with everything that is seen, sampled and sounded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from dovetail.launch.machine.topology import Node, Topology
@@ -13,6 +14,7 @@ from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.calibration import MachineLimits
+from dovetail.protocol.experts import Mixture
 from dovetail.protocol.messages import RoundRecord, SeenRound, SeenWorker, WorkerState
 
 MS = 1_000_000
@@ -145,6 +147,19 @@ def made_up_run(
         title="target made-up (fp32) · draft made-up",
         workload="1 prompt, temperature 0, seed 0, policy dynamic, 15/8/2",
     )
+
+
+def with_experts(run: Evidence, *, row: int, drafted: int) -> Evidence:
+    """The same run of a model with experts, `row` of 16 times as many a row: a drafted pass goes
+    through `drafted`."""
+
+    def routed(record: RoundRecord) -> RoundRecord:
+        return record.model_copy(update={"experts": drafted if record.verified else row})
+
+    rounds = [seen.model_copy(update={"record": routed(seen.record)}) for seen in run.rounds]
+    plain = [routed(record) for record in run.soundings.plain]
+    model = replace(MODEL, mixture=Mixture(64, 4, 0.9))
+    return replace(run, rounds=rounds, soundings=Soundings(run.soundings.wide, plain), model=model)
 
 
 def _seen_worker(role: str, cores: Sequence[int]) -> SeenWorker:

@@ -10,7 +10,8 @@ from pydantic.fields import FieldInfo
 
 from dovetail.protocol import messages, settings
 from dovetail.protocol.arrays import ITEM_BYTES, Array
-from dovetail.protocol.calibration import RowsSeconds
+from dovetail.protocol.calibration import ExpertCosts, RowsSeconds
+from dovetail.protocol.experts import MAX_EXPERTS, Routing
 from dovetail.protocol.messages import Message
 from dovetail.protocol.settings import Frozen
 
@@ -36,6 +37,16 @@ CURVES = st.dictionaries(
     )
 )
 
+ROUTINGS = st.tuples(st.integers(1, MAX_EXPERTS), st.integers(1, MAX_EXPERTS)).map(
+    lambda two: Routing(row=min(two), most=max(two))
+)
+
+PASSES = st.dictionaries(st.integers(1, 1 << 40), st.integers(0, MAX_EXPERTS), max_size=MOST).map(
+    lambda passes: tuple(sorted(passes.items()))
+)
+
+EXPERTS = st.builds(ExpertCosts, routing=ROUTINGS, expert_s=st.floats(0.0, 1e9), passes=PASSES)
+
 BIASES = st.dictionaries(
     st.integers(0, (1 << 31) - 1), st.floats(-100.0, 100.0), max_size=MOST
 ).map(lambda biases: tuple(sorted(biases.items())))
@@ -51,6 +62,8 @@ def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
         return _arrays()
     if model is RowsSeconds:
         return CURVES
+    if model is ExpertCosts:
+        return EXPERTS
     fields = st.fixed_dictionaries(
         {name: _field(model, name, field) for name, field in model.model_fields.items()}
     )

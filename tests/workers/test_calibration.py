@@ -17,6 +17,7 @@ from dovetail.workers.calibration.passes import LADDER, Passes, tree_paths
 from dovetail.workers.calibration.subject import read_design
 from dovetail.workers.calibration.target import calibrate, open_subject
 from dovetail.workers.models.loading import load_language_model
+from support.architectures import write_tiny
 from support.models import tiny_llama
 
 GIB = 1 << 30
@@ -197,3 +198,18 @@ def test_without_kernels_torch_measures_the_machine(
 
 def test_curves_hold_no_more_than_they_were_told() -> None:
     assert RowsSeconds(rows=LADDER, seconds=tuple(float(m) for m in LADDER)).at(9) == 9.0
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
+def test_what_experts_cost_is_measured_of_a_model_that_counts_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert measured(TargetSettings(model=str(folder)))["experts"] is None
+    write_tiny("qwen3_moe", tmp_path / "moe")
+    found = json.loads(json.dumps(measured(TargetSettings(model=str(tmp_path / "moe")))))
+    kept = Calibration.model_validate_json(json.dumps(found["calibration"])).experts
+    assert kept is not None
+    assert kept.measured(1) == kept.routing.row == found["experts"]["row"]
+    assert [rows for rows, _ in kept.passes] == found["t_v_measured"]
+    assert kept.routing.row < kept.measured(16) <= kept.routing.most
+    assert kept.expert_s == found["experts"]["expert_s"] >= 0.0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dovetail.protocol.errors import CheckpointError
@@ -208,6 +209,36 @@ def test_tokens_are_those_that_transformers_chooses(
     model, prompt, sampling = load(tmp_path / "m"), tokens(12), Sampling(temperature=temperature)
     expected = reference_tokens(tmp_path / "m", prompt, 12, key=KEY, sampling=sampling)
     assert decode(model, prompt, 12, sampling) == expected
+
+
+def chosen_by_transformers(folder: Path, ids: list[int], rows: int) -> int:
+    """How many experts of all layers the last rows go through, by the routers of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = 0
+    for logits in model(torch.tensor([ids]), output_router_logits=True).router_logits:
+        found += len(logits[-rows:].topk(model.config.num_experts_per_tok).indices.unique())
+    return found
+
+
+@torch.inference_mode()
+def test_a_verdict_tells_how_many_experts_its_pass_went_through(tmp_path: Path) -> None:
+    write_tiny("qwen3_moe", tmp_path / "m")
+    model, prompt, drafted = load(tmp_path / "m"), tokens(12), tokens(16)[12:]
+    assert model.routing is not None
+    verifier, tree = Verifier(model, Spans()), TreeSettings(policy="dynamic", gamma=4, depth=4)
+    (first,) = verifier.open(
+        opening(1, tuple(prompt), key=KEY, capacity=90, sampling=Sampling(), tree=tree)
+    )
+    assert isinstance(first, First)
+    verifier.take_experts()
+    item = VerifyItem(
+        session=1, round=1, prefix=13, tokens=tuple(drafted), parents=(-1, *range(len(drafted) - 1))
+    )
+    verifier.verify([item])
+    expected = chosen_by_transformers(tmp_path / "m", [*prompt, first.token, *drafted], 5)
+    assert verifier.take_experts() == expected
+    assert model.routing.row < expected <= model.routing.most
+    assert verifier.take_experts() == 0
 
 
 def decoder_plans(model: LanguageModel) -> list[LayerPlan]:

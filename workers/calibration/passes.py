@@ -10,6 +10,7 @@ import torch
 
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.models.timing import timed
 
 MOST_ROWS = 64
 EVERY_ROW = tuple(range(1, MOST_ROWS + 1))
@@ -51,6 +52,9 @@ class Passes:
         self._cache: Cache = model.new_cache(capacity)
         self._generator = torch.Generator().manual_seed(1)
         self._prefill_s = 0.0
+        self.experts: dict[int, int] = {}
+        """The experts that a pass of the last curve went through, by its rows: the median; 0 where
+        they are not counted."""
         self.done: Callable[[float], None] = lambda _: None
 
     def fill(self, length: int) -> None:
@@ -76,19 +80,29 @@ class Passes:
             rows = [count for count in rows if count in LADDER]
         began = time.perf_counter()
         taken: dict[int, list[float]] = {count: [] for count in rows}
+        through: dict[int, list[int]] = {count: [] for count in rows}
         for turn in range(MOST_PASSES):
             gone = (time.perf_counter() - began) / max(budget_s, 1e-9)
             if turn >= LEAST_PASSES and gone > 1:
                 break
             self.done(min(1.0, max(gone, turn / MOST_PASSES)))
             for count in rows if turn % 2 == 0 else reversed(rows):
-                taken[count].append(self.once(count))
+                seconds, experts = self.counted(count)
+                taken[count].append(seconds)
+                through[count].append(experts)
+        self.experts = {count: statistics.median_low(through[count]) for count in rows}
         return RowsSeconds(
             rows=tuple(rows),
             seconds=tuple(statistics.median(taken[count]) * scale for count in rows),
         )
 
-    def once(self, rows: int) -> float:
+    def counted(self, rows: int, tokens: int | None = None) -> tuple[float, int]:
+        """Seconds of one pass over a tree of so many rows, and the experts that it goes through.
+        `tokens`: among which those of the rows are drawn; None: all."""
+        with timed() as parts:
+            return self.once(rows, tokens), parts.experts
+
+    def once(self, rows: int, tokens: int | None = None) -> float:
         """Seconds of one pass over a tree of so many rows; nothing is committed."""
         root = self._cache.length
         paths = tree_paths(rows)
@@ -99,13 +113,17 @@ class Passes:
             Paths.of(root, [[root + node for node in path] for path in paths]),
         )
         positions = torch.tensor([root + len(path) - 1 for path in paths])
-        return seconds_of(lambda: self._forward(positions, segment, None))
+        return seconds_of(lambda: self._forward(positions, segment, None, tokens))
 
     def _forward(
-        self, positions: torch.Tensor, segment: Segment, rows: torch.Tensor | None
+        self,
+        positions: torch.Tensor,
+        segment: Segment,
+        rows: torch.Tensor | None,
+        among: int | None = None,
     ) -> float:
         tokens = torch.randint(
-            self._model.vocabulary_size, (segment.count,), generator=self._generator
+            among or self._model.vocabulary_size, (segment.count,), generator=self._generator
         )
         return self._model.forward(tokens, positions, [segment], rows=rows)[
             0, 0

@@ -23,6 +23,7 @@ from dovetail.protocol.calibration import (
     WEIGHT_BYTES,
     Calibration,
     ContextCurve,
+    ExpertCosts,
     Reading,
     RowsSeconds,
 )
@@ -30,6 +31,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import ProfileKey, load_profile, machine_key
 from dovetail.protocol.settings import TargetSettings, byte_count
 from dovetail.workers import kernels
+from dovetail.workers.calibration.experts import measure_experts
 from dovetail.workers.calibration.limits import (
     PROBE_S,
     best_of,
@@ -54,6 +56,9 @@ from dovetail.workers.progress import LoadingTold, hearing_loads
 
 SHARE_OF_MEMORY = 0.8
 """The share of the free memory that is for a model that is measured without being needed."""
+
+EXPERTS_SHARE = 0.1
+"""The share of the seconds that what experts cost is measured in, where there are any."""
 
 Say = Callable[[str, float], None]
 """Hears what is being done, and what share of all of it has been done."""
@@ -91,7 +96,7 @@ def calibrate(
     say("loading the model", LOADED / 3)
     with hearing_loads(_told_by(say)):
         subject = open_subject(settings, design, memory_bytes=memory_bytes, profile=profile)
-    curves, skipped = _measure(subject, base, lengths, seconds, say)
+    curves, skipped, experts = _measure(subject, base, lengths, seconds, say)
     reading = _measure_reading(settings, subject, threads, seconds, say)
     say("measuring the machine again", 0.98)
     limits = best_of(before, measure_limits(min(PROBE_S, seconds / 10)))
@@ -105,6 +110,7 @@ def calibrate(
         t_v_by_context=tuple(
             ContextCurve(context=length, t_v=curve) for length, curve in curves.items()
         ),
+        experts=experts,
         layers=subject.whole.layers,
         layers_measured=subject.measured.layers,
         limits=limits,
@@ -144,12 +150,25 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
             }
             for curve in calibration.t_v_by_context
         },
+        "experts": experts_told(calibration),
         "bandwidth_gb_s": limits.bandwidth_gb_s,
         "peak_gflop_s": limits.peak_of(
             subject.model.weights, library=subject.model.backend == "library"
         ),
         "peaks_gflop_s": dict(limits.peak_gflop_s),
         "probe": limits.probe,
+    }
+
+
+def experts_told(calibration: Calibration) -> dict[str, Any] | None:
+    """Return the experts of the passes, and what a further one takes; None where none are
+    counted."""
+    if (experts := calibration.experts) is None:
+        return None
+    return {
+        **experts.routing.model_dump(),
+        "expert_s": experts.expert_s,
+        "passes": {str(rows): found for rows, found in experts.passes},
     }
 
 
@@ -287,15 +306,16 @@ def _lengths(context: int, wanted: Sequence[int]) -> tuple[int, list[int]]:
 
 def _measure(
     subject: Subject, base: int, lengths: Sequence[int], seconds: float, say: Say
-) -> tuple[dict[int, RowsSeconds], list[int]]:
-    """The curve at each length of the cache, and the lengths that a prefill would take too long to
-    reach."""
+) -> tuple[dict[int, RowsSeconds], list[int], ExpertCosts | None]:
+    """The curve at each length of the cache, the lengths that a prefill would take too long to
+    reach, and the share of experts at the length that T_V is told for."""
     passes = Passes(subject.model, lengths[-1] + MOST_ROWS)
     curves: dict[int, RowsSeconds] = {}
+    experts: ExpertCosts | None = None
     for index, length in enumerate(lengths):
         begun, share = LOADED + 0.8 * index / len(lengths), 0.8 / len(lengths)
         if length > base and passes.seconds_to(length) > seconds:
-            return curves, [other for other in lengths if other not in curves]
+            return curves, [other for other in lengths if other not in curves], experts
         say(f"filling a cache of {length} rows", begun)
         passes.fill(length)
         passes.done = partial(
@@ -307,7 +327,9 @@ def _measure(
             else (SHORT_LADDER, 0.4 * seconds / (len(lengths) - 1))
         )
         curves[length] = passes.curve(rows, budget_s, scale=subject.scale)
-    return curves, []
+        if length == base:
+            experts = measure_experts(subject, passes, EXPERTS_SHARE * seconds)
+    return curves, [], experts
 
 
 def _told_by(say: Say) -> LoadingTold:

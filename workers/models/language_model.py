@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.experts import Routing
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
@@ -51,6 +52,11 @@ class BackEnd(Protocol):
     @property
     def cache(self) -> str:
         """Return the type of keys and values: fp32, or half for 16 bits."""
+
+    @property
+    def routing(self) -> Routing | None:
+        """Return the experts of all layers, where those that a pass goes through are counted
+        (`timing.py`); None: they are not, or there are none."""
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
         """Return what is to stand in the layer's place; the layer itself is not needed
@@ -116,6 +122,12 @@ class LanguageModel:
     def back_end(self) -> BackEnd:
         """Return what computes it."""
         return self._back_end
+
+    @property
+    def routing(self) -> Routing | None:
+        """Return the experts of all layers; None: it has none, or does not count those of a
+        pass."""
+        return self._back_end.routing
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for one session of at least `capacity` rows, those of trees included."""

@@ -1,11 +1,10 @@
 """A target worker opened from settings: its model loaded on its device, or spread over several."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.protocol.calibration import ContextCurve
+from dovetail.protocol.calibration import Calibration, ExpertCosts
 from dovetail.protocol.messages import (
     MAX_CURVES,
     Fingerprint,
@@ -82,15 +81,17 @@ def open_target_worker(
     # rows that are taken over are the same bytes as rows that are computed anew
     keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
     whole = spread is None or spread.demand is None
+    known = None
+    if profile is not None and device.is_cpu and whole:
+        known = _calibration(settings, model, profile)
     identity = Identity(
         name,
         settings.model,
         device.name,
         threads,
         _fingerprint(settings, model, device, spread),
-        _curves(settings, model, profile)
-        if profile is not None and device.is_cpu and whole
-        else (),
+        () if known is None else known.t_v_by_context[:MAX_CURVES],
+        _experts(model, known),
         settings.inflate,
         affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes) if keeps else 0,
         placement=placed,
@@ -131,19 +132,23 @@ def _fingerprint(
     )
 
 
-def _curves(
+def _experts(model: LanguageModel, known: Calibration | None) -> ExpertCosts | None:
+    """Return the experts of a model that counts those that its passes go through, and their cost as
+    far as it is known."""
+    if (routing := model.routing) is None:
+        return None
+    return known.experts if known is not None and known.experts else ExpertCosts(routing=routing)
+
+
+def _calibration(
     settings: TargetSettings, model: LanguageModel, profile: Path
-) -> Sequence[ContextCurve]:
-    """Return what `dovetail calibrate` has found of this model, as it is computed here; nothing if
-    it was not asked."""
+) -> Calibration | None:
+    """Return what `dovetail calibrate` has found of this model, as it is computed here; None if it
+    was not asked."""
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
-        return ()
+        return None
     design = read_design(settings)
     entry = known.find(calibration_key(Subject(model, design, design, random=False)))
-    found = [
-        calibration.t_v_by_context
-        for calibration in entry.calibrations
-        if calibration.backend == model.backend
-    ]
-    return found[0][:MAX_CURVES] if found else ()
+    found = (one for one in entry.calibrations if one.backend == model.backend)
+    return next(found, None)

@@ -1,6 +1,7 @@
 """The features of a target's rows that a draft reads, as they travel."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from weakref import WeakSet
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from dovetail.protocol.messages import Reads
 from dovetail.workers.models.segment import PROMPT_ROWS
 from dovetail.workers.models.states import LAST
-from dovetail.workers.sessions.results import Part
+from dovetail.workers.sessions.results import Part, Verdict
 from dovetail.workers.sessions.wire import narrowed
 
 PREFILL_ROWS = PROMPT_ROWS
@@ -127,3 +128,20 @@ class HeldPasses:
             held.pick(features)
         self._passes, self._rows = [], 0
         self._sessions.clear()
+
+
+def with_features(
+    verdicts: Sequence[Verdict],
+    paths: Sequence[tuple[HeldFeatures, Sequence[int]]],
+    features: Tensor,
+) -> list[Verdict]:
+    """Return verdicts with what was held for each and its own rows of features [rows, row], which
+    stand below each other."""
+    parts = features.split_with_sizes([len(path) for _, path in paths])
+    whole = []
+    for verdict, (held, _), own in zip(verdicts, paths, parts, strict=True):
+        if rows := len(held):
+            item = verdict.item.model_copy(update={"held": rows})
+            verdict, own = replace(verdict, item=item), torch.cat([held.rows(), own])
+        whole.append(replace(verdict, features=own))
+    return whole

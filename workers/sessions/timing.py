@@ -9,19 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dovetail.protocol.spans import Spans
-from dovetail.workers.models.timing import PLACES, timed
+from dovetail.workers.models.timing import PLACES, Parts, timed
 
 
 @contextmanager
-def timed_pass(spans: Spans) -> Iterator[None]:
+def timed_pass(spans: Spans, *, counted: bool = False) -> Iterator[Parts | None]:
     """This block is a pass; nothing is measured where nobody looks, nor told where the parts are
-    not known."""
-    if not spans.fine:
-        yield
+    not known. `counted`: its experts are counted in any case."""
+    if not spans.fine and not counted:
+        yield None
         return
     began_ns = time.monotonic_ns()
     with timed() as parts:
-        yield
+        yield parts
+    if not spans.fine:
+        return
     ended_ns = time.monotonic_ns()
     known = {part: parts.ns(part) for part in PLACES}
     if not known["linears"]:

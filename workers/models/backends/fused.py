@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.protocol.experts import Routing
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
@@ -314,6 +315,18 @@ class Kernels:
     def cache(self) -> str:
         """Return the type of keys and values."""
         return CACHE_NAMES[self._cache]
+
+    @property
+    def routing(self) -> Routing | None:
+        """Return the experts of all layers; None: there are none."""
+        plans = [layer.plan.experts for layer in self._layers]
+        routers = [experts.router for experts in plans if experts is not None]
+        if not routers:
+            return None
+        return Routing(
+            row=sum(router.chosen for router in routers),
+            most=sum(router.logits.n for router in routers),
+        )
 
     def compute(
         self,

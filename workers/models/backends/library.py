@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.protocol.experts import Routing
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted
 from dovetail.workers.models.backends.embedding import widen_embeddings
@@ -59,6 +60,8 @@ class Library:
     backend = "library"
     prompt_rows = PROMPT_ROWS
     reads_apart = 0
+    routing: Routing | None = None
+    """It does not count the experts that a pass goes through."""
 
     def __init__(
         self,

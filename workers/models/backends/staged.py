@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.protocol.experts import Routing
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer
@@ -171,6 +172,11 @@ class Staged(Kernels):
         return self._pass(
             tokens, positions, StagedPass(positions, [segment], apart=True), rows, kept
         )
+
+    @property
+    def routing(self) -> Routing | None:
+        """Return None: a device does not count the experts that a pass goes through."""
+        return None
 
     def _take(self, plan: LayerPlan) -> None:
         place = self._staging.places[plan.index]

@@ -1,0 +1,38 @@
+"""The share of experts in a pass: seconds of passes whose rows are all the same token beside those
+of passes whose rows differ, over as many rows, and how many experts each went through."""
+
+import time
+
+from dovetail.protocol.calibration import ExpertCosts, weighted_median
+from dovetail.protocol.experts import Routing
+from dovetail.workers.calibration.passes import Passes
+from dovetail.workers.calibration.subject import Subject
+
+ROWS = (4, 8, 16)
+LEAST_PAIRS, MOST_PAIRS = 8, 64
+
+
+def measure_experts(subject: Subject, passes: Passes, seconds: float) -> ExpertCosts | None:
+    """Return the experts of the passes that the last curve was made of, and what a further one
+    takes, measured in about so many seconds; None for a model that counts none."""
+    if (routing := subject.model.routing) is None:
+        return None
+    layers = subject.whole.layers / subject.measured.layers
+    return ExpertCosts(
+        routing=Routing(row=round(layers * routing.row), most=round(layers * routing.most)),
+        expert_s=expert_seconds(passes, seconds),
+        passes=tuple((rows, round(layers * found)) for rows, found in passes.experts.items()),
+    )
+
+
+def expert_seconds(passes: Passes, seconds: float) -> float:
+    """Return the seconds of an expert: the slope that half of the weight of all pairs lies below;
+    0 where rows of the same token go through as many experts as others."""
+    pairs: list[tuple[float, int]] = []
+    ends = time.perf_counter() + seconds
+    while len(pairs) < MOST_PAIRS and (time.perf_counter() < ends or len(pairs) < LEAST_PAIRS):
+        rows = ROWS[len(pairs) % len(ROWS)]
+        (differing_s, more), (alike_s, fewer) = passes.counted(rows), passes.counted(rows, 1)
+        pairs.append((differing_s - alike_s, more - fewer))
+    slopes = [(more_s / apart, float(apart)) for more_s, apart in pairs if apart > 0]
+    return max(0.0, weighted_median(slopes)) if slopes else 0.0
