@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.calibration import ContextCurve
@@ -31,11 +31,14 @@ from dovetail.protocol.messages import (
     Limits,
     Open,
     Opened,
+    Read,
+    Reading,
+    ReadItem,
     VocabularyFacts,
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.drafters.engine import Engine, Keeper, Reader, SessionT
+from dovetail.workers.drafters.engine import Engine, Keeper, PartReader, Reader, SessionT
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
@@ -84,10 +87,13 @@ class DraftWorker(Generic[SessionT]):
         *,
         reader: Reader[SessionT] | None = None,
         keeper: Keeper[SessionT] | None = None,
+        parts: PartReader[SessionT] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`spans` are those in which the engine measures itself, `clock` is its own; `reader`,
-        `keeper`: the engine, if it reads features, or keeps rows."""
+        `keeper`, `parts`: the engine, if it reads features, keeps rows, or reads prompts in
+        parts."""
+        self._parts = parts
         self._engine, self._reader, self._keeper, self._identity, self._spans, self._clock = (
             engine,
             reader,
@@ -137,7 +143,12 @@ class DraftWorker(Generic[SessionT]):
             model=identity.model,
             device=identity.device,
             threads=identity.threads,
-            limits=Limits(context=identity.context, sessions=MAX_OPEN, kept=identity.kept_tokens),
+            limits=Limits(
+                context=identity.context,
+                sessions=MAX_OPEN,
+                kept=identity.kept_tokens,
+                prompt_rows=0 if self._parts is None else self._parts.prompt_rows,
+            ),
             vocabulary=identity.vocabulary,
             tokenizer=None
             if tokenizer is None
@@ -154,6 +165,8 @@ class DraftWorker(Generic[SessionT]):
             match command:
                 case Open():
                     return [self._open(command)]
+                case Read():
+                    return [self._read(command.item)]
                 case Feed():
                     return [self._feed(command)]
                 case Draft():
@@ -204,7 +217,7 @@ class DraftWorker(Generic[SessionT]):
                 return number
         return None
 
-    def _open(self, command: Open) -> Opened:
+    def _open(self, command: Open) -> Opened | Reading:
         number = command.session
         if number in self._held or number in self._kept:
             raise StaleError(f"session {number} has been opened already")
@@ -229,12 +242,34 @@ class DraftWorker(Generic[SessionT]):
                 file=sys.stderr,
             )
         self._held[number] = _Held(session, command.round)
-        return Opened(
-            epoch=self._epoch,
-            session=number,
-            round=command.round,
-            spans=self._spans.take(MAX_SPANS),
-        )
+        return self._opened(command, session)
+
+    def _opened(self, about: Open | ReadItem, session: SessionT) -> Opened | Reading:
+        """The answer where a prompt has been read, or a part of it."""
+        told: dict[str, Any] = {
+            "epoch": self._epoch,
+            "session": about.session,
+            "round": about.round,
+            "spans": self._spans.take(MAX_SPANS),
+        }
+        done, left = (0, 0) if self._parts is None else self._parts.rows(session)
+        return Reading(**told, done=done) if left else Opened(**told)
+
+    def _read(self, item: ReadItem) -> Opened | Reading:
+        held = find_session(self._held, item.session)
+        if self._parts is None:
+            raise RequestError("role", "this draft reads no prompts in parts")
+        done, left = self._parts.rows(held.session)
+        if item.start < done or item.round != held.round:
+            raise StaleError(f"rows of session {item.session} from {item.start} on have been read")
+        if item.start > done or not left:
+            raise RequestError(
+                "prefix",
+                f"session {item.session}: rows from {item.start} on follow {done} that have been "
+                "read; open the session again",
+            )
+        self._parts.read(held.session, item.rows)
+        return self._opened(item, held.session)
 
     def _close(self, number: int, *, keep: bool) -> None:
         held = self._held.pop(number, None)

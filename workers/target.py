@@ -7,9 +7,9 @@ commands arrive the loop's.
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,9 @@ from dovetail.protocol.messages import (
     Open,
     Opened,
     Prefilled,
+    Read,
+    Reading,
+    ReadItem,
     Reads,
     Refed,
     Refeed,
@@ -43,10 +46,13 @@ from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.admission import MAX_SESSIONS
-from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
+from dovetail.workers.sessions.opener import ReadingStep
+from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread, Verdict
 from dovetail.workers.sessions.wire import to_array, to_tensor
 from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.verifier import Verifier
+
+ItemT = TypeVar("ItemT", VerifyItem, ReadItem)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Identity:
     inflation: str = ""
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
+    same_bytes: bool = False
+    """True if a row is the same bytes in whatever part of a prompt it is computed."""
     placement: str = ""
     """Description of how the model is spread over devices."""
     reader: str = ""
@@ -119,6 +127,7 @@ class TargetWorker:
                 nodes=MAX_GAMMA,
                 sessions=MAX_SESSIONS,
                 kept=identity.kept_tokens,
+                prompt_rows=self._verifier.prompt_rows if identity.same_bytes else 0,
             ),
             vocabulary=checkpoint.vocabulary,
             tokenizer=Array(
@@ -142,6 +151,8 @@ class TargetWorker:
                 return self._open(command)
             case Refeed():
                 return self._refeed(command)
+            case Read():
+                return self._read(command.item)
             case Verify():
                 return self._verify(command)
             case Close():
@@ -166,69 +177,91 @@ class TargetWorker:
         if command.session in self._verifier:
             self.stale += 1
             return
-        for step in self._verifier.open(command):
-            yield self._opening(command, step)
+        yield from self._steps(command, self._verifier.open(command))
 
-    def _opening(self, command: Open, step: Part | ScoredPart | First) -> Event:
-        about: dict[str, Any] = {
+    def _refeed(self, command: Refeed) -> Iterator[Event]:
+        if self._verifier.recomputes(command.session, command.round):
+            self.stale += 1
+            return
+        yield from self._steps(
+            command,
+            self._verifier.refeed(
+                command.session,
+                command.features,
+                command.start,
+                command.prefix,
+                round=command.round,
+                rows=command.read,
+            ),
+        )
+
+    def _read(self, item: ReadItem) -> Iterator[Event]:
+        try:
+            self._verifier.check_read(item)
+        except StaleError:
+            self.stale += 1
+            return
+        except RequestError as error:
+            yield self._failed(item, error)
+            return
+        yield from self._steps(item, self._verifier.read(item))
+
+    def _steps(
+        self, about: Open | Refeed | ReadItem, steps: Iterable[ReadingStep]
+    ) -> Iterator[Event]:
+        """Tell how the reading goes on that a command began, or goes on with."""
+        step: ReadingStep | None = None
+        for step in steps:
+            yield self._told(about, step)
+        if not isinstance(step, Unread | First):
+            yield self._refed(about)
+
+    def _told(self, about: Open | Refeed | ReadItem, step: ReadingStep) -> Event:
+        """Return the event that tells a step of the reading that a command began or goes on
+        with."""
+        told: dict[str, Any] = {
             "epoch": self._epoch,
-            "session": command.session,
-            "round": command.round,
+            "session": about.session,
+            "round": about.round,
         }
         match step:
             case Part():
-                return Prefilled(**about, start=step.start, features=to_array(step.features))
+                return Prefilled(**told, start=step.start, features=to_array(step.features))
             case ScoredPart():
-                return Scored(**about, start=step.start, logprobs=step.logprobs)
+                return Scored(**told, start=step.start, logprobs=step.logprobs)
+            case Unread():
+                return Reading(**told, done=step.done, spans=self._spans.take(MAX_SPANS))
             case First():
-                spans = self._spans.take(MAX_SPANS)
-                about |= {
-                    "placement": self._identity.placement or self._identity.device,
-                    "read_by": self._identity.reader if step.apart else "",
-                }
                 return Opened(
-                    **about,
+                    **told,
+                    placement=self._identity.placement or self._identity.device,
+                    read_by=self._identity.reader if step.apart else "",
                     bonus=step.token,
                     margin=step.margin,
                     logprobs=step.logprobs,
-                    spans=spans,
+                    spans=self._spans.take(MAX_SPANS),
                 )
 
-    def _refeed(self, command: Refeed) -> Iterator[Event]:
-        for part in self._verifier.refeed(
-            command.session, command.features, command.start, command.prefix
-        ):
-            yield Prefilled(
-                epoch=self._epoch,
-                session=command.session,
-                round=command.round,
-                start=part.start,
-                features=to_array(part.features),
-            )
-        yield Refed(
+    def _refed(self, about: Open | Refeed | ReadItem) -> Refed:
+        return Refed(
             epoch=self._epoch,
-            session=command.session,
-            round=command.round,
+            session=about.session,
+            round=about.round,
             spans=self._spans.take(MAX_SPANS),
         )
 
-    def _verify(self, command: Verify) -> Sequence[Event]:
-        """An item that cannot be done is answered for itself and hurts none of the others."""
-        items: list[VerifyItem] = []
+    def _verify(self, command: Verify) -> Iterator[Event]:
+        """An item, or a part of a log, that cannot be done is answered for itself and hurts none of
+        the others."""
         failed: list[Event] = []
         drawn = _drawn(command)
-        for item in command.items:
-            try:
-                self._verifier.check(item, drawn.get(item.session))
-                if any(other.session == item.session for other in items):
-                    raise StaleError(f"session {item.session} stands twice in a command")
-            except StaleError:
-                self.stale += 1
-            except RequestError as error:
-                failed.append(self._failed(item, error))
-            else:
-                items.append(item)
-        verdicts = self._verdicts(items, drawn) if items else []
+        items = self._sound(
+            command.items,
+            lambda item: self._verifier.check(item, drawn.get(item.session)),
+            failed,
+        )
+        reads = self._sound(command.reads, self._verifier.check_read, failed)
+        verdicts, steps = self._verdicts(items, drawn, reads)
         failed += [
             self._failed(item, verdict)
             for item, verdict in zip(items, verdicts, strict=True)
@@ -236,7 +269,31 @@ class TargetWorker:
         ]
         spans, experts = self._spans.take(MAX_SPANS), self._verifier.take_experts()
         groups = _alike([verdict for verdict in verdicts if isinstance(verdict, Verdict)])
-        return [*(self._verified(group, spans, experts) for group in groups), *failed]
+        yield from (self._verified(group, spans, experts) for group in groups)
+        yield from failed
+        for read, step in zip(reads, steps, strict=True):
+            if isinstance(step, RequestError):
+                yield self._failed(read, step)
+            else:
+                yield from self._steps(read, step)
+
+    def _sound(
+        self, asked: Sequence[ItemT], check: Callable[[ItemT], None], failed: list[Event]
+    ) -> list[ItemT]:
+        """Return the items that can be done, and add to `failed` why others cannot."""
+        sound: list[ItemT] = []
+        for item in asked:
+            try:
+                check(item)
+                if any(other.session == item.session for other in sound):
+                    raise StaleError(f"session {item.session} stands twice in a command")
+            except StaleError:
+                self.stale += 1
+            except RequestError as error:
+                failed.append(self._failed(item, error))
+            else:
+                sound.append(item)
+        return sound
 
     def _verified(
         self, verdicts: Sequence[Verdict], spans: Sequence[Span], experts: int
@@ -254,15 +311,29 @@ class TargetWorker:
         )
 
     def _verdicts(
-        self, items: Sequence[VerifyItem], drawn: Mapping[int, ProposalProbabilities]
-    ) -> Sequence[Verdict | RequestError]:
-        """The verdict of each item or why there is none. Of a pass that fails one session may be to
-        blame: then each that the pass has not changed gets one of its own."""
+        self,
+        items: Sequence[VerifyItem],
+        drawn: Mapping[int, ProposalProbabilities],
+        reads: Sequence[ReadItem],
+    ) -> tuple[Sequence[Verdict | RequestError], Sequence[Sequence[ReadingStep] | RequestError]]:
+        """The verdict of each item or why there is none, and the same of each part of a log. Of a
+        pass that fails one session may be to blame: then each that the pass has not changed gets
+        one of its own."""
         try:
-            return self._verifier.verify(items, drawn)
+            if items:
+                return self._verifier.verify_and_read(items, drawn, reads)
         except Exception as error:
             failure = as_request_error(error)
-        return [failure] if len(items) == 1 else [self._verdict(item, drawn) for item in items]
+            if len(items) == 1 and not reads:
+                return [failure], []
+        return [self._verdict(item, drawn) for item in items], [self._part(item) for item in reads]
+
+    def _part(self, item: ReadItem) -> Sequence[ReadingStep] | RequestError:
+        """Read a part of a log in passes of its own."""
+        try:
+            return [*self._verifier.read(item)]
+        except Exception as error:
+            return as_request_error(error)
 
     def _verdict(
         self, item: VerifyItem, drawn: Mapping[int, ProposalProbabilities]
@@ -274,7 +345,7 @@ class TargetWorker:
         except Exception as error:
             return as_request_error(error)
 
-    def _failed(self, item: VerifyItem, error: RequestError) -> Failed:
+    def _failed(self, item: VerifyItem | ReadItem, error: RequestError) -> Failed:
         return Failed(
             epoch=self._epoch,
             session=item.session,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.protocol.errors import RequestError, SettingsError
-from dovetail.protocol.messages import Command, Event, Hello, Open, Opened
+from dovetail.protocol.messages import Command, Event, Hello, Open, Opened, Reading
 from dovetail.protocol.settings import (
     SUBSTITUTE_WEIGHTS,
     DraftSettings,
@@ -122,7 +122,7 @@ class InTurn:
 class _Draft(DraftWorker[SharedSession]):
     """A draft worker whose sessions know their numbers."""
 
-    def _open(self, command: Open) -> Opened:
+    def _open(self, command: Open) -> Opened | Reading:
         opened = super()._open(command)
         self.session(command.session).number = command.session
         return opened

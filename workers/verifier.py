@@ -12,6 +12,9 @@ of the prompt part by part, of a tree those of the root and the accepted nodes. 
 tokens of a prompt are scored, where that is asked for. For a draft that joins later the features of
 rows that have been committed are computed anew, beside the session.
 
+A log may be read in parts: by themselves, or as further rows of a verification's pass. The bytes
+are the same.
+
 A session that was begun elsewhere is opened with its token log for a prompt, and goes on as it
 would have there.
 
@@ -24,53 +27,48 @@ nothing of links.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError, TreeError
-from dovetail.protocol.messages import Open, Reads, VerifiedItem, VerifyItem
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.messages import ReadItem, Reads, VerifiedItem, VerifyItem
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
-from dovetail.workers.sessions.admission import Admission
 from dovetail.workers.sessions.choosing import outcome_of
 from dovetail.workers.sessions.features import (
-    HeldFeatures,
     HeldPasses,
     features_of,
     places_of,
     with_features,
 )
-from dovetail.workers.sessions.prefill import Prefill
-from dovetail.workers.sessions.prefix_cache import KeptSessions
-from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
-from dovetail.workers.sessions.room import base_rows
+from dovetail.workers.sessions.opener import Opener, ReadingStep
+from dovetail.workers.sessions.prefill import Reading
+from dovetail.workers.sessions.results import Verdict
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.sessions.session import KeptSession, TargetSession
 from dovetail.workers.sessions.timing import timed_pass
-from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import ProposalProbabilities
-from dovetail.workers.speculation.sampling import LookingBack
 
 UNDRAWN: Mapping[int, ProposalProbabilities] = {}
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """The results of a pass: for each item in turn a row of its root, then one of each node."""
+    """The results of a pass: for each item in turn a row of its root, then one of each node; behind
+    them, for each log that it read a part of, rows of that."""
 
     logits: Sequence[Tensor]
-    """[M, V] for each item."""
+    """[M, V] for each item, then [R, V] for each part of a log."""
     states: Mapping[int, Tensor]
     """[rows, hidden] of every place that one of the sessions reads."""
     starts: Sequence[int]
-    """The row of each item's root."""
+    """The first row of each item, then of each part."""
 
     def features(self, reads: Reads, rows: Sequence[int]) -> Tensor:
         """Return what a draft reads of some rows, which ascend: [n, row] on the CPU."""
@@ -80,98 +78,22 @@ class _Pass:
         return features_of(reads, self.states, torch.tensor(rows, device=states.device))
 
 
-class Verifier:
+class Verifier(Opener):
     """The sessions of a target. `RequestError` and `StaleError` say what cannot be done; then
     nothing has changed."""
 
     def __init__(
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
     ) -> None:
-        """`kept_tokens`: so many of sessions that have ended are kept at most. `reads_from`: the
-        fewest rows of a prompt for which the model's reader is used, where it has one."""
-        self._model = model
-        self._spans = spans
-        self._admission = Admission(model)
-        self._prefill = Prefill(model, spans, reads_from=reads_from)
-        self._sessions: dict[int, TargetSession] = {}
-        self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
+        super().__init__(model, spans, kept_tokens=kept_tokens, reads_from=reads_from)
         self._held: dict[tuple[Sequence[int], str], HeldPasses] = {}
         """Layers that are read and type -> passes that are held."""
-        self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
-        """Slots that a session's cache has besides, for a draft that shares it."""
         self._counts, self._experts = model.routing is not None, 0
-
-    def __len__(self) -> int:
-        """Return how many sessions are open."""
-        return len(self._sessions)
-
-    def __contains__(self, session: int) -> bool:
-        """Return whether a session is open, or kept: its number is taken."""
-        return session in self._sessions or session in self._kept
 
     @property
     def kept(self) -> int:
         """Sessions that have ended and are kept."""
         return len(self._kept)
-
-    def open(self, order: Open) -> Iterator[Part | ScoredPart | First]:
-        """Prefill the prompt of a new session: yield its parts as they are done, if features or
-        scores are asked for, and then the first token of the reply."""
-        self._admission.check(order, len(self._sessions))
-        own = order.capacity + order.tree.most_nodes
-        rows = own + self.rows_beside(order.sampling, order.tree)
-        self._admission.check_memory(rows, self._sessions.values())
-        kept = self._kept.take(order.base, order.prompt, order.kept)
-        with self._spans.measure("prefill"):
-            session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
-            apart = self._prefill.rows_apart(order, session.cache)
-            logits = yield from self._prefill.read(session, order, apart)
-            _, bonus, (margin,) = outcome_of(
-                session, logits, TokenTree(), ProposalProbabilities.nothing()
-            )
-            logprobs = session.scores(logits, [0], [bonus])
-        session.extend([bonus])
-        self._sessions[order.session] = session
-        yield First(bonus, margin, logprobs[0] if logprobs else None, apart > 0)
-
-    def _begin(self, order: Open, cache: Cache, own: int) -> TargetSession:
-        """Return a session whose prompt is not read yet."""
-        sampling, size, device = order.sampling, self._model.vocabulary_size, self._model.device
-        coupled = sampling.temperature > 0.0 and not sampling.rejects
-        back = (
-            LookingBack(sampling, order.prompt, order.end, size, device, replied=order.replied)
-            if sampling.looks_back
-            else None
-        )
-        return TargetSession(
-            list(order.prompt),
-            cache,
-            order.capacity,
-            sampling,
-            order.tree,
-            order.key,
-            NoiseCache(order.key, size, device) if coupled else None,
-            back,
-            order.features,
-            order.logprobs,
-            order.round,
-            own,
-        )
-
-    def refeed(self, number: int, reads: Reads, start: int, prefix: int) -> Iterator[Part]:
-        """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside
-        its cache; from now on verdicts come with theirs."""
-        session = find_session(self._sessions, number)
-        self._admission.check_reads(reads)
-        if prefix > len(session.log):
-            raise RequestError(
-                "prefix",
-                f"session {number}: features of {prefix} tokens were asked for, the log here "
-                f"has {len(session.log)}",
-            )
-        with self._spans.measure("prefill"):
-            yield from self._prefill.recompute(session.log, reads, start, prefix)
-        session.reads, session.held = reads, HeldFeatures()
 
     def check(self, item: VerifyItem, drawn: ProposalProbabilities | None = None) -> None:
         """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
@@ -212,19 +134,54 @@ class Verifier:
 
         `drawn`: by session, from what the trees of those were drawn that accept by rejection.
         """
+        return self.verify_and_read(items, drawn, ())[0]
+
+    def verify_and_read(
+        self,
+        items: Sequence[VerifyItem],
+        drawn: Mapping[int, ProposalProbabilities],
+        reads: Sequence[ReadItem],
+    ) -> tuple[list[Verdict | RequestError], list[Sequence[ReadingStep] | RequestError]]:
+        """`verify` in one pass with checked parts of the logs of further sessions; for each of
+        those in turn what `read` yields, or why there is nothing."""
+        for item in items:
+            self._begun.pop(item.session, None)  # a Refeed that was given up
         with self._spans.measure("verify"):
-            passed = self._forward(items)
+            readings = [self._begun[item.session].reading for item in reads]
+            rows = [
+                reading.next_rows(item.rows) for reading, item in zip(readings, reads, strict=True)
+            ]
+            passed = self._forward(items, readings, rows)
             with self._spans.finely("choose"):
                 verdicts = [
                     self._judge(item, logits, drawn.get(item.session))
-                    for item, logits in zip(items, passed.logits, strict=True)
+                    for item, logits in zip(items, passed.logits[: len(items)], strict=True)
                 ]
                 verdicts = self._show(items, verdicts, passed)
         with self._spans.measure("commit"):
-            return [
+            committed = [
                 self._commit(item, verdict) if isinstance(verdict, Verdict) else verdict
                 for item, verdict in zip(items, verdicts, strict=True)
             ]
+            steps = [
+                self._take(item, count, passed, place)
+                for place, (item, count) in enumerate(zip(reads, rows, strict=True), len(items))
+            ]
+        return committed, steps
+
+    def _take(
+        self, item: ReadItem, rows: int, passed: _Pass, place: int
+    ) -> Sequence[ReadingStep] | RequestError:
+        """Commit the rows of a log that a pass has computed."""
+        begun = self._begun.pop(item.session)
+        try:
+            told: list[ReadingStep] = [
+                *begun.reading.take(rows, passed.logits[place], passed.states, passed.starts[place])
+            ]
+            end = self._end(item.session, begun)
+        except Exception as error:
+            return as_request_error(error)
+        return told if end is None else [*told, end]
 
     def take_experts(self) -> int:
         """Return how many experts the passes since the last call went through; 0 for a model that
@@ -236,6 +193,7 @@ class Verifier:
         """Forget a session; unknown ones are forgotten already. `keep`: but for its log and its
         rows."""
         session = self._sessions.pop(number, None)
+        self._begun.pop(number, None)
         if not keep:
             self._kept.drop(number)
         elif session is not None and self._kept.takes(len(session.log)):
@@ -245,6 +203,7 @@ class Verifier:
     def clear(self) -> None:
         """Forget all sessions, and what is left of others."""
         self._sessions.clear()
+        self._begun.clear()
         self._kept.clear()
 
     def lend(self, number: int) -> tuple[Sequence[int], Cache, int]:
@@ -261,17 +220,11 @@ class Verifier:
             for s in self._sessions.values()
         )
 
-    def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
-        """A cache for `rows` rows: empty, or with `kept` of what is base of another session, or as
-        many as can be gone back to."""
-        if base is None:
-            return self._model.new_cache(rows)
-        base.cache.truncate(base.cache.restorable(kept))
-        base.cache.resize(rows)
-        return base.cache
-
-    def _forward(self, items: Sequence[VerifyItem]) -> _Pass:
-        """Compute the roots and trees of all items in one pass."""
+    def _forward(
+        self, items: Sequence[VerifyItem], readings: Sequence[Reading], rows: Sequence[int]
+    ) -> _Pass:
+        """Compute the roots and trees of all items in one pass, and so many rows of each log that
+        is read."""
         tokens: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
@@ -288,13 +241,27 @@ class Verifier:
                 )
             )
         wanted = {place for item in items for place in self._sessions[item.session].places}
+        counts = [segment.count for segment in segments]
+        shown = list(range(len(tokens))) if readings else None
+        for reading, count in zip(readings, rows, strict=True):
+            assert shown is not None
+            start, needed = reading.done, reading.logit_rows(count)
+            shown += (len(tokens) + row for row in needed)
+            counts.append(len(needed))
+            tokens += reading.log[start : start + count]
+            positions += range(start, start + count)
+            segments.append(reading.segment(count))
+            wanted.update(reading.places(count))
         with timed_pass(self._spans, counted=self._counts) as parts:
             logits, states = self._model.forward_with_states(
-                torch.tensor(tokens), torch.tensor(positions), segments, wanted=wanted
+                torch.tensor(tokens),
+                torch.tensor(positions),
+                segments,
+                wanted=wanted,
+                rows=None if shown is None else torch.tensor(shown),
             )
         self._experts += parts.experts if self._counts and parts is not None else 0
-        counts = [segment.count for segment in segments]
-        starts = [0, *itertools.accumulate(counts)][:-1]
+        starts = [0, *itertools.accumulate(segment.count for segment in segments)][:-1]
         return _Pass(torch.split(logits, counts), states, starts)
 
     def _judge(

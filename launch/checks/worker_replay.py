@@ -43,6 +43,7 @@ from dovetail.protocol.messages import (
     Opened,
     Prefilled,
     Refed,
+    Refeed,
     Scored,
     Verified,
 )
@@ -183,6 +184,8 @@ class _Play:
             update |= {"base": None, "kept": 0}
             if command.features is not None:
                 update |= self._features_from(command)
+        if isinstance(command, Open | Refeed):
+            update["read"] = None  # all at once
         if isinstance(command, Draft):
             update |= self._retold(command)
         adapted: Asked = command.model_copy(update=update)

@@ -14,6 +14,7 @@ bytes (`codec.py`). Everything is imported from here; a file of this folder is o
 
 from dovetail.protocol.messages.client import *
 from dovetail.protocol.messages.parts import *
+from dovetail.protocol.messages.reading import *
 from dovetail.protocol.messages.registration import *
 from dovetail.protocol.messages.rounds import *
 from dovetail.protocol.messages.status import *
@@ -24,6 +25,7 @@ Command = (
     | Open
     | Feed
     | Refeed
+    | Read
     | Draft
     | Verify
     | Close
@@ -38,6 +40,7 @@ Event = (
     Hello
     | Loading
     | Prefilled
+    | Reading
     | Refed
     | Scored
     | Opened

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dovetail.protocol.settings import Frozen
 
-VERSION = (1, 14)
+VERSION = (1, 15)
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its
 coordinator and a coordinator by its worker alike."""
@@ -59,6 +59,7 @@ Nodes = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MAX_NODES)], ...],
     Field(max_length=MAX_NODES, fail_fast=True),
 ]
+Rows = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Floats = Annotated[tuple[float, ...], Field(max_length=MAX_NODES + 1, fail_fast=True)]
 Ends = Annotated[tuple[Token, ...], Field(max_length=MAX_ENDS, fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]

@@ -58,6 +58,8 @@ class Limits(Frozen):
     kept: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     """Tokens of sessions that have ended whose rows it is willing to hold in all; 0: it keeps
     none."""
+    prompt_rows: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """Rows of a prompt that are best read at a time; 0: it reads all of a prompt with its Open."""
 
 
 class VocabularyFacts(Frozen):

@@ -22,6 +22,7 @@ from dovetail.protocol.messages.parts import (
     NodeParents,
     Nodes,
     NodeTokens,
+    Rows,
     ScoredTokens,
     SpanFields,
     Token,
@@ -29,6 +30,7 @@ from dovetail.protocol.messages.parts import (
     Tokens,
     Top,
 )
+from dovetail.protocol.messages.reading import ReadItem
 from dovetail.protocol.messages.registration import Reads
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
@@ -76,6 +78,9 @@ class Open(AboutSession):
     features_from: Count | None = None
     """To the target, where features are asked for: those of positions before this one are not.
     None: from `kept` on."""
+    read: Rows | None = None
+    """So many rows of the prompt are read now, and the others as Read and Verify say; None: all.
+    Only to a worker whose limits have `prompt_rows`."""
 
     @model_validator(mode="after")
     def _replies_to_something(self) -> "Open":
@@ -112,6 +117,9 @@ class Refeed(AboutSession):
     """Committed length."""
     features: Reads
     """The features that the draft reads."""
+    read: Rows | None = None
+    """So many rows are read now, as for an Open. A Verify of the session before all of them have
+    been gives them up."""
 
 
 class Refed(AboutSession):
@@ -276,6 +284,9 @@ class Verify(Message):
     items has any, or all have as many."""
     probabilities: Array | None = None
     """float32, the same shape."""
+    reads: Annotated[tuple[ReadItem, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
+    """Parts of the logs of other sessions, which the same pass reads; they are answered behind the
+    verdicts."""
 
 
 class VerifiedItem(Frozen):

@@ -58,6 +58,11 @@ class CoordinatorSettings(Frozen):
     stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
         10.0, description="a worker without progress for this long is replaced"
     )
+    latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
+        "auto",
+        description="a pass that also reads a part of a prompt takes at most this long, so that "
+        "running streams go on; auto: twice what it takes without the prompt",
+    )
     move: Literal["same", "any"] = Field(
         "same",
         description="on which target a session continues if its own was lost: same (of equal "

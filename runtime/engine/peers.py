@@ -58,6 +58,7 @@ class Peers:
             self._sessions.attempt(running, partial(running.heard_of, worker))
         worker.turns.cut = partial(self._dispatch.cut, worker)
         worker.turns.hold = partial(self._dispatch.holds, worker)
+        worker.turns.share = partial(self._dispatch.share, worker)
         self.probe(worker)
         if worker.serves:
             self.join(worker)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from dovetail.protocol.messages import Draft, DraftFailure, Message, Open, VerifiedItem, Verify
+from dovetail.protocol.messages import (
+    Draft,
+    DraftFailure,
+    Message,
+    Open,
+    Read,
+    VerifiedItem,
+    Verify,
+)
 from dovetail.protocol.spans import Span
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
@@ -55,10 +63,10 @@ JOIN_WORTH = 16
 """Tokens that must still be able to come for a draft to read the log of a session in its midst: a
 few rounds."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
-AWAITED: dict[State, type[Message]] = {
-    State.OPENING: Open,
-    State.DRAFTING: Draft,
-    State.VERIFYING: Verify,
+AWAITED: dict[State, tuple[type[Message], ...]] = {
+    State.OPENING: (Open, Read),
+    State.DRAFTING: (Draft,),
+    State.VERIFYING: (Verify,),
 }
 
 
@@ -194,10 +202,25 @@ class RunningRequest:
         self.session.accounts.bytes += size
         self.queued, self.sent = False, True
 
+    def reads_on(self, now_ns: int, size: int) -> None:
+        """A pass reads a part of the log."""
+        if self.session.state is State.OPENING:
+            self.left(now_ns, size)
+        else:
+            self.passed_on(size)
+
     def waits(self, now_ns: int) -> None:
         """The command that the session waits for has to wait for its worker."""
         self._spend("coordinator", now_ns)
         self.queued = True
+
+    def part_read(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
+        """The target has read a part of the log, and the rest waits for its turn."""
+        if self.session.state is not State.OPENING:
+            self.passed_on(size)
+            return
+        self.answered(worker, now_ns, size, spans)
+        self.waits(now_ns)
 
     def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
         """The answer that the session waits for has come."""

@@ -15,6 +15,7 @@ from dovetail.protocol.messages import (
     Feed,
     Message,
     Open,
+    Read,
     Refeed,
     Verify,
     VerifyItem,
@@ -23,9 +24,11 @@ from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
+from dovetail.runtime.engine.reading import pass_of, rows_read, share
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
@@ -53,6 +56,7 @@ class CommandSender:
         self._running, self._census, self._registry = shared.running, shared.census, shared.registry
         self._reuse = shared.settings.reuse
         """True if workers keep what they have of ended sessions."""
+        self._latency_ms = shared.settings.latency_ms
         self._post, self._broken = post, broken
 
     def ask(self, running: RunningRequest, asks: Sequence[Ask]) -> None:
@@ -209,7 +213,7 @@ class CommandSender:
                     raise
             except BaseException as error:
                 reraise_exits(error)
-                if most > 1 and isinstance(worker.turns.waiting[0][1], Verify):
+                if most > 1 and isinstance(worker.turns.waiting[0][1], Verify | Rest):
                     log.exception(
                         "a pass for %s could not be requested: each session gets a pass of its own",
                         worker.name,
@@ -236,19 +240,23 @@ class CommandSender:
             worker.shelf.taken(message.base)
         if isinstance(message, Draft | Verify):
             worker.traffic.order_bytes = size
-        worker.prompts += isinstance(message, Open | Feed | Refeed)
-        rows, context = 0, 0.0
+        worker.prompts += isinstance(message, Open | Feed | Refeed | Read)
+        if isinstance(message, Open | Refeed | Read):
+            worker.alone_rows = rows_read(message)
+        passing = None
         if isinstance(message, Verify):
             worker.held_until_ns = None
-            rows = sum(1 + len(item.tokens) for item in message.items)
-            context = sum(item.prefix for item in message.items) / len(message.items)
-            worker.passing = rows, context
+            passing = worker.passing = pass_of(message)
+            worker.prompts += passing.read > 0
         for place, number in enumerate(sessions):
             if (running := self._running.get(number)) is None:
                 continue
             try:
-                if isinstance(message, Verify):
-                    _passing(running, message.items[place], rows, context)
+                if isinstance(message, Verify) and place >= len(message.items):
+                    running.reads_on(left_ns, size // len(sessions))
+                    continue
+                if isinstance(message, Verify) and passing is not None:
+                    _passing(running, message.items[place], passing.rows, passing.context)
                 if isinstance(message, Feed):
                     running.passed_on(size)
                 elif running.awaits(worker, message):
@@ -309,6 +317,12 @@ class CommandSender:
             at_s += max(running.controller.order_s - elapsed_s, LATE * elapsed_s)
             if running.target is target:
                 yield at_s
+
+    def share(
+        self, worker: Worker, items: Sequence[VerifyItem], logs: Sequence[Rest]
+    ) -> Sequence[int]:
+        """Return how many rows of each log are read in a pass of these items, or without any."""
+        return share(worker, items, logs, self._running.values(), self._latency_ms)
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
         """Return how many nodes of each item of a pass are verified: whatever was offered, but

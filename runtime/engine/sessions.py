@@ -158,7 +158,7 @@ class Sessions:
             session.length, session.new_tokens
         )
         ready = worth_waiting or not turns.busy_with(session.number)
-        free = load.alone or draft is running.target or not turns.reading
+        free = load.alone or draft is running.target or turns.parts or not turns.reading
         began_ns = self._observing.now_ns() if self._observing.fine else 0
         plan = controller.plan(session.length, ready=ready and free, patient=not running.joining)
         if began_ns:

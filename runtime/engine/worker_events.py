@@ -24,6 +24,7 @@ from dovetail.protocol.messages import (
     Opened,
     Prefilled,
     Probed,
+    Reading,
     Refed,
     Scored,
     Verified,
@@ -32,6 +33,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.spans import Span
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Free, Lose, Say
 from dovetail.runtime.engine.faults import reraise_exits
+from dovetail.runtime.engine.reading import observe_pass, observe_reading
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.worker_failures import WorkerFailures
@@ -40,7 +42,6 @@ from dovetail.runtime.fleet.scheduler import Owed
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.features import UnreadableFeatures
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
-from dovetail.runtime.telemetry.metrics import extent_ns
 
 log = logging.getLogger("dovetail.coordinator")
 E = TypeVar("E", Prefilled, Refed, Drafted)
@@ -99,6 +100,8 @@ class WorkerEvents:
                 return self._opened(worker, event, now_ns, size)
             case Prefilled():
                 return self._prefilled(worker, event, size)
+            case Reading():
+                self._part_read(worker, event, now_ns, size)
             case Scored():
                 return self._scored(worker, event, size)
             case Refed():
@@ -117,6 +120,7 @@ class WorkerEvents:
 
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
         running = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
+        self._read_alone(worker, event.spans)
         if worker is not running.target:
             running.draft_read(now_ns, event.spans)
             return
@@ -140,6 +144,28 @@ class WorkerEvents:
         yield from self._believe(
             running, lambda: running.give(running.session.opened, event, now_ns, times), asked=True
         )
+
+    def _part_read(self, worker: Worker, event: Reading, now_ns: int, size: int) -> None:
+        """A part of a log has been read; the rest waits for its turn, if somebody wants it."""
+        running = self._running.get(event.session)
+        worker.stuck &= event.session not in worker.turns.owed
+        wanted = worker.turns.read(event.session, event.round, event.done)
+        if not wanted or running is None or worker not in (running.target, running.draft):
+            raise StaleError(
+                f"nobody is waiting for {event.done} rows of session {event.session} from "
+                f"{worker.name}"
+            )
+        self._read_alone(worker, event.spans)
+        if worker is running.target:
+            running.part_read(worker, now_ns, size, event.spans)
+        else:
+            running.draft_read(now_ns, event.spans)
+
+    def _read_alone(self, worker: Worker, spans: Sequence[Span]) -> None:
+        """Note what a part of a log has taken, if it was read by itself."""
+        rows, worker.alone_rows = worker.alone_rows, 0
+        if rows:
+            self._notes.append(partial(observe_reading, worker, rows, spans))
 
     def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> Effects[None]:
         """Features of a part of a prompt; the answer to Open is still owed."""
@@ -286,7 +312,7 @@ class WorkerEvents:
         passed, worker.passing = worker.passing, None
         size += worker.traffic.order_bytes
         self._notes.append(partial(worker.traffic.answered, size, len(event.items)))
-        self._notes.append(partial(_observe_pass, worker, passed, event))
+        self._notes.append(partial(observe_pass, worker, passed, event))
         if not worker.verifying.profiled:  # the next round may be one that measures the target
             self._shared.keep_books()
 
@@ -332,12 +358,6 @@ class WorkerEvents:
             yield Lose(worker, "owes an answer but reports that it is idle")
 
 
-def _observe_pass(worker: Worker, passed: tuple[int, float], event: Verified) -> None:
-    """Learn what a pass over so many rows, behind a context of so many tokens, has taken."""
-    rows, context = passed
-    worker.verifying.observe(rows, extent_ns(event.spans) / 1e9, context, event.experts)
-
-
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
     """The sessions that an event is about, and the answer that it is to each; of several only those
     whose answer has not been looked at."""
@@ -348,6 +368,8 @@ def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
             return [(event.session, Owed(Fed, event.round, event.start))]
         case Prefilled() | Scored():
             return [(event.session, None)]
+        case Reading():
+            return [(event.session, worker.turns.owed.get(event.session))]
         case Failed() if event.session is not None:
             return [(event.session, worker.turns.owed.get(event.session))]
         case Verified():

@@ -8,6 +8,7 @@ from dovetail.protocol.messages import Hello, Limits, Message, Probed, Vocabular
 from dovetail.protocol.spans import ClockOffset
 from dovetail.runtime.costs.averages import Average
 from dovetail.runtime.costs.passes import RowCosts
+from dovetail.runtime.costs.reading import ReadingCosts
 from dovetail.runtime.fleet.liveness import Liveness
 from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
@@ -42,6 +43,18 @@ class Traffic:
         """Count an order and its answer, which have this size together and are about so many
         rounds."""
         self.round_bytes.add(size / rounds)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The rows of a pass of a target."""
+
+    rows: int
+    """Roots and nodes."""
+    context: float
+    """Mean committed length of their sessions."""
+    read: int = 0
+    """Rows of logs that it reads beside them."""
 
 
 @dataclass
@@ -79,8 +92,12 @@ class Worker:
     verifying: RowCosts = field(default_factory=RowCosts)
     """The cost of its passes as a target, by rows; `drafting`: as a draft."""
     drafting: RowCosts = field(default_factory=RowCosts)
-    passing: tuple[int, float] | None = None
-    """Rows, and mean committed length of the sessions, of the pass that it computes as a target."""
+    reading: ReadingCosts = field(default_factory=ReadingCosts)
+    """The cost of rows of logs that it reads."""
+    passing: Pass | None = None
+    """The pass that it computes as a target."""
+    alone_rows: int = 0
+    """Rows of a log that it reads by themselves at present."""
     traffic: Traffic = field(default_factory=Traffic)
     prompts: int = 0
     """Prompts, and logs, that it was given to read."""

@@ -180,7 +180,7 @@ class Registry:
             hello,
             hello.limits,
             read_language(hello),
-            Turns(self._epoch),
+            Turns(self._epoch, parts=hello.limits.prompt_rows > 0),
             now_ns,
             standby=hello.standby,
             shelf=PrefixCache(hello.limits.kept),

@@ -2,9 +2,10 @@
 
 A worker does one command at a time; what else is asked of it waits here, in the order in which it
 came. Verdicts are the exception: everything that waits for a target worker when it falls idle goes
-out as one `Verify`, so that one pass over the weights serves several sessions. Knows no sockets and
-no clock, and nothing of what a session is but its number; how many of the nodes that are offered go
-into a pass, it asks.
+out as one `Verify`, so that one pass over the weights serves several sessions. A log is read in
+parts, if the worker can: what is left of it waits anew behind what others asked for meanwhile, and
+shares their passes. Knows no sockets and no clock, and nothing of what a session is but its number;
+how many of the nodes that are offered go into a pass, and how many rows of logs, it asks.
 """
 
 from collections import deque
@@ -20,15 +21,21 @@ from dovetail.protocol.messages import (
     Feed,
     Open,
     Opened,
+    Read,
     Refed,
     Refeed,
     Verified,
     Verify,
     VerifyItem,
 )
+from dovetail.runtime.fleet.rest import Rest
 
 Command = Open | Feed | Refeed | Draft | Verify
 """A Verify of one item each: they are put together here."""
+
+
+Waiting = Command | Rest
+Sent = Command | Read
 
 
 @dataclass(frozen=True)
@@ -45,14 +52,23 @@ Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
 """Returns how many nodes of each item of a pass are verified."""
 
 
+Share = Callable[[Sequence[VerifyItem], Sequence[Rest]], Sequence[int]]
+"""Returns how many rows of each log are read in a pass of these items, or without any."""
+
+
 Hold = Callable[[Sequence[int]], bool]
 """True if a pass of these sessions waits for those whose proposals are nearly there; who says so
-has them looked at again."""
+has them looked at again. Of none: if the reading of logs does."""
 
 
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
     """All of them."""
     return [len(item.tokens) for item in items]
+
+
+def all_rows(items: Sequence[VerifyItem], logs: Sequence[Rest]) -> Sequence[int]:
+    """All of them."""
+    return [log.left for log in logs]
 
 
 @dataclass
@@ -63,7 +79,10 @@ class Turns:
     cut: Cut = whole
     """Asked of items whose nodes were not drawn from a law."""
     hold: Hold = lambda _: False
-    waiting: deque[tuple[int, Command]] = field(default_factory=deque)
+    share: Share = all_rows
+    parts: bool = False
+    """True if the worker reads logs in parts."""
+    waiting: deque[tuple[int, Waiting]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
     postponed: dict[int, list[Open | Feed]] = field(default_factory=dict)
@@ -72,8 +91,10 @@ class Turns:
     void: set[int] = field(default_factory=set)
     """Sessions that had ended here when it was under way: nobody waits for it, though another of
     the same number may have begun."""
-    _sent: list[tuple[int, Command]] = field(default_factory=list)
+    _sent: list[tuple[int, Waiting]] = field(default_factory=list)
     """The commands that `next` returned last, by session."""
+    _reading: dict[int, Rest] = field(default_factory=dict)
+    """By session: logs of which a part is under way."""
     prompted: bool = False
     """False if no prompt has been asked for since none was to be read."""
 
@@ -108,7 +129,7 @@ class Turns:
         if session in self.postponed:
             return True
         return (owed is not None and owed.type in (Opened, Fed)) or any(
-            n == session and isinstance(command, Open | Feed) for n, command in self.waiting
+            n == session and _is_prompt(command) for n, command in self.waiting
         )
 
     @property
@@ -117,7 +138,7 @@ class Turns:
         if not self.prompted:
             return False
         self.prompted = any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(
-            isinstance(c, Open | Feed) for _, c in self.waiting
+            _is_prompt(command) for _, command in self.waiting
         )
         return self.prompted
 
@@ -133,9 +154,26 @@ class Turns:
         if self.owed.get(session) != answer:
             return False
         del self.owed[session]
+        self._reading.pop(session, None)
         wanted = session not in self.void
         self.void.discard(session)
         return wanted
+
+    def read(self, session: int, round: int, done: int) -> bool:
+        """Return whether a part of a log has been read up to here that was asked for, and the rest
+        is wanted; that waits for its turn then, before what else the session waits for."""
+        owed, rest = self.owed.get(session), self._reading.get(session)
+        if owed is None or owed.type not in (Opened, Refed) or owed.round != round:
+            return False
+        if rest is not None and not rest.done < done < rest.rows:
+            return False
+        if not self.answered(session, owed) or rest is None:
+            return False
+        own = [entry for entry in self.waiting if entry[0] == session]
+        if own:
+            self.waiting = deque(entry for entry in self.waiting if entry[0] != session)
+        self.waiting += [(session, Rest(rest.command, done)), *own]
+        return True
 
     def settle(self, session: int, answer: Owed) -> None:
         """The answer has come, and could not be handled: whoever waits for the worker need not wait
@@ -148,60 +186,117 @@ class Turns:
         back and is dropped as stale."""
         if session in self.owed:
             self.void.add(session)
+        self._reading.pop(session, None)
         return self.withdraw(session)
 
     def withdraw(self, session: int, *types: type[Command]) -> Sequence[Command]:
-        """Drop what waits for a session, or that of some types; it is returned."""
+        """Drop what waits for a session, or that of some types; it is returned, but for the rest of
+        a log that has begun."""
         dropped = [
-            command
-            for number, command in self.waiting
-            if number == session and isinstance(command, types or Command)
+            entry
+            for entry in self.waiting
+            if entry[0] == session and isinstance(_begun_with(entry[1]), types or Command)
         ]
         if dropped:
             self.waiting = deque(
-                entry
-                for entry in self.waiting
-                if not any(entry[1] is command for command in dropped)
+                entry for entry in self.waiting if not any(entry is other for other in dropped)
             )
+        rest = self._reading.get(session)
+        if rest is not None and isinstance(rest.command, types or Command):
+            del self._reading[session]
+        commands = [command for _, command in dropped if not isinstance(command, Rest)]
         if session in self.postponed and Open in (types or (Open,)):
-            dropped += self.postponed.pop(session)
-        return dropped
+            commands += self.postponed.pop(session)
+        return commands
 
-    def next(self, most: int = MAX_SESSIONS) -> tuple[Command, Sequence[int]] | None:
+    def next(self, most: int = MAX_SESSIONS) -> tuple[Sent, Sequence[int]] | None:
         """The message to send now and the sessions it is about, `most` of them; nothing while the
         worker owes an answer."""
         if self.owed or not self.waiting:
             return None
         session, command = self.waiting[0]
-        if not isinstance(command, Verify):
-            self.owed[session] = _answer(command)
-            self.waiting.popleft()
-            self._sent = [(session, command)]
-            return command, (session,)
+        if isinstance(command, Verify):
+            return self._pass(command, most)
+        if isinstance(command, Rest) and most == MAX_SESSIONS:
+            if (verify := self._first_verify()) is not None:
+                return self._pass(verify, most)
+            if self.hold(()):
+                return None
+        message, owed = self._alone(command)
+        self.owed[session] = owed
+        self.waiting.popleft()
+        self._sent = [(session, command)]
+        return message, (session,)
+
+    def _alone(self, command: Waiting) -> tuple[Sent, Owed]:
+        """Return the message that asks for one thing alone, and the answer to it."""
+        if isinstance(command, Verify):
+            raise TypeError("verdicts are asked for in passes")
+        if isinstance(command, Rest):
+            (rows,) = self.share((), (command,))
+            message = Read(epoch=self.epoch, item=command.item(max(1, rows)))
+            self._reading[command.command.session] = command
+            return message, _answer(command.command)
+        if not self.parts or not isinstance(command, Open | Refeed):
+            return command, _answer(command)
+        rest = Rest(command, -1)
+        (rows,) = self.share((), (rest,))
+        self._reading[command.session] = rest
+        part = command.model_copy(update={"read": rows}) if rows < rest.left else command
+        return part, _answer(command)
+
+    def _first_verify(self) -> Verify | None:
+        """Return the first verdict that can be asked for now, if there is any."""
+        before: set[int] = set()
+        for session, command in self.waiting:
+            if isinstance(command, Verify) and session not in before:
+                return command
+            before.add(session)
+        return None
+
+    def _pass(self, command: Verify, most: int) -> tuple[Sent, Sequence[int]] | None:
+        """Return the pass that has the verdicts of this width, and parts of logs."""
         ready, mixed = self._ready(command, most)
         if most == MAX_SESSIONS and not mixed and self.hold((*ready,)):
             return None
         together = self._together(
             [*ready.values()]
         )  # nothing is owed and nothing is dropped for a message that cannot be built
-        if len(ready) == len(self.waiting):
+        logs = self._logs(together) if most == MAX_SESSIONS else {}
+        if logs:
+            reads = tuple(rest.item(rows) for rest, rows in logs.values())
+            together = together.model_copy(update={"reads": reads})
+        sent: dict[int, Waiting] = {**ready, **{s: rest for s, (rest, _) in logs.items()}}
+        if len(sent) == len(self.waiting):
             self.waiting.clear()
         else:
             self.waiting = deque(
-                entry
-                for entry in self.waiting
-                if not (isinstance(entry[1], Verify) and entry[0] in ready)
+                entry for entry in self.waiting if sent.get(entry[0]) is not entry[1]
             )
         self.owed.update((s, Owed(Verified, c.items[0].round)) for s, c in ready.items())
-        self._sent = [*ready.items()]
-        return together, tuple(ready)
+        for session, (rest, _) in logs.items():
+            self.owed[session], self._reading[session] = _answer(rest.command), rest
+        self._sent = [*sent.items()]
+        return together, tuple(sent)
+
+    def _logs(self, verify: Verify) -> dict[int, tuple[Rest, int]]:
+        """Return the logs of which a pass reads a part, and how many rows of each, by session."""
+        rests = [entry for _, entry in self.waiting if isinstance(entry, Rest)]
+        if not rests:
+            return {}
+        counts = self.share(verify.items, rests)
+        return {
+            rest.command.session: (rest, rows)
+            for rest, rows in zip(rests, counts, strict=True)
+            if rows
+        }
 
     def _ready(self, command: Verify, most: int) -> tuple[dict[int, Verify], bool]:
         """Return the verdicts that may be asked for in one pass with that of `command`, by session,
-        and whether other sessions wait for something else."""
+        and whether other sessions wait for something else, other than the rest of a log."""
         if len(self.waiting) == 1:
             return {self.waiting[0][0]: command}, False
-        first: dict[int, Command] = {}
+        first: dict[int, Waiting] = {}
         for session, asked in self.waiting:
             first.setdefault(session, asked)  # what a session asked for before is done before
         width = _candidates(command)
@@ -210,12 +305,14 @@ class Turns:
             for session, asked in first.items()
             if isinstance(asked, Verify) and _candidates(asked) == width
         ][:most]
-        return dict(ready), len(first) > len(ready)
+        rests = sum(isinstance(asked, Rest) for asked in first.values())
+        return dict(ready), len(first) > len(ready) + rests
 
     def take_back(self) -> None:
         """Have what `next` returned wait again, before everything else, since it was not sent."""
         for session, _ in self._sent:
             del self.owed[session]
+            self._reading.pop(session, None)
         self.waiting.extendleft(reversed(self._sent))
 
     def _together(self, commands: Sequence[Verify]) -> Verify:
@@ -238,6 +335,16 @@ class Turns:
             candidates=stack([c.candidates for c in commands if c.candidates]),
             probabilities=stack([c.probabilities for c in commands if c.probabilities]),
         )
+
+
+def _begun_with(command: Waiting) -> Command:
+    """Return the command itself, or that which began the reading of a log."""
+    return command.command if isinstance(command, Rest) else command
+
+
+def _is_prompt(command: Waiting) -> bool:
+    """Return whether a prompt is read for it."""
+    return isinstance(_begun_with(command), Open | Feed)
 
 
 def _answer(command: Open | Feed | Refeed | Draft) -> Owed:

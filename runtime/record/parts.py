@@ -4,7 +4,15 @@ that was asked for. Pure."""
 from collections.abc import Sequence
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.messages import Command, Event, Verified, VerifiedItem, Verify
+from dovetail.protocol.messages import (
+    Command,
+    Event,
+    Open,
+    Refeed,
+    Verified,
+    VerifiedItem,
+    Verify,
+)
 
 
 def own_part(verify: Verify, session: int) -> Verify:
@@ -17,7 +25,7 @@ def own_part(verify: Verify, session: int) -> Verify:
                 name: _rows(getattr(verify, name), first, first + rows)
                 for name in ("candidates", "probabilities")
             }
-            return verify.model_copy(update={"items": (item,), **drawn})
+            return verify.model_copy(update={"items": (item,), "reads": (), **drawn})
         first += rows
     return verify
 
@@ -45,7 +53,9 @@ def _rows(array: Array | None, start: int, stop: int) -> Array | None:
 
 def is_sent_as(asked: Command, sent: Command) -> bool:
     """Return whether this is what was asked, or the beginning of the tree if that may be cut: one
-    that is not for rejection sampling."""
+    that is not for rejection sampling. A log may be read in parts."""
+    if isinstance(sent, Open | Refeed):
+        return asked == sent.model_copy(update={"read": None})
     if isinstance(asked, Verify) and isinstance(sent, Verify) and asked.candidates is None:
         (item,), nodes = asked.items, len(sent.items[0].tokens)
         asked = asked.model_copy(

@@ -14,6 +14,7 @@ from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
 from benchmarks.experts import experts
 from benchmarks.gains import gains, picture, utilisation
+from benchmarks.gaps import gaps
 from benchmarks.goodput import goodput
 from benchmarks.heterospec import heterospec
 from benchmarks.http import http
@@ -90,6 +91,7 @@ for command in (
     losses,
     links,
     gains,
+    gaps,
     utilisation,
     picture,
     plan,

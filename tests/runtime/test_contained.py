@@ -27,7 +27,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.engine import outgoing as post
-from dovetail.runtime.engine import worker_events
+from dovetail.runtime.engine import reading
 from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
@@ -350,7 +350,7 @@ def test_an_observer_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(EventLog, "event", fail)
-        patch.setattr(worker_events, "extent_ns", fail)
+        patch.setattr(reading, "extent_ns", fail)
         assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     check_clean(house)
 

@@ -1,6 +1,8 @@
 """Turns on a worker: one command at a time, verdicts together, answers matched by what they
 answer."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from dovetail.protocol.arrays import ITEM_BYTES, MAX_ARRAY_BYTES, Array
@@ -16,6 +18,8 @@ from dovetail.protocol.messages import (
     Feed,
     Open,
     Opened,
+    Read,
+    ReadItem,
     Reads,
     Refed,
     Refeed,
@@ -24,6 +28,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.settings import MAX_GAMMA, Sampling, TreeSettings
+from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.fleet.scheduler import Owed, Turns
 from dovetail.workers.speculation.rejection import CANDIDATES
 
@@ -265,3 +270,113 @@ def test_a_prompt_that_was_put_off_is_dropped_with_its_session() -> None:
     assert turns.withdraw(1, Refeed) == []
     assert turns.forget(1) == [read]
     assert not turns.busy_with(1)
+
+
+# -- logs that are read in parts -------------------------------------------------------------------
+
+
+def prompt_of(session: int, tokens: int = 20) -> Open:
+    return Open(
+        epoch=1,
+        session=session,
+        key=bytes(16),
+        prompt=tuple(range(1, tokens + 1)),
+        capacity=99,
+        vocabulary_size=99,
+        sampling=Sampling(),
+        tree=TreeSettings(),
+    )
+
+
+def in_parts(rows: int) -> Turns:
+    """Turns of a worker that reads so many rows at a time, and none as it begins."""
+
+    def share(_items: Sequence[VerifyItem], logs: Sequence[Rest]) -> Sequence[int]:
+        return [0 if log.done < 0 else min(rows, log.left) for log in logs]
+
+    return Turns(epoch=1, share=share, parts=True)
+
+
+def part(session: int, start: int, rows: int) -> ReadItem:
+    return ReadItem(session=session, round=0, start=start, rows=rows)
+
+
+def begun(turns: Turns, session: int) -> None:
+    """A prompt has begun to be read."""
+    turns.ask(session, prompt_of(session))
+    opened = prompt_of(session).model_copy(update={"read": 0})
+    assert turns.next() == (opened, (session,))
+    assert turns.read(session, 0, 0)
+
+
+def test_a_prompt_is_read_in_the_passes_of_others() -> None:
+    turns = in_parts(8)
+    begun(turns, 2)
+    for start in (0, 8):
+        turns.ask(1, verify(1))
+        shared = verify(1).model_copy(update={"reads": (part(2, start, 8),)})
+        assert turns.next() == (shared, (1, 2))
+        assert turns.answered(1, Owed(Verified, 1))
+        assert turns.next() is None, "it still owes the part"
+        assert turns.read(2, 0, start + 8)
+    assert turns.next() == (Read(epoch=1, item=part(2, 16, 4)), (2,))
+    assert turns.reading
+    assert turns.answered(2, Owed(Opened, 0))
+    assert not turns.reading
+    assert not turns.busy_with(2)
+
+
+def test_the_rest_of_a_prompt_waits_behind_what_others_asked_for() -> None:
+    turns = in_parts(8)
+    begun(turns, 2)
+    assert turns.next() == (Read(epoch=1, item=part(2, 0, 8)), (2,))
+    turns.ask(2, order(2))
+    turns.ask(1, order(1))
+    assert turns.read(2, 0, 8)
+    assert turns.next() == (order(1), (1,))
+    assert turns.answered(1, Owed(Drafted, 1))
+    assert turns.next() == (Read(epoch=1, item=part(2, 8, 8)), (2,)), "before its own order"
+
+
+def test_an_answer_that_comes_twice_reads_nothing_twice() -> None:
+    turns = in_parts(8)
+    begun(turns, 2)
+    assert turns.next() is not None
+    assert not turns.read(2, 0, 0)
+    assert not turns.read(2, 1, 8)
+    assert turns.read(2, 0, 8)
+    assert not turns.read(2, 0, 8)
+
+
+def test_a_prompt_of_a_session_that_ended_is_read_no_further() -> None:
+    turns = in_parts(8)
+    begun(turns, 2)
+    assert turns.next() is not None
+    assert turns.forget(2) == []
+    assert not turns.read(2, 0, 8)
+    assert not turns.busy_with(2)
+    begun(turns, 2)
+    assert turns.forget(2) == []
+    assert turns.next() is None
+
+
+def test_features_that_nobody_reads_any_more_are_computed_no_further() -> None:
+    turns = in_parts(2)
+    long = refeed(1).model_copy(update={"prefix": 9})
+    turns.ask(1, long)
+    turns.ask(1, verify(1))
+    assert turns.next() == (long.model_copy(update={"read": 0}), (1,))
+    assert turns.withdraw(1, Refeed) == []
+    assert not turns.read(1, 1, 0)
+    assert turns.next() == (verify(1), (1,))
+
+
+def test_a_pass_that_could_not_be_sent_is_asked_for_again_with_its_part() -> None:
+    turns = in_parts(8)
+    begun(turns, 2)
+    turns.ask(1, verify(1))
+    sent = turns.next()
+    turns.take_back()
+    assert turns.next() == sent
+    turns.take_back()
+    assert turns.next(most=1) == (verify(1), (1,)), "a session alone has a pass without"

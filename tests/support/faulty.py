@@ -33,6 +33,8 @@ from dovetail.protocol.messages import (
     Opened,
     Probe,
     Probed,
+    Read,
+    ReadItem,
     Refeed,
     Verified,
     Verify,
@@ -282,13 +284,25 @@ class CarefulTarget(ScriptedTarget):
             self.stale += 1
             return []
         if isinstance(command, Verify):
-            items = [item for item in command.items if not self._is_done(item)]
-            self.stale += len(command.items) - len(items)
-            return super().work(command.model_copy(update={"items": tuple(items)})) if items else []
+            items = tuple(item for item in command.items if not self._is_done(item))
+            reads = tuple(item for item in command.reads if not was_read(self, item))
+            self.stale += len(command.items) - len(items) + len(command.reads) - len(reads)
+            return super().work(command.model_copy(update={"items": items, "reads": reads}))
+        if isinstance(command, Refeed) and command.session in self.begun:
+            self.stale += 1
+            return []
+        if isinstance(command, Read) and was_read(self, command.item):
+            self.stale += 1
+            return []
         return super().work(command)
 
     def _is_done(self, item: VerifyItem) -> bool:
         return item.round <= self.rounds[item.session]
+
+
+def was_read(worker: ScriptedWorker, item: ReadItem) -> bool:
+    """Whether a part of a log has been read, or nobody wants it any more."""
+    return item.session not in worker.begun or item.start < worker.done[item.session]
 
 
 class CarefulDraft(ScriptedDraft):
@@ -306,6 +320,8 @@ class CarefulDraft(ScriptedDraft):
         match command:
             case Open():
                 return command.session in self.logs
+            case Read():
+                return was_read(self, command.item)
             case Feed():
                 return command.start < self.fed[command.session]
             case Draft():
@@ -328,22 +344,24 @@ class Costs:
         """Nanoseconds."""
         match command:
             case Open():
-                return round(
-                    MS * (self.open_ms + self.token_ms * (len(command.prompt) - command.kept))
-                )
+                left = len(command.prompt) - command.kept
+                return self.reading(left if command.read is None else min(left, command.read))
             case Refeed():
-                return round(MS * (self.open_ms + self.token_ms * (command.prefix - command.start)))
+                left = command.prefix - command.start
+                return self.reading(left if command.read is None else min(left, command.read))
+            case Read():
+                return self.reading(command.item.rows)
             case Verify():
-                return round(
-                    MS
-                    * (
-                        self.pass_ms
-                        + self.row_ms * sum(1 + len(item.tokens) for item in command.items)
-                    )
-                )
+                rows = sum(1 + len(item.tokens) for item in command.items)
+                read = sum(item.rows for item in command.reads)
+                return round(MS * (self.pass_ms + self.row_ms * rows + self.token_ms * read))
             case Draft():
                 return round(MS * self.draft_ms)
         return MS // 10
+
+    def reading(self, rows: int) -> int:
+        """Nanoseconds of so many rows of a log."""
+        return round(MS * (self.open_ms + self.token_ms * rows))
 
 
 @dataclass
@@ -552,7 +570,7 @@ class Process:
 
     def _begin(self, command: Command) -> None:
         assert self.worker is not None
-        if self.drops and isinstance(command, Open | Feed | Refeed | Draft | Verify):
+        if self.drops and isinstance(command, Open | Feed | Refeed | Read | Draft | Verify):
             self.drops -= 1
             return
         worker, cost_ns = self.worker, self.costs.of(command)

@@ -98,7 +98,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             begin=151643,
             template="{% for m in messages %}{{ m.content }}{% endfor %}",
         ),
-        limits=m.Limits(context=4096, nodes=1024, sessions=8, kept=8192),
+        limits=m.Limits(context=4096, nodes=1024, sessions=8, kept=8192, prompt_rows=256),
         tokenizer=array(dtype="uint8", shape=(2,), data=b"{}"),
         reads=m.Reads(
             taps=(2, 18, 33),
@@ -228,6 +228,7 @@ def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
 
 def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
     item = m.VerifyItem(session=3, round=2, prefix=18, tokens=(11, 13, 1879), parents=(-1, -1, 0))
+    part = m.ReadItem(session=4, round=1, start=1, rows=64)
     verdict = m.VerifiedItem(
         session=3,
         round=2,
@@ -255,9 +256,14 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             scored=True,
             replied=1,
             features_from=2,
+            read=1,
         ),
+        "read": m.Read(epoch=1, item=part),
+        "reading": m.Reading(epoch=2, session=3, round=1, done=2, spans=facts.spans),
         "prefilled": m.Prefilled(epoch=2, session=3, round=2, start=2, features=facts.features),
-        "refeed": m.Refeed(epoch=1, session=3, round=2, start=2, prefix=18, features=facts.reads),
+        "refeed": m.Refeed(
+            epoch=1, session=3, round=2, start=2, prefix=18, features=facts.reads, read=4
+        ),
         "refed": m.Refed(epoch=2, session=3, round=2, spans=facts.spans),
         "scored": m.Scored(
             epoch=2, session=3, round=1, start=1, logprobs=(facts.logprobs, facts.logprobs)
@@ -274,7 +280,11 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             read_by="cuda:0",
         ),
         "verify": m.Verify(
-            epoch=1, items=(item,), candidates=facts.candidates, probabilities=facts.probabilities
+            epoch=1,
+            items=(item,),
+            candidates=facts.candidates,
+            probabilities=facts.probabilities,
+            reads=(part,),
         ),
         "verified": m.Verified(
             epoch=2,

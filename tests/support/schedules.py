@@ -122,6 +122,8 @@ class Schedule:
     drafts: int = 1
     reads: bool = False
     """Whether drafts read features of their target."""
+    part: int = 0
+    """Rows of a log that workers read at a time; 0: they read it whole."""
     steps: tuple[tuple[int, Wish | Fault], ...] = ()
 
 
@@ -392,7 +394,7 @@ class World:
         about = {
             "name": f"{role}-{number}",
             "host": f"machine-{number}",
-            "limits": ROOMY,
+            "limits": ROOMY.model_copy(update={"prompt_rows": self._schedule.part}),
             "standby": standby,
             **head,
         }
@@ -805,5 +807,6 @@ def schedules(
         targets=st.sampled_from((1, 2, 2, 3)),
         drafts=st.sampled_from((1, 0, 2, 1)),
         reads=st.booleans(),
+        part=st.sampled_from((3, 0, 3)),
         steps=steps,
     )

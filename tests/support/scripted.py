@@ -37,6 +37,9 @@ from dovetail.protocol.messages import (
     Prefilled,
     Probe,
     Probed,
+    Read,
+    Reading,
+    ReadItem,
     Reads,
     Refed,
     Refeed,
@@ -180,6 +183,10 @@ class ScriptedWorker:
     kept: dict[int, list[int]] = field(default_factory=dict)
     """The logs of ended sessions that it has rows of; `rows`: how many."""
     rows: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, Open | Refeed] = field(default_factory=dict)
+    """What began the reading of logs that are read in parts; `done`: rows of them that were
+    read."""
+    done: dict[int, int] = field(default_factory=dict)
     limits: Limits | None = None
     seen: list[Command] = field(default_factory=list)
     failures: list[Failed] = field(default_factory=list)
@@ -242,6 +249,8 @@ class ScriptedWorker:
 
     def close(self, command: Close) -> None:
         log = self.logs.pop(command.session, None)
+        if self.begun.pop(command.session, None) is not None and log is not None:
+            assert not command.keep
         if not command.keep:
             self.kept.pop(command.session, None)
         elif log is not None:
@@ -281,6 +290,39 @@ class ScriptedWorker:
     def work(self, command: Command) -> list[Event]:
         raise AssertionError(f"a {self.role} worker is not asked to {command.type}")
 
+    def begin(self, command: Open | Refeed, done: int) -> list[Event]:
+        """A log is read, or its first rows."""
+        assert self.limits is not None
+        assert command.read is None or self.limits.prompt_rows
+        self.begun[command.session], self.done[command.session] = command, done
+        return self.read_on(command.session, command.read)
+
+    def read(self, item: ReadItem) -> list[Event]:
+        command = self.begun[item.session]
+        assert (item.round, item.start) == (command.round, self.done[item.session])
+        return self.read_on(item.session, item.rows)
+
+    def read_on(self, session: int, rows: int | None) -> list[Event]:
+        """So many rows more, or all."""
+        command, start = self.begun[session], self.done[session]
+        total = len(command.prompt) if isinstance(command, Open) else command.prefix - 1
+        stop = total if rows is None else min(total, start + rows)
+        self.done[session] = stop
+        told = self.tell_rows(command, start, stop)
+        if stop == total:
+            del self.begun[session]
+            return [*told, self.end_reading(command)]
+        spans = (("prefill", time.monotonic_ns(), 1000),)
+        about = {"epoch": self.epoch, "session": session, "round": command.round}
+        return [*told, Reading(**about, done=stop, spans=spans)]
+
+    def tell_rows(self, command: Open | Refeed, start: int, stop: int) -> list[Event]:
+        """What is told of some rows of a log."""
+        return []
+
+    def end_reading(self, command: Open | Refeed) -> Event:
+        raise AssertionError(f"a {self.role} worker reads nothing")
+
 
 class ScriptedTarget(ScriptedWorker):
     opens: dict[int, Open]
@@ -292,11 +334,16 @@ class ScriptedTarget(ScriptedWorker):
             return self.open(command)
         if isinstance(command, Refeed):
             return self.refeed(command)
+        if isinstance(command, Read):
+            return self.read(command.item)
         assert isinstance(command, Verify)
         kinds: dict[tuple[Reads | None, bool], list[VerifyItem]] = {}
         for item in command.items:
+            if (begun := self.begun.pop(item.session, None)) is not None:
+                assert isinstance(begun, Refeed)
             kinds.setdefault((self.opens[item.session].features, item.hold), []).append(item)
-        return [self.verify(items, reads) for (reads, _), items in kinds.items()]
+        verdicts = [self.verify(items, reads) for (reads, _), items in kinds.items()]
+        return [*verdicts, *(event for item in command.reads for event in self.read(item))]
 
     def open(self, command: Open) -> list[Event]:
         if (refusal := self.take_over(command)) is not None:
@@ -307,36 +354,32 @@ class ScriptedTarget(ScriptedWorker):
         self.opens = {**getattr(self, "opens", {}), command.session: command}
         shown_from = command.kept if command.features_from is None else command.features_from
         assert command.kept <= shown_from <= len(log)
-        parts = [*self.show(command, command.features, shown_from, len(log)), *self.score(command)]
-        log.append(choice(log))
-        (said,) = self.say(command, log, 1) or (None,)
-        spans = (("prefill", time.monotonic_ns(), 1000),)
-        opened = Opened(
-            epoch=self.epoch,
-            session=command.session,
-            round=command.round,
-            bonus=log[-1],
-            margin=1.0,
-            logprobs=said,
-            spans=spans,
-        )
-        return [*parts, opened]
+        return self.begin(command, command.kept)
 
     def refeed(self, command: Refeed) -> list[Event]:
-        log, opened = self.logs[command.session], self.opens[command.session]
+        log = self.logs[command.session]
         assert (command.prefix, command.round) == (len(log), self.rounds[command.session] + 1)
-        self.opens[command.session] = opened.model_copy(update={"features": command.features})
-        self.held_rows[command.session] = 0
-        parts = self.show(command, command.features, command.start, command.prefix - 1)
-        return [
-            *parts,
-            Refed(
-                epoch=self.epoch,
-                session=command.session,
-                round=command.round,
-                spans=(("prefill", time.monotonic_ns(), 1000),),
-            ),
-        ]
+        return self.begin(command, 0)
+
+    def tell_rows(self, command: Open | Refeed, start: int, stop: int) -> list[Event]:
+        if isinstance(command, Refeed):
+            return self.show(command, command.features, max(start, command.start), stop)
+        shown_from = command.kept if command.features_from is None else command.features_from
+        shown = self.show(command, command.features, max(start, shown_from), stop)
+        return [*shown, *self.score(command, start + 1, min(stop + 1, len(command.prompt)))]
+
+    def end_reading(self, command: Open | Refeed) -> Event:
+        about = {"epoch": self.epoch, "session": command.session, "round": command.round}
+        spans = (("prefill", time.monotonic_ns(), 1000),)
+        if isinstance(command, Refeed):
+            opened = self.opens[command.session]
+            self.opens[command.session] = opened.model_copy(update={"features": command.features})
+            self.held_rows[command.session] = 0
+            return Refed(**about, spans=spans)
+        log = self.logs[command.session]
+        log.append(choice(log))
+        (said,) = self.say(command, log, 1) or (None,)
+        return Opened(**about, bonus=log[-1], margin=1.0, logprobs=said, spans=spans)
 
     def show(
         self, command: Open | Refeed, reads: Reads | None, start: int, stop: int
@@ -353,19 +396,16 @@ class ScriptedTarget(ScriptedWorker):
             for at in range(start, stop, PART)
         ]
 
-    def score(self, command: Open) -> list[Event]:
-        """Of every token of the prompt but the first, a part at a time."""
+    def score(self, command: Open, first: int, stop: int) -> list[Event]:
+        """Of some tokens of the prompt, a part at a time."""
         if not command.scored:
             return []
         assert command.base is None
         assert command.logprobs is not None
         prompt, top = command.prompt, command.logprobs
-        starts = range(1, len(prompt), PART)
+        starts = range(first, stop, PART)
         parts = [
-            tuple(
-                logprobs(prompt, place, top)
-                for place in range(start, min(start + PART, len(prompt)))
-            )
+            tuple(logprobs(prompt, place, top) for place in range(start, min(start + PART, stop)))
             for start in starts
         ]
         about = {"epoch": self.epoch, "session": command.session, "round": command.round}
@@ -442,10 +482,12 @@ class ScriptedDraft(ScriptedWorker):
             self.last.pop(command.session, None)
             self.fed[command.session], self.rounds[command.session] = command.kept, command.round
             assert command.features == self.reads
-            return [Opened(epoch=self.epoch, session=command.session, round=command.round)]
+            return self.begin(command, command.kept)
+        if isinstance(command, Read):
+            return self.read(command.item)
         if isinstance(command, Feed):
             assert command.round == self.rounds[command.session]
-            self.read(command.session, command.start, command.features)
+            self.read_features(command.session, command.start, command.features)
             return [
                 Fed(
                     epoch=self.epoch,
@@ -455,6 +497,7 @@ class ScriptedDraft(ScriptedWorker):
                 )
             ]
         assert isinstance(command, Draft)
+        assert command.session not in self.begun
         log, last = self.logs[command.session], self.rounds[command.session]
         assert last < command.round <= last + 1 + len(command.more)
         self.rounds[command.session] = command.round
@@ -468,18 +511,21 @@ class ScriptedDraft(ScriptedWorker):
             assert command.features is None
         else:
             if command.features is not None:
-                self.read(command.session, self.fed[command.session], command.features)
+                self.read_features(command.session, self.fed[command.session], command.features)
             assert self.fed[command.session] == len(log) - 1
         drafted = self.propose(command, log)
         self.last[command.session] = drafted
         return [drafted]
+
+    def end_reading(self, command: Open | Refeed) -> Event:
+        return Opened(epoch=self.epoch, session=command.session, round=command.round)
 
     def rows_of(self, session: int, log: Sequence[int]) -> int:
         """Where it reads its target it has those that features have come for, of tokens with one
         behind them."""
         return len(log) - 1 if self.reads is None else min(self.fed[session], len(log) - 1)
 
-    def read(self, session: int, start: int, rows: Array) -> None:
+    def read_features(self, session: int, start: int, rows: Array) -> None:
         assert self.reads is not None
         assert start == self.fed[session]
         self.fed[session] += rows.shape[0]

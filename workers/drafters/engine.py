@@ -78,6 +78,19 @@ class Reader(Protocol[ReadT]):
         """Take the features that came with a verdict; the next proposal starts from them."""
 
 
+class PartReader(Protocol[ReadT]):
+    """An engine that can read a prompt in parts: `Engine.open` reads `Open.read` rows of it."""
+
+    prompt_rows: int
+    """Rows that are best read at a time."""
+
+    def read(self, session: ReadT, rows: int, /) -> None:
+        """Read so many rows more of the log, at most."""
+
+    def rows(self, session: ReadT, /) -> tuple[int, int]:
+        """Return how many rows of the log have been read, and how many have not."""
+
+
 class Keeper(Protocol[SessionT]):
     """An engine that can also keep the rows of a session."""
 

@@ -93,6 +93,8 @@ class Drafter(Grower[DraftSession]):
         self.model = model
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
 
+    prompt_rows = CHUNK
+
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """`RequestError` of code "vocabulary" if the model has no row for one of `tokens`."""
         if (largest := max(tokens)) >= self.model.vocabulary_size:
@@ -103,8 +105,9 @@ class Drafter(Grower[DraftSession]):
             )
 
     def open(self, order: Open, base: DraftLeft | None = None) -> DraftSession:
-        """Return a session with the prompt read, where the draft's context holds it. `base`: what
-        is left of a session that began with the first `kept` tokens; it is used up."""
+        """Return a session with the prompt read, or its first `order.read` rows, where the draft's
+        context holds it. `base`: what is left of a session that began with the first `kept` tokens;
+        it is used up."""
         room = min(order.capacity, self.model.context)
         rows = self._tree_rows(order.sampling, order.tree)
         session = DraftSession(
@@ -119,10 +122,18 @@ class Drafter(Grower[DraftSession]):
             rows_ahead=rows,
             room=room,
         )
-        if session.readable:
-            with self._spans.measure("prefill"):
-                self._read_missing(session)
+        if session.readable and order.read != 0:
+            self.read(session, order.read)
         return session
+
+    def read(self, session: DraftSession, rows: int | None) -> None:
+        """Read so many rows more of the log, or all that are missing."""
+        with self._spans.measure("prefill"):
+            self._read_missing(session, rows)
+
+    def rows(self, session: DraftSession) -> tuple[int, int]:
+        """Return how many rows of the log have been read, and how many have not."""
+        return session.rows, session.missing_rows if session.readable else 0
 
     def _ranking(self, order: Open) -> Ranking:
         return Ranking.begin(
@@ -166,11 +177,13 @@ class Drafter(Grower[DraftSession]):
     def _read_log(self, session: DraftSession, shape: Shape) -> Tensor:
         return self._read_missing(session)
 
-    def _read_missing(self, session: DraftSession) -> Tensor:
-        """Compute the rows of the log that are missing; logits [1, V] after its last token."""
+    def _read_missing(self, session: DraftSession, rows: int | None = None) -> Tensor:
+        """Compute the rows of the log that are missing, or so many of them; logits [1, V] after the
+        last one."""
         cache, logits = session.cache, torch.empty(0)
         told = len(session.log)
-        while missing := session.log[cache.length : next_stop(cache, told, CHUNK)]:
+        stop = told if rows is None else cache.length + rows
+        while missing := session.log[cache.length : min(stop, next_stop(cache, told, CHUNK))]:
             start, count = cache.length, len(missing)
             tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
             logits = self.model.forward(

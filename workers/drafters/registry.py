@@ -175,7 +175,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     engine = Drafter(
         model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
     )
-    return DraftWorker(engine, identity, spans, keeper=engine)
+    return DraftWorker(engine, identity, spans, keeper=engine, parts=engine)
 
 
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
@@ -201,7 +201,7 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
         tokenizer=checkpoint.tokenizer,
     )
     engine = Drafter(model, spans, ahead=settings.ahead is not False)
-    return DraftWorker(engine, identity, spans, keeper=engine)
+    return DraftWorker(engine, identity, spans, keeper=engine, parts=engine)
 
 
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:

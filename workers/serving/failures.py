@@ -20,6 +20,7 @@ from dovetail.protocol.messages import (
     Failed,
     Feed,
     Open,
+    Read,
     Refeed,
     Verify,
 )
@@ -52,7 +53,7 @@ def _line(error: Exception) -> str:
 
 def subject(message: Command | Event) -> dict[str, int | None]:
     """The session and the round that a message is about, if it is about one."""
-    items: Sequence[Any] = getattr(message, "items", ())
+    items: Sequence[Any] = getattr(message, "items", ()) or (getattr(message, "item", message),)
     about = items[0] if len(items) == 1 else message
     return {"session": getattr(about, "session", None), "round": getattr(about, "round", None)}
 
@@ -63,6 +64,9 @@ def failed_events(command: Command, epoch: int, error: RequestError) -> list[Eve
     match command:
         case Verify():
             subjects = [(item.session, item.round) for item in command.items]
+            subjects += [(item.session, item.round) for item in command.reads]
+        case Read():
+            subjects = [(command.item.session, command.item.round)]
         case Open() | Feed() | Refeed() | Draft():
             subjects = [(command.session, command.round)]
         case Close():

@@ -78,8 +78,8 @@ def open_target_worker(
             file=sys.stderr,
         )
         placed = f"by torch's own operations, because {model.choice}"[:MOST_WORDS]
-    # rows that are taken over are the same bytes as rows that are computed anew
-    keeps = model.backend == "kernels" and (spread is None or spread.same_bytes)
+    # rows that are taken over, or read in other parts, are the same bytes as others
+    same_bytes = model.backend == "kernels" and (spread is None or spread.same_bytes)
     whole = spread is None or spread.demand is None
     known = None
     if profile is not None and device.is_cpu and whole:
@@ -93,7 +93,8 @@ def open_target_worker(
         () if known is None else known.t_v_by_context[:MAX_CURVES],
         _experts(model, known),
         settings.inflate,
-        affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes) if keeps else 0,
+        affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes) if same_bytes else 0,
+        same_bytes=same_bytes,
         placement=placed,
     )
     if spread is not None:

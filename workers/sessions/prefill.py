@@ -1,7 +1,7 @@
 """The reading of a prompt: its rows, part by part, with the features and scores of them that are
 asked for."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.sessions.features import PREFILL_ROWS, features_of, places_of, slices
 from dovetail.workers.sessions.results import Part, ScoredPart
-from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.sessions.timing import timed_pass
 from dovetail.workers.speculation.logprobs import token_logprobs
 
@@ -28,15 +27,110 @@ def next_stop(cache: Cache, stop: int, step: int) -> int:
     return min(start + step, mark if cache.base_bytes and start < mark else stop)
 
 
+class Reading:
+    """A log of which a cache gets the rows, some at a time, with what is told of them."""
+
+    def __init__(
+        self,
+        log: Sequence[int],
+        cache: Cache,
+        *,
+        reads: Reads | None = None,
+        features_from: int = 0,
+        scored: int | None = None,
+        apart: int = 0,
+    ) -> None:
+        """`cache`: has the first rows of `log`, or none. `reads`: the features that are told of the
+        positions from `features_from` on; `scored`: alternatives of each token's score, None for no
+        scores; `apart`: the first rows that the model's reader reads."""
+        self.log, self.cache, self.apart = log, cache, apart
+        self.logits = torch.empty(0)
+        """[1, V] after the last token, once all rows have been read."""
+        self._reads, self._features_from, self._scored = reads, features_from, scored
+        self._mark()
+
+    @property
+    def done(self) -> int:
+        """Return how many rows the cache has."""
+        return self.cache.length
+
+    @property
+    def left(self) -> int:
+        """Return how many rows are missing."""
+        return len(self.log) - self.cache.length
+
+    @property
+    def scored(self) -> bool:
+        """Return whether the logits of all rows are needed."""
+        return self._scored is not None
+
+    def next_rows(self, most: int) -> int:
+        """Return how many rows the next pass may read, `most` at most."""
+        return next_stop(self.cache, len(self.log), most) - self.cache.length
+
+    def places(self, rows: int) -> Collection[int]:
+        """Return the layers whose states are needed of the next so many rows."""
+        return places_of(self._reads) if self._features_from < self.done + rows else ()
+
+    def logit_rows(self, rows: int) -> Sequence[int]:
+        """Return which of the next so many rows need logits."""
+        return range(rows) if self.scored else range(rows - 1, rows)
+
+    def segment(self, rows: int) -> Segment:
+        return Segment(self.cache, self.done, rows)
+
+    def take(
+        self, rows: int, logits: Tensor, states: Mapping[int, Tensor], first: int
+    ) -> Iterator[Part | ScoredPart]:
+        """Commit the next so many rows and return what is told of them. `logits` [R, V] are those
+        of their `logit_rows`; `states` [T, hidden] of their `places` are those of a pass in which
+        they begin with row `first`."""
+        start = self.done
+        self.cache.keep(range(start, start + rows), rows)
+        if not self.left:
+            self.logits = logits[-1:]
+        self._mark()
+        unwanted = min(max(0, self._features_from - start), rows)
+        if self._reads is not None and unwanted < rows:
+            wanted = slice(first + unwanted, first + rows)
+            yield from slices(Part(start + unwanted, features_of(self._reads, states, wanted)))
+        tokens = self.log[start + 1 : start + 1 + rows]
+        if self._scored is not None and tokens:
+            scores = token_logprobs(logits[: len(tokens)], tokens, self._scored)
+            yield ScoredPart(start + 1, scores)
+
+    def _mark(self) -> None:
+        """Make a checkpoint of the cache before the end of its prompt."""
+        if self.cache.length == len(self.log) - TURN_TAIL:
+            self.cache.checkpoint()
+
+
 class Prefill:
-    """Reads prompts into caches."""
+    """Reads logs into caches, in passes of their own."""
 
     def __init__(self, model: LanguageModel, spans: Spans, *, reads_from: int) -> None:
         """`reads_from`: the fewest rows of a prompt for which the model's reader is used, where it
         has one."""
         self._model, self._spans, self._reads_from = model, spans, reads_from
 
-    def rows_apart(self, order: Open, cache: Cache) -> int:
+    def begin(self, order: Open, cache: Cache) -> Reading:
+        """Return the reading of a prompt of which a cache has the first rows, or none."""
+        return Reading(
+            order.prompt,
+            cache,
+            reads=order.features,
+            features_from=order.features_from or 0,
+            scored=(order.logprobs or 0) if order.scored else None,
+            apart=self._rows_apart(order, cache),
+        )
+
+    def begin_anew(self, log: Sequence[int], reads: Reads, start: int, prefix: int) -> Reading:
+        """Return the reading of the first `prefix` - 1 tokens of a log in a cache of its own, for
+        the features of the positions from `start` on."""
+        rows = max(0, prefix - 1)
+        return Reading(log[:rows], self._model.new_cache(rows), reads=reads, features_from=start)
+
+    def _rows_apart(self, order: Open, cache: Cache) -> int:
         """Return how many rows of a prompt the model's reader reads, of all that there are of the
         request's own prompt: a session that is begun anew elsewhere, or on the same worker, has the
         same rows read by it, and those of its reply computed as they were. A state is left in time
@@ -50,91 +144,38 @@ class Prefill:
         )
         return next_stop(cache, told, self._model.reads_apart) if apart else 0
 
-    def read(
-        self, session: TargetSession, order: Open, apart: int
-    ) -> Generator[Part | ScoredPart, None, Tensor]:
-        """Compute and commit the rows of the prompt that are missing, some at a time; return the
-        logits [1, V] after its last token. `apart`: the first rows that the model's reader
-        reads."""
-        features_from, scored = order.features_from or 0, order.scored
-        logits = torch.empty(0)
-        if apart:
-            logits, part = self._read(
-                session.log[:apart],
-                session.cache,
-                session.reads,
-                features_from=features_from,
-                apart=True,
-            )
-            yield from slices(part)
-        step, told = PREFILL_ROWS if scored else self._step, len(session.log)
-        self._mark(session.cache, told)
-        while (start := session.cache.length) < told:
-            chunk = session.log[start : next_stop(session.cache, told, step)]
-            logits, part = self._read(
-                chunk, session.cache, session.reads, features_from=features_from, all_logits=scored
-            )
-            yield from slices(part)
-            if scored and (tokens := session.log[start + 1 : start + 1 + len(chunk)]):
-                yield ScoredPart(
-                    start + 1, token_logprobs(logits[: len(tokens)], tokens, session.logprobs or 0)
-                )
-            self._mark(session.cache, told)
-        return logits[-1:]
-
-    def _mark(self, cache: Cache, told: int) -> None:
-        """Make a checkpoint of a cache before the end of its prompt."""
-        if cache.length == told - TURN_TAIL:
-            cache.checkpoint()
-
-    def recompute(
-        self, log: Sequence[int], reads: Reads, start: int, prefix: int
-    ) -> Iterator[Part]:
-        """Compute the features of the positions `start` to `prefix` - 2 of a log anew, in a
-        cache of their own."""
-        rows = max(0, prefix - 1)
-        cache = self._model.new_cache(rows)
-        step = self._step
-        for first in range(0, rows, step):
-            _, part = self._read(
-                log[first : min(first + step, rows)], cache, reads, features_from=start
-            )
-            yield from slices(part)
+    def read(self, reading: Reading, rows: int | None = None) -> Iterator[Part | ScoredPart]:
+        """Compute and commit so many missing rows of a log, or all, a pass after the other. Those
+        that the model's reader reads are read at once, and first."""
+        if reading.apart and not reading.done:
+            yield from self._read_apart(reading, reading.apart)
+        stop = len(reading.log) if rows is None else min(reading.done + rows, len(reading.log))
+        step = PREFILL_ROWS if reading.scored else self.rows
+        while (left := stop - reading.done) > 0:
+            yield from self._read(reading, reading.next_rows(min(step, left)))
 
     @property
-    def _step(self) -> int:
+    def rows(self) -> int:
         """Rows of a prefill pass that computes the logits of the last one alone."""
         return max(PREFILL_ROWS, self._model.prompt_rows)
 
-    def _read(
-        self,
-        tokens: Sequence[int],
-        cache: Cache,
-        reads: Reads | None,
-        *,
-        features_from: int,
-        all_logits: bool = False,
-        apart: bool = False,
-    ) -> tuple[Tensor, Part | None]:
-        """Compute and commit the rows of `tokens`, which stand behind those of `cache`; return the
-        logits after the last or all of them, and the features of the rows from `features_from` on,
-        if a draft reads them and there are any. `apart`: by the model's reader."""
-        start, count = cache.length, len(tokens)
-        unwanted = min(max(0, features_from - start), count)
-        places = places_of(reads) if unwanted < count else ()
-        last = torch.tensor([count - 1])
-        positions, segment = torch.arange(start, start + count), Segment(cache, start, count)
-        if apart:
-            logits, states = self._model.read_apart(
-                torch.tensor(tokens), segment, wanted=places, rows=last
+    def _read(self, reading: Reading, rows: int) -> Iterator[Part | ScoredPart]:
+        start = reading.done
+        with timed_pass(self._spans):
+            logits, states = self._model.forward_with_states(
+                torch.tensor(reading.log[start : start + rows]),
+                torch.arange(start, start + rows),
+                [reading.segment(rows)],
+                wanted=reading.places(rows),
+                rows=None if reading.scored else torch.tensor([rows - 1]),
             )
-        else:
-            rows = None if all_logits else last
-            with timed_pass(self._spans):
-                logits, states = self._model.forward_with_states(
-                    torch.tensor(tokens), positions, [segment], wanted=places, rows=rows
-                )
-        cache.keep(range(start, start + count), count)
-        if reads is None or not places:
-            return logits, None
-        return logits, Part(start + unwanted, features_of(reads, states, slice(unwanted, None)))
+        return reading.take(rows, logits, states, 0)
+
+    def _read_apart(self, reading: Reading, rows: int) -> Iterator[Part | ScoredPart]:
+        logits, states = self._model.read_apart(
+            torch.tensor(reading.log[:rows]),
+            reading.segment(rows),
+            wanted=reading.places(rows),
+            rows=torch.tensor([rows - 1]),
+        )
+        return reading.take(rows, logits, states, 0)

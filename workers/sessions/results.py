@@ -1,4 +1,5 @@
-"""The answers of a target's engine: parts of a prompt, the first token, verdicts."""
+"""The answers of a target's engine: parts of a prompt, what of it is unread, the first token,
+verdicts."""
 
 from dataclasses import dataclass
 
@@ -23,6 +24,14 @@ class ScoredPart:
     start: int
     """Position of the first of them."""
     logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Rows of a log have been read, and there are more."""
+
+    done: int
+    """Rows that have been read."""
 
 
 @dataclass(frozen=True)

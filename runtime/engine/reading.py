@@ -1,0 +1,98 @@
+"""The reading of logs beside running sessions: how many rows at a time, and what they have taken.
+
+A pass of the target that reads rows of logs makes the sessions wait whose trees it verifies, and
+rows that are read by themselves those whose proposals are about to come. So there are as many as
+the sessions may wait for; where none runs, as many as a worker likes to read at a time.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from dovetail.protocol.messages import Open, Read, Refeed, Verified, Verify, VerifyItem
+from dovetail.protocol.spans import Span
+from dovetail.runtime.costs.reading import shares
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.peers import Pass, Worker
+from dovetail.runtime.fleet.rest import Rest
+from dovetail.runtime.telemetry.metrics import extent_ns
+
+LATENCY = 2.0
+"""A pass that also reads logs takes so many times what it would take without them, at most, where
+nothing else is set: so that a prompt and the streams beside it share the target evenly."""
+LEAST_ROWS = 8
+"""Rows of logs that are read at a time at least, so that a prompt is read whatever is set."""
+
+
+def share(
+    worker: Worker,
+    items: Sequence[VerifyItem],
+    logs: Sequence[Rest],
+    running: Iterable[RunningRequest],
+    latency_ms: float | Literal["auto"],
+) -> Sequence[int]:
+    """Return how many rows of each log a worker reads in a pass of these items, or without any,
+    beside all sessions that run."""
+    own = {log.command.session for log in logs}
+    others = [
+        one
+        for one in running
+        if one.decoding and worker in (one.target, one.draft) and one.session.number not in own
+    ]
+    most = worker.limits.prompt_rows
+    if others and not items and logs[0].done < 0:
+        return [0]  # it begins, and is read in the passes of the others
+    if others:
+        most = min(most, max(LEAST_ROWS, _rows_beside(worker, items, others, latency_ms)))
+    return shares([log.left for log in logs], most)
+
+
+def _rows_beside(
+    worker: Worker,
+    items: Sequence[VerifyItem],
+    others: Sequence[RunningRequest],
+    latency_ms: float | Literal["auto"],
+) -> int:
+    """Return how many rows of logs take no longer than sessions may wait that run."""
+    target = worker if worker.plays("target") else others[0].target
+    rows = sum(1 + len(item.tokens) for item in items)
+    context = sum(one.session.length for one in others) / len(others)
+    pass_s = target.verifying.at(max(1, rows), context) if target.verifying.known else 0.0
+    if not pass_s:
+        return LEAST_ROWS
+    bound_s = LATENCY * pass_s if latency_ms == "auto" else latency_ms / 1e3
+    return worker.reading.rows_within(bound_s - pass_s)
+
+
+def rows_read(message: Open | Refeed | Read) -> int:
+    """Return how many rows of a log are read for a command, as far as that is known."""
+    match message:
+        case Read():
+            return message.item.rows
+        case Open():
+            left = len(message.prompt) - message.kept
+        case Refeed():
+            left = message.prefix - 1
+    return left if message.read is None else min(left, message.read)
+
+
+def pass_of(message: Verify) -> Pass:
+    return Pass(
+        sum(1 + len(item.tokens) for item in message.items),
+        sum(item.prefix for item in message.items) / len(message.items),
+        sum(item.rows for item in message.reads),
+    )
+
+
+def observe_pass(worker: Worker, passed: Pass, event: Verified) -> None:
+    """Learn what a pass has taken; if it read rows of logs, what these have."""
+    seconds = extent_ns(event.spans) / 1e9
+    if not passed.read:
+        worker.verifying.observe(passed.rows, seconds, passed.context, event.experts)
+    elif worker.verifying.known:
+        alone_s = worker.verifying.at(passed.rows, passed.context)
+        worker.reading.observe(passed.read, seconds - alone_s)
+
+
+def observe_reading(worker: Worker, rows: int, spans: Sequence[Span]) -> None:
+    """Learn what so many rows of a log have taken."""
+    worker.reading.observe(rows, extent_ns(spans) / 1e9)

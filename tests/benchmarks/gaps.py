@@ -1,0 +1,225 @@
+"""The command `gaps`: how long a stream pauses between two tokens while somebody else's long prompt
+is read, beside its pauses without one, over HTTP.
+
+A real `dovetail serve` with copies of the embedded pair that take longer texts. One client streams;
+now and then another one sends a prompt of tokens drawn at random, which nobody has read before, and
+wants one token. Pauses of the stream are counted by whether such a prompt was on its way, and for
+as long without one.
+"""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import numpy as np
+
+from benchmarks.options import Command, option, options, report
+from dovetail.launch.console.terminal import print_table, progress_bar
+
+DEMO = Path(__file__).resolve().parents[2] / "launch" / "demo"
+CONTEXT = 16384
+WORDS = 4000
+"""Tokens of the demonstration vocabulary that prompts are drawn from."""
+MOST_SHARE = 3.0
+"""The figure: the 99th percentile of the pauses beside a prompt over that without one."""
+LEAST_S = 1.0
+"""So long a stream is watched by itself at least, before each prompt."""
+PATIENCE_S = 600.0
+
+
+@click.command(cls=Command)
+@option("--prompt", "tokens", type=click.IntRange(min=1), default=2000, help="Tokens of a prompt.")
+@option("--prompts", type=click.IntRange(min=1), default=5, help="One after the other.")
+@option("--streams", type=click.IntRange(min=1), default=1, help="That run beside them.")
+@option("--inflate", default="256MiB", help="Size to which the target is inflated.")
+@option("--weights", default="fp32", help="Type of its weights.")
+@option("--draft", default="small", help="Of the embedded pair: small, dovetail, eagle, none.")
+@option("--serve", "flags", multiple=True, help="A further option of `dovetail serve`.")
+@options("json")
+def gaps(
+    tokens: int,
+    prompts: int,
+    streams: int,
+    inflate: str,
+    weights: str,
+    draft: str,
+    flags: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Pauses of a stream beside prompts that are read, over those without."""
+    chosen = [f"--target.weights={weights}", f"--target.inflate={inflate}", *flags]
+    with server(draft, chosen) as url, progress_bar(prompts, "prompts") as step:
+        quiet_s = prompt_s(url, tokens, seed=1)
+        watched = [Watched(url, seed) for seed in range(streams)]
+        read: list[tuple[float, float]] = []
+        for seed in range(prompts):
+            watch(watched, read[-1][1] - read[-1][0] if read else LEAST_S)
+            began_s = time.monotonic()
+            prompt_s(url, tokens, seed=100 + seed)
+            read.append((began_s, time.monotonic()))
+            step("")
+        watch(watched, LEAST_S)
+        for stream in watched:
+            stream.end()
+    pauses = [pause for stream in watched for pause in pairwise(stream.told_s)]
+    beside = [b - a for a, b in pauses if any(a < end and b > start for start, end in read)]
+    alone = [b - a for a, b in pauses if all(a >= end or b <= start for start, end in read)]
+    found = {
+        "alone": figures(alone),
+        "beside": figures(beside),
+        "share": percentile(beside, 99) / percentile(alone, 99),
+        "prompt_s": {"quiet": quiet_s, "beside": sum(b - a for a, b in read) / prompts},
+    }
+    report(found, as_json, lambda: show(found, tokens))
+
+
+class Watched:
+    """A reply that is streamed, and when it told something, on the clock of this process."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.told_s: list[float] = []
+        self._url, self._seed = url, seed
+        self._ended, self._fault = False, "it ended"
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        self._begun.wait(PATIENCE_S)
+
+    def _read(self) -> None:
+        body = {**order(words(8, self._seed), CONTEXT // 2), "stream": True}
+        try:
+            with httpx.stream(
+                "POST",
+                f"{self._url}/v1/completions",
+                json=body,
+                timeout=PATIENCE_S,
+                trust_env=False,
+            ) as reply:
+                for line in reply.iter_lines():
+                    if self._ended:
+                        return
+                    if not line.startswith("data: {"):
+                        continue
+                    if (error := json.loads(line[6:]).get("error")) is not None:
+                        self._fault = str(error)
+                        return
+                    self.told_s.append(time.monotonic())
+                    self._begun.set()
+        finally:
+            self._begun.set()
+
+    def check(self) -> None:
+        """`ClickException` if the reply is over."""
+        if not self._thread.is_alive():
+            raise click.ClickException(f"a stream did not last: {self._fault}")
+
+    def end(self) -> None:
+        self.check()
+        self._ended = True
+        self._thread.join()
+
+
+def watch(streams: Sequence[Watched], seconds: float) -> None:
+    """Let the streams run by themselves for so long."""
+    time.sleep(seconds)
+    for stream in streams:
+        stream.check()
+
+
+@contextmanager
+def server(draft: str, flags: Sequence[str]) -> Iterator[str]:
+    """The address of a `dovetail serve` of the embedded pair with a longer context."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = [f"--target.model={longer(DEMO / 'target', Path(folder) / 'target')}"]
+        if draft == "small":
+            models.append(f"--draft.model={longer(DEMO / 'draft', Path(folder) / 'draft')}")
+        elif draft == "none":
+            models.append("--draft.kind=none")
+        else:
+            models.append(f"--draft.model={DEMO / 'heads' / draft}")
+        command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve", "--http.port=0"]
+        with subprocess.Popen(
+            [*command, *models, *flags], stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                yield next(
+                    word.rstrip(".,;")
+                    for line in process.stdout
+                    for word in line.split()
+                    if word.startswith("http://")
+                )
+            finally:
+                process.terminate()
+
+
+def longer(model: Path, copy: Path) -> Path:
+    """Return a copy of a model that takes `CONTEXT` tokens; behind its own it writes anything."""
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    return copy
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Tokens that nobody has read before."""
+    drawn = random.Random(seed)
+    return [drawn.randrange(2, WORDS) for _ in range(count)]
+
+
+def order(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    return {"prompt": list(prompt), "max_tokens": tokens, "ignore_eos": True}
+
+
+def prompt_s(url: str, tokens: int, *, seed: int) -> float:
+    """Seconds until a prompt is answered with one token."""
+    began_s = time.monotonic()
+    reply = httpx.post(
+        f"{url}/v1/completions",
+        json=order(words(tokens, seed), 1),
+        timeout=PATIENCE_S,
+        trust_env=False,
+    )
+    if reply.status_code != 200:
+        raise click.ClickException(reply.text)
+    return time.monotonic() - began_s
+
+
+def percentile(pauses: Sequence[float], share: float) -> float:
+    return float(np.percentile(pauses, share))
+
+
+def figures(pauses: Sequence[float]) -> dict[str, float]:
+    """Milliseconds of pauses."""
+    return {
+        "count": len(pauses),
+        "median_ms": 1e3 * percentile(pauses, 50),
+        "p99_ms": 1e3 * percentile(pauses, 99),
+        "most_ms": 1e3 * max(pauses),
+    }
+
+
+def show(found: dict[str, Any], tokens: int) -> None:
+    rows = [
+        (name, *(f"{found[name][key]:.1f}" for key in ("median_ms", "p99_ms", "most_ms")))
+        for name in ("alone", "beside")
+    ]
+    print_table(("stream", "median ms", "p99 ms", "longest ms"), rows)
+    seconds = found["prompt_s"]
+    click.echo(
+        f"p99 beside a prompt of {tokens} tokens over p99 alone: {found['share']:.2f}, at most "
+        f"{MOST_SHARE:g} is wanted; such a prompt takes {seconds['quiet']:.2f} s with nobody else "
+        f"running, {seconds['beside']:.2f} s beside a stream"
+    )

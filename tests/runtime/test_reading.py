@@ -1,0 +1,35 @@
+"""What rows of a log cost, and how they are shared among the logs that are read."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, shares
+
+
+def test_rows_are_few_until_their_cost_is_known() -> None:
+    costs = ReadingCosts()
+    assert costs.rows_within(10.0) == FIRST_ROWS
+    costs.observe(0, 1.0)
+    assert costs.rows_within(10.0) == FIRST_ROWS
+    costs.observe(10, 0.01)
+    assert costs.rows_within(0.02) == 20
+    assert costs.rows_within(-1.0) == 0
+
+
+def test_a_machine_that_becomes_slower_reads_fewer_rows_and_a_pause_hardly_counts() -> None:
+    costs = ReadingCosts()
+    costs.observe(256, 0.256)
+    costs.observe(16, 3.0)
+    assert costs.rows_within(0.1) > 90
+    for _ in range(40):
+        costs.observe(64, 0.256)
+    assert 24 <= costs.rows_within(0.1) <= 26
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(0, 600))
+def test_rows_are_shared_equally_as_far_as_they_are_wanted(left: list[int], rows: int) -> None:
+    given = shares(left, rows)
+    assert sum(given) == min(rows, sum(left))
+    assert all(0 <= some <= most for some, most in zip(given, left, strict=True))
+    for some, most in zip(given, left, strict=True):
+        assert some == most or all(other <= some + 1 for other in given)

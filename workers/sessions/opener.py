@@ -1,0 +1,206 @@
+"""The opening of a target's sessions: prompts, and logs of sessions that were begun elsewhere, are
+read, in parts or at once; and features of logs are computed anew for drafts that join later.
+
+Knows sessions as token logs and caches, and nothing of trees.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dovetail.protocol.errors import RequestError, StaleError
+from dovetail.protocol.messages import Open, ReadItem, Reads
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
+from dovetail.protocol.tree import TokenTree
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.segment import Cache
+from dovetail.workers.sessions.admission import Admission
+from dovetail.workers.sessions.choosing import outcome_of
+from dovetail.workers.sessions.features import HeldFeatures
+from dovetail.workers.sessions.prefill import Prefill, Reading
+from dovetail.workers.sessions.prefix_cache import KeptSessions
+from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread
+from dovetail.workers.sessions.room import base_rows
+from dovetail.workers.sessions.rounds import find_session
+from dovetail.workers.sessions.session import KeptSession, TargetSession
+from dovetail.workers.speculation.noise import NoiseCache
+from dovetail.workers.speculation.rejection import ProposalProbabilities
+from dovetail.workers.speculation.sampling import LookingBack
+
+ReadingStep = Part | ScoredPart | Unread | First
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A log that is being read."""
+
+    session: TargetSession
+    reading: Reading
+    round: int
+    """The round of the command that began it."""
+    refeed: Reads | None = None
+    """The features that are computed anew for a session that runs; None: it is being opened."""
+
+
+class Opener:
+    """Opens the sessions of a target."""
+
+    def __init__(
+        self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
+    ) -> None:
+        """`kept_tokens`: so many of sessions that have ended are kept at most. `reads_from`: the
+        fewest rows of a prompt for which the model's reader is used, where it has one."""
+        self._model = model
+        self._spans = spans
+        self._admission = Admission(model)
+        self._prefill = Prefill(model, spans, reads_from=reads_from)
+        self._sessions: dict[int, TargetSession] = {}
+        self._begun: dict[int, Begun] = {}
+        """By session: logs that are not read to their ends."""
+        self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
+        self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
+        """Slots that a session's cache has besides, for a draft that shares it."""
+
+    def __len__(self) -> int:
+        """Return how many sessions are open, or being opened."""
+        return len(self._sessions) + len(self._opening)
+
+    def __contains__(self, session: int) -> bool:
+        """Return whether a session is open or kept: its number is taken."""
+        return session in self._sessions or session in self._kept or session in self._begun
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt that are best read at a time."""
+        return self._prefill.rows
+
+    @property
+    def _opening(self) -> Sequence[TargetSession]:
+        return [begun.session for begun in self._begun.values() if begun.refeed is None]
+
+    def open(self, order: Open) -> Iterator[ReadingStep]:
+        """Prefill the prompt of a new session, or its first `order.read` rows: yield its parts as
+        they are done, if features or scores are asked for, and then the first token of the reply,
+        or what is still unread."""
+        self._admission.check(order, len(self))
+        own = order.capacity + order.tree.most_nodes
+        rows = own + self.rows_beside(order.sampling, order.tree)
+        self._admission.check_memory(rows, [*self._sessions.values(), *self._opening])
+        kept = self._kept.take(order.base, order.prompt, order.kept)
+        session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
+        reading = self._prefill.begin(order, session.cache)
+        yield from self._read(order.session, Begun(session, reading, order.round), order.read)
+
+    def read(self, item: ReadItem) -> Iterator[ReadingStep]:
+        """Read a part more of a log, as a checked item says; what it yields is as for `open`, or
+        for `refeed`."""
+        yield from self._read(item.session, self._begun[item.session], item.rows)
+
+    def _read(self, number: int, begun: Begun, rows: int | None) -> Iterator[ReadingStep]:
+        """Read so many rows of a log, or all. If this fails, or is not carried through, nothing is
+        left of what was begun."""
+        self._begun.pop(number, None)
+        with self._spans.measure("prefill"):
+            yield from self._prefill.read(begun.reading, rows)
+            end = self._end(number, begun)
+        if end is not None:
+            yield end
+
+    def _end(self, number: int, begun: Begun) -> Unread | First | None:
+        """Return how the reading of a log stands: what is unread, or the first token of a session
+        that is open now; None if features have been computed anew, for good."""
+        session, reading = begun.session, begun.reading
+        if reading.left:
+            self._begun[number] = begun
+            return Unread(reading.done)
+        if begun.refeed is not None:
+            session.reads, session.held = begun.refeed, HeldFeatures()
+            return None
+        _, bonus, (margin,) = outcome_of(
+            session, reading.logits, TokenTree(), ProposalProbabilities.nothing()
+        )
+        logprobs = session.scores(reading.logits, [0], [bonus])
+        session.extend([bonus])
+        self._sessions[number] = session
+        return First(bonus, margin, logprobs[0] if logprobs else None, reading.apart > 0)
+
+    def _begin(self, order: Open, cache: Cache, own: int) -> TargetSession:
+        """Return a session whose prompt is not read yet."""
+        sampling, size, device = order.sampling, self._model.vocabulary_size, self._model.device
+        coupled = sampling.temperature > 0.0 and not sampling.rejects
+        back = (
+            LookingBack(sampling, order.prompt, order.end, size, device, replied=order.replied)
+            if sampling.looks_back
+            else None
+        )
+        return TargetSession(
+            list(order.prompt),
+            cache,
+            order.capacity,
+            sampling,
+            order.tree,
+            order.key,
+            NoiseCache(order.key, size, device) if coupled else None,
+            back,
+            order.features,
+            order.logprobs,
+            order.round,
+            own,
+        )
+
+    def refeed(
+        self,
+        number: int,
+        reads: Reads,
+        start: int,
+        prefix: int,
+        *,
+        round: int = 0,
+        rows: int | None = None,
+    ) -> Iterator[ReadingStep]:
+        """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside
+        its cache, or those of the first so many rows; once all are there verdicts come with
+        theirs."""
+        session = find_session(self._sessions, number)
+        self._admission.check_reads(reads)
+        if prefix > len(session.log):
+            raise RequestError(
+                "prefix",
+                f"session {number}: features of {prefix} tokens were asked for, the log here "
+                f"has {len(session.log)}",
+            )
+        reading = self._prefill.begin_anew(session.log, reads, start, prefix)
+        yield from self._read(number, Begun(session, reading, round, reads), rows)
+
+    def recomputes(self, number: int, round: int) -> bool:
+        """Return whether features of a session's log are being computed anew since this round."""
+        begun = self._begun.get(number)
+        return begun is not None and begun.refeed is not None and begun.round == round
+
+    def check_read(self, item: ReadItem) -> None:
+        """Passes a part of a log that can be read; else `StaleError` or `RequestError`."""
+        begun = self._begun.get(item.session)
+        if begun is None or begun.round != item.round:
+            if item.session in self._sessions:
+                raise StaleError(f"the log of session {item.session} has been read")
+            raise RequestError(
+                "session", f"session {item.session} is not being read here; open it first"
+            )
+        done = begun.reading.done
+        if item.start < done:
+            raise StaleError(f"session {item.session}: rows from {item.start} on have been read")
+        if item.start > done:
+            raise RequestError(
+                "prefix",
+                f"session {item.session}: rows from {item.start} on follow {done} that have been "
+                "read; open the session again",
+            )
+
+    def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
+        """A cache for `rows` rows: empty, or with `kept` of what is base of another session, or as
+        many as can be gone back to."""
+        if base is None:
+            return self._model.new_cache(rows)
+        base.cache.truncate(base.cache.restorable(kept))
+        base.cache.resize(rows)
+        return base.cache
