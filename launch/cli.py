@@ -6,10 +6,8 @@ interrupted. Knows nothing of what the commands do.
 """
 
 import contextlib
-import difflib
 import gc
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ import click
 
 from dovetail.launch.console import migration
 from dovetail.launch.console.help import NAMES_OF_HELP, hinted
+from dovetail.launch.processes import ahead
 from dovetail.launch.processes.child import ending_at_once
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import refusal
@@ -97,14 +96,21 @@ class LazyGroup(click.Group):
         if args[0] not in COMMANDS and args[0] in migration.COMMANDS:
             hint = migration.COMMANDS[args[0]]
             raise click.UsageError(f"there is no command {args[0]!r}; in dovetail: {hint}", ctx)
-        if near := [] if args[0] in COMMANDS else difflib.get_close_matches(args[0], COMMANDS, 1):
+        if args[0] not in COMMANDS and (near := _near(args[0])):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
+        ahead.begin_for(args)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in GROUPS.items():
             with formatter.section(heading):
                 formatter.write_dl(list(commands.items()))
+
+
+def _near(name: str) -> list[str]:
+    import difflib  # which a command that is there does without
+
+    return difflib.get_close_matches(name, COMMANDS, 1)
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -188,9 +194,11 @@ def _complain(text: str, code: int) -> int:
 
 def installed_version() -> str:
     """The version of the installed distribution; a bare checkout has none."""
+    from importlib import metadata  # which takes longer than all of this file
+
     try:
-        return importlib.metadata.version("dovetail")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("dovetail")
+    except metadata.PackageNotFoundError:
         return "(not installed)"
 
 

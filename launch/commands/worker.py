@@ -140,7 +140,7 @@ def command(
     os.environ.update(thread_environment(threads))
     say = note if parent is None else lambda _: None
     with nullcontext() if parent is None else ending_at_once():
-        if connect == TOLD:
+        if told := connect == TOLD:
             connect = await_address(configuration, role)
         let_go = WorkerProcess(
             configuration,
@@ -152,6 +152,7 @@ def command(
             str(binding),
             say,
             standby,
+            told,
         ).serve()
         if let_go and own_log:
             remove_stderr()

@@ -2,6 +2,7 @@
 that can be, or from one that imports what workers need, which `nursery.py` is."""
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -27,8 +29,22 @@ from dovetail.protocol.errors import DovetailError
 PR_SET_CHILD_SUBREAPER = 36
 PROGRAMS = ("dovetail", "cli.py")
 """The files that a command of ours is run from."""
-OURS = ("dovetail.launch.cli", nursery.__name__)
+OURS = (nursery.COMMAND, nursery.__name__)
 """The modules that a command of ours runs in a fork of its own."""
+
+
+def can_fork() -> bool:
+    """Return whether this process is a command of ours that has no threads, which a fork would not
+    have."""
+    return Path(sys.argv[0]).name in PROGRAMS and count_threads() == 1
+
+
+def new_log() -> IO[bytes]:
+    """Return a file without a name for what a process says on stderr, each write to its end; it is
+    gone with the last that has it open."""
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
+    fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
+    return log
 
 
 class Forked:
@@ -88,7 +104,7 @@ def run_module(
     a command, or has threads, which a fork would not have, starts them as new programs.
     """
     arguments = [*arguments, f"--parent={os.getpid()}"]
-    if module in OURS and Path(sys.argv[0]).name in PROGRAMS and count_threads() == 1:
+    if module in OURS and can_fork():
         return _fork(module, arguments, stderr, stdin, reads=reads)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],

@@ -31,6 +31,18 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 """Variables of the environment that say how many threads a library starts."""
+COMMAND = "dovetail.launch.cli"
+"""The module that is a command of ours."""
+MODULES = (
+    "dovetail.workers.models.imports.lean_torch",
+    "dovetail.launch.commands.worker",
+    "dovetail.workers.loop",
+    "dovetail.workers.serving.loading",
+    "dovetail.workers.serving.open_target",
+    "dovetail.workers.drafters.registry",
+    "dovetail.workers.drafters.model",
+)
+"""The modules that workers with a model import."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -108,12 +120,10 @@ def become(arguments: Sequence[str], stdin: int, stderr: int, *, anew: bool) -> 
         os.dup2(descriptor, number)
         os.close(descriptor)
     if anew:
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments])
-    from dovetail.launch.cli import main as run
-
+        os.execv(sys.executable, [sys.executable, "-P", "-m", COMMAND, *arguments])
     sys.argv = ["dovetail", *arguments]
     keep_command_line(sys.argv)
-    run()
+    importlib.import_module(COMMAND).main()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from dovetail.launch.settings.embedded import with_draft, with_target
-from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
+from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import (
     HOST_DEVICES,
@@ -165,6 +165,24 @@ def check_source(role: str, source: str, *, pickled: bool = False) -> None:
 def is_path(source: str) -> bool:
     """Return whether a model is named by a path and can be no id of a hub."""
     return source.startswith(("/", ".", "~"))
+
+
+def text_here(source: str) -> Path | None:
+    """Return the folder of a model whose files are on this machine; None for one that may have to
+    be downloaded."""
+    return local_folder(Path(source).expanduser())
+
+
+def check_text(folder: Path) -> None:
+    """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
+    before the weights are read."""
+    from dovetail.runtime.text.tokenizer import TextCodec
+    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+
+    try:
+        TextCodec(*read_tokenizer(folder))
+    except RequestError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def check_inflation(size: str, memory: int) -> None:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,18 +12,22 @@ from dovetail.launch.console.terminal import QUANTISED, Intervals, loading_text
 from dovetail.launch.machine.cores import CoreLayout, lay_out_here
 from dovetail.launch.machine.fit import check_memory, only_node
 from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes import ahead
 from dovetail.launch.processes.preflight import (
     check_draft,
     check_files,
     check_target,
+    check_text,
     check_whole,
     draft_bytes,
     estimated_bytes,
+    text_here,
 )
 from dovetail.launch.processes.supervise import Child, Supervisor
-from dovetail.launch.processes.worker import TOLD, imported_by
+from dovetail.launch.processes.worker import TOLD
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_target
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role
@@ -120,14 +125,23 @@ def begin_workers(
 ) -> Callable[[], dict[str, Child]]:
     """Begin to start workers, by name, that are told on stdin where the coordinator is: their
     imports take the longest. Returns what waits until they are there. Two that have models are
-    forked from one process that imports for both."""
-    if processes_of(settings) == ROLES and settings.draft.kind != "ngram":
-        nursery = supervisor.start_nursery(imported_by(settings.draft))
-        return lambda: supervisor.start_forked(nursery, commands)
-    children = {
-        name: supervisor.start(name, arguments, asks=True) for name, arguments in commands.items()
-    }
-    return lambda: children
+    forked from one process that imports for both, and so is one where that has begun already."""
+    if ahead.begun() or (processes_of(settings) == ROLES and settings.draft.kind != "ngram"):
+        nursery = supervisor.start_nursery()
+        start = partial(supervisor.start_forked, nursery, commands)
+    else:
+        children = {
+            name: supervisor.start(name, arguments, asks=True)
+            for name, arguments in commands.items()
+        }
+        start = partial(dict, children)
+
+    def started() -> dict[str, Child]:
+        if (folder := text_here(with_target(settings.target).model)) is not None:
+            check_text(folder)
+        return start()
+
+    return started
 
 
 def check_stack(configuration: Configuration) -> None:

@@ -8,14 +8,12 @@ codes, nothing of tokens.
 """
 
 import contextlib
-import fcntl
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +23,8 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes import nursery, warden
-from dovetail.launch.processes.forked import Process, Talk, run_module
+from dovetail.launch.processes import ahead, nursery, warden
+from dovetail.launch.processes.forked import Process, Talk, new_log, run_module
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.memory import Kills, count_kills, why_killed
 
@@ -45,6 +43,7 @@ WHO_KILLED = (
     "the kernel's log (dmesg, journalctl -k) says so if memory ran out; if it does "
     "not, somebody sent the signal"
 )
+NURSERY = "process that workers are forked from"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -217,14 +216,14 @@ class Supervisor:
             ),
         )
 
-    def start_nursery(self, modules: Sequence[str]) -> tuple[Child, Talk]:
-        """Start a process that imports modules, and can be forked then."""
-        talk = self._talks.enter_context(contextlib.closing(Talk()))
-        child = self._own(
-            "process that workers are forked from",
-            lambda log: run_module(nursery.__name__, modules, log, stdin=talk.theirs.fileno()),
-        )
-        return child, talk
+    def start_nursery(self, modules: Sequence[str] = nursery.MODULES) -> tuple[Child, Talk]:
+        """Start a process that imports modules, and can be forked then; or take over the one that
+        this command has begun ahead."""
+        begun = ahead.take() if modules == nursery.MODULES else None
+        talk = self._talks.enter_context(contextlib.closing(begun.talk if begun else Talk()))
+        if begun:
+            return self._own(NURSERY, lambda _: begun.process, begun.log), talk
+        return self._own(NURSERY, partial(ahead.run_nursery, talk, modules)), talk
 
     def start_forked(
         self, nursery: tuple[Child, Talk], commands: Mapping[str, Sequence[str]]
@@ -243,11 +242,12 @@ class Supervisor:
         self.end([parent])
         return forked
 
-    def _own(self, name: str, begin: Callable[[IO[bytes]], Process]) -> Child:
+    def _own(
+        self, name: str, begin: Callable[[IO[bytes]], Process], log: IO[bytes] | None = None
+    ) -> Child:
         """Begin a process as one of ours; `begin` is given the file for its stderr."""
         self._busy = True
-        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
-        fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
+        log = log or new_log()
         process = begin(log)
         child = Child(name, process, log)
         self.children.append(child)

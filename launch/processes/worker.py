@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -24,13 +24,13 @@ from dovetail.launch.machine.cores import lay_out_here, parse_cores, parse_nodes
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import end_undisturbed
 from dovetail.launch.processes.nursery import import_at_once
-from dovetail.launch.processes.preflight import estimated_bytes
+from dovetail.launch.processes.preflight import check_text, estimated_bytes, text_here
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
-from dovetail.protocol.errors import CheckpointError, RequestError, UserError
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.settings import HEAD_KINDS, DraftSettings, TargetSettings
+from dovetail.protocol.settings import TargetSettings
 
 if TYPE_CHECKING:
     from dovetail.workers.serving.registration import Worker
@@ -47,22 +47,6 @@ TOLD = "-"
 """The address of a worker that is told it on standard input."""
 LEAN = "dovetail.workers.models.imports.lean_torch"
 """The module that a worker imports torch by."""
-IMPORTED = (
-    LEAN,
-    "dovetail.launch.commands.worker",
-    "dovetail.workers.loop",
-    "dovetail.workers.serving.loading",
-    "dovetail.workers.serving.open_target",
-    "dovetail.workers.drafters.registry",
-    "dovetail.workers.drafters.model",
-)
-"""Modules that workers with a model import."""
-IMPORTED_BY_HEADS = "dovetail.workers.drafters.head"
-
-
-def imported_by(draft: DraftSettings) -> Sequence[str]:
-    """Return the modules that a target worker and a draft worker of these settings import."""
-    return (*IMPORTED, *((IMPORTED_BY_HEADS,) if draft.kind in HEAD_KINDS else ()))
 
 
 def await_address(configuration: Configuration, role: Role) -> str:
@@ -142,6 +126,8 @@ class WorkerProcess:
     binding: str
     say: Callable[[str], None]
     standby: bool
+    told: bool = False
+    """The address came on standard input, from whoever has looked at what is on this machine."""
 
     @property
     def _title(self) -> str:
@@ -200,14 +186,23 @@ class WorkerProcess:
         with hearing_loads(Telling(links[first], name, (first,), model)):
             if others:
                 return dict(zip(links, self._open_unified(), strict=True))
+            if first == "target":
+                self._check_text(with_target(self.configuration.settings.target).model)
             return {first: _opener(self.configuration, first)(self.name, self.threads)}
+
+    def _check_text(self, source: str) -> None:
+        """Look at the tokenizer of the target, unless whoever started us has."""
+        from dovetail.workers.models.checkpoints.hub import find_folder
+
+        if not (self.told and text_here(source)):
+            check_text(find_folder(source))
 
     def _open_unified(self) -> "tuple[Worker, Worker]":
         from dovetail.workers.unified import open_unified
 
         settings = self.configuration.settings
         target = with_target(settings.target)
-        _check_text(target.model)
+        self._check_text(target.model)
         with counting_bar(QUANTISED) as tell:
             return open_unified(
                 target,
@@ -277,7 +272,6 @@ def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], W
     if role == "target":
         from dovetail.workers.serving.open_target import open_target_worker
 
-        _check_text(target.model)
         memory = configuration.settings.memory
         return lambda name, threads: open_target_worker(
             target, name=name, threads=threads, profile=profile, memory=memory
@@ -314,17 +308,3 @@ def model_of(configuration: Configuration, role: Role) -> str:
     if role == "draft" and settings.draft.kind != "substitute":
         return with_draft(settings.draft).model
     return with_target(settings.target).model
-
-
-def _check_text(source: str) -> None:
-    """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
-    before the weights are read."""
-    from dovetail.runtime.text.tokenizer import TextCodec
-    from dovetail.workers.models.checkpoints.hub import find_folder
-    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
-
-    folder = find_folder(source)
-    try:
-        TextCodec(*read_tokenizer(folder))
-    except RequestError as error:
-        raise CheckpointError(f"{folder}: {error}") from None

@@ -1,6 +1,7 @@
 """Processes of ours: none outlives its supervisor, whatever ends it, and nothing is left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dovetail.launch.processes import supervise
 from dovetail.launch.processes.stack import start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
 from support.models import tiny_llama
 
@@ -325,8 +327,8 @@ def test_the_folders_of_a_killed_supervisor_go_though_its_children_have_ended_be
 
 
 def test_a_worker_that_dies_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
+    shutil.copytree(DEMO_FOLDER / "target", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"")
     configuration = configure(
         flags={"target.model": str(tmp_path), "draft.kind": "none"}, environment={}
     )

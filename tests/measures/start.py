@@ -41,6 +41,7 @@ def environment(root: Path, own: Path) -> dict[str, str]:
         "PYTHONPATH": str(place),
         "XDG_CACHE_HOME": str(place / "cache"),
         "XDG_RUNTIME_DIR": str(place / "runtime"),
+        "PYTHONDONTWRITEBYTECODE": "",
     }
 
 

@@ -78,9 +78,8 @@ lean.import_whole()
 FORKED_FROM = """
 import json, sys
 from importlib import import_module
-from dovetail.launch.processes.worker import imported_by
-from dovetail.protocol.settings import DraftSettings
-for module in imported_by(DraftSettings()):
+from dovetail.launch.processes.nursery import MODULES
+for module in MODULES:
     import_module(module)
 print(json.dumps([*sys.modules]))
 """

@@ -11,8 +11,6 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import MemorySettings, TargetSettings
-from dovetail.workers.calibration.subject import Subject, read_design
-from dovetail.workers.calibration.target import calibration_key
 from dovetail.workers.devices import Device, open_device
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
@@ -149,6 +147,9 @@ def _calibration(
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
         return None
+    from dovetail.workers.calibration.subject import Subject, read_design
+    from dovetail.workers.calibration.target import calibration_key
+
     design = read_design(settings)
     entry = known.find(calibration_key(Subject(model, design, design, random=False)))
     found = (one for one in entry.calibrations if one.backend == model.backend)

@@ -66,13 +66,18 @@ class Proof:
     """The day of the proof."""
 
 
+LIBRARIES = ("torch", "transformers", "safetensors")
+"""Distributions whose versions matter; what is installed of them says it in a file, of which all
+is taken, since to look for the version in it takes longer."""
+
+
 @cache
 def basis() -> str:
     """Return the digest of everything but the model that a proof depends on."""
     state = kernels.LIBRARY.stat()
     whole = hashlib.sha256()
     facts = (
-        *(importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")),
+        *(importlib.metadata.distribution(name).read_text("METADATA") for name in LIBRARIES),
         platform.python_version(),
         platform.machine(),
         kernels.isa().name,

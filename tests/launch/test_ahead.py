@@ -1,0 +1,99 @@
+"""Tests of the process that is begun before its command has been imported: workers are forked from
+it, and it begins for no command that does without."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+GONE_S = 60.0
+BEGUN = """
+import sys
+from dovetail.launch.processes import ahead
+sys.argv[0] = "dovetail"
+ahead.run_nursery = lambda talk, modules, log: modules
+ahead.begin_for(sys.argv[1:])
+print(ahead.begun())
+"""
+FORKED_FROM_IT = """
+import os, signal, sys
+import psutil
+from dovetail.launch.processes import ahead, nursery
+from dovetail.launch.processes.supervise import Supervisor
+sys.argv[0] = "dovetail"
+nursery.MODULES = ("json",)
+ahead.begin_for(["serve"])
+mine = {child.pid for child in psutil.Process().children()}
+waiting = ["worker", "--role=draft", "--draft.kind=ngram", "--connect=-"]
+with Supervisor() as supervisor:
+    begun = supervisor.start_nursery(nursery.MODULES)
+    print({begun[0].process.pid} == mine, ahead.begun())
+    (child,) = supervisor.start_forked(begun, {"worker": waiting}).values()
+    print(begun[0].ended, psutil.Process(child.process.pid).ppid() == os.getpid())
+    other = supervisor.start_nursery(nursery.MODULES)
+    print(other[0].process.pid in mine)
+"""
+LEFT = """
+import sys
+import psutil
+from dovetail.launch.processes import ahead
+sys.argv[0] = "dovetail"
+ahead.begin_for(["serve"])
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+"""
+
+
+def python(program: str, *arguments: str, cores: int = 2, **environment: str) -> list[str]:
+    """Run a program on so many cores, by name; return the words of each line that it prints."""
+    told = f"import os\nos.sched_getaffinity = lambda _: set(range({cores}))\n{program}"
+    command = [sys.executable, "-P", "-c", told, *arguments]
+    given = {**os.environ, **environment}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=given)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("command", "begins"),
+    [
+        ("generate hello", True),
+        ("chat", True),
+        ("serve --http.port 0", True),
+        ("generate hello --connect ipc:///tmp/hub", False),
+        ("generate hello --connect=http://127.0.0.1:8000", False),
+        ("serve --help", False),
+        ("serve --help-all", False),
+        ("status", False),
+        ("worker --role target", False),
+    ],
+)
+def test_it_begins_for_commands_that_start_workers_of_their_own(
+    command: str, begins: bool, tmp_path: Path
+) -> None:
+    assert python(BEGUN, *command.split(), XDG_RUNTIME_DIR=str(tmp_path)) == [str(begins)]
+
+
+def test_one_core_does_one_thing_after_the_other(tmp_path: Path) -> None:
+    assert python(BEGUN, "serve", cores=1, XDG_RUNTIME_DIR=str(tmp_path)) == ["False"]
+
+
+def test_a_coordinator_that_runs_is_used_instead_but_by_serve(tmp_path: Path) -> None:
+    running = "from dovetail.launch.files.directory import announced\n"
+    running += "".join(f"    {line}\n" for line in BEGUN.strip().splitlines())
+    running = running.replace("    import sys", "with announced('ipc:///x'):\n    import sys")
+    where = str(tmp_path)
+    assert python(running, "generate", "hello", XDG_RUNTIME_DIR=where) == ["False"]
+    assert python(running, "serve", XDG_RUNTIME_DIR=where) == ["True"]
+
+
+def test_a_supervisor_takes_it_over_once() -> None:
+    assert python(FORKED_FROM_IT) == ["True False", "True True", "False"]
+
+
+def test_it_ends_with_a_command_that_did_not_want_it() -> None:
+    (pids,) = python(LEFT)
+    processes = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
+    assert pids
+    assert not psutil.wait_procs(processes, timeout=GONE_S)[1]
