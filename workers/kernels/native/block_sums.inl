@@ -116,7 +116,6 @@ static inline Pairs products(Signed w, Four x) { return {_mm512_maddubs_epi16(w.
 static inline Pairs add(Pairs a, Pairs b) { return {_mm512_add_epi16(a.v, b.v)}; }
 static inline I16 added(Pairs a) { return {_mm512_madd_epi16(a.v, _mm512_set1_epi16(1))}; }
 static DT_INLINE void hold(Pairs& p) { asm("" : "+v"(p.v)); }
-static DT_INLINE void hold(I16& s) { asm("" : "+v"(s.v)); }
 #define DT_PAIRS 1
 #elif defined(DT_AVX2)
 struct Pairs { __m256i a, b; };
@@ -134,7 +133,6 @@ static inline I16 added(Pairs p) {
     return {_mm256_madd_epi16(p.a, ones), _mm256_madd_epi16(p.b, ones)};
 }
 static DT_INLINE void hold(Pairs& p) { asm("" : "+x"(p.a), "+x"(p.b)); }
-static DT_INLINE void hold(I16& s) { asm("" : "+x"(s.a), "+x"(s.b)); }
 #define DT_PAIRS 1
 #else
 #define DT_PAIRS 0
@@ -154,8 +152,7 @@ constexpr int power_of(int middle) { return middle <= 1 ? 0 : 1 + power_of(middl
 template <class F>
 constexpr int together() { return dovetail::signed_codes<F>() ? 1 : F::MOST <= 15 ? 8 : F::MOST <= 31 ? 4 : 2; }
 
-// Steps from FIRST on; those before it that are still in 16 bits are in `pairs`. A sum is held in its register from step to step: GCC would put all additions
-// behind all products otherwise, and these into memory meanwhile.
+// Steps from FIRST on; those before it that are still in 16 bits are in `pairs`.
 template <class F, int FIRST, int STEP, int END, int R>
 static DT_INLINE void add_steps_of(const char* codes, const char* x, Pairs (&pairs)[R], I16 (&sums)[R]) {
     if constexpr (STEP < END) {
@@ -171,8 +168,7 @@ static DT_INLINE void add_steps_of(const char* codes, const char* x, Pairs (&pai
             pairs[r] = TURN == 0 ? found : add(pairs[r], found);
             hold(pairs[r]);
             if constexpr (TURN == together<F>() - 1 || STEP == END - 1) {
-                sums[r] = STEP - TURN == FIRST ? added(pairs[r]) : iadd(sums[r], added(pairs[r]));
-                hold(sums[r]);
+                sums[r] = pinned(STEP - TURN == FIRST ? added(pairs[r]) : iadd(sums[r], added(pairs[r])));
             }
         }
         add_steps_of<F, FIRST, STEP + 1, END, R>(codes, x, pairs, sums);

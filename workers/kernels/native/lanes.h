@@ -16,6 +16,8 @@ namespace DT_NS {
 
 constexpr int LANES = 16;
 
+// `pinned`: a sum stays in its register from step to step. GCC would put all additions behind all products otherwise, and these into memory meanwhile.
+
 #if defined(DT_AVX512)
 
 struct F16 { __m512 v; };
@@ -50,6 +52,7 @@ static inline I16 shift_left_23(I16 a) { return {_mm512_slli_epi32(a.v, 23)}; }
 static inline F16 as_float(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
 static inline F16 where_less(F16 a, F16 b, F16 yes, F16 no) { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)}; }
 static inline bool any_less(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ) != 0; }
+static DT_INLINE I16 pinned(I16 a) { asm("" : "+v"(a.v)); return a; }
 
 #elif defined(DT_AVX2)
 
@@ -105,6 +108,7 @@ static inline F16 where_less(F16 x, F16 y, F16 yes, F16 no) {
 static inline bool any_less(F16 x, F16 y) {
     return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))) != 0;
 }
+static DT_INLINE I16 pinned(I16 x) { asm("" : "+x"(x.a), "+x"(x.b)); return x; }
 
 #elif defined(DT_NEON)
 

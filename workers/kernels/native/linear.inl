@@ -18,7 +18,7 @@ using dovetail::Matrix;
 using dovetail::PANEL;
 
 constexpr int64_t CHUNK = 128;                // rows that share one pass over the weights
-constexpr int64_t BLOCK = 128;                // steps; 24 KB of fp32 weights
+constexpr int64_t BLOCK = 128;                // steps, at most; 24 KB of fp32 weights
 constexpr int64_t WIDEN_TILES = 8;            // above, 16-bit weights are widened once per block and not by every tile; on Zen 5 both cost the same
 constexpr int64_t BEAT = 8;                   // steps between two groups of prefetches
 constexpr int64_t DISTANCE = 8192;            // bytes from a load to its prefetch in a single tile; Zen 5: 4096 loses 20 % at 4 rows of 16 bits, 12288 5 % at 1
@@ -72,10 +72,10 @@ struct Step<dovetail::INT8> {
     static X broadcast(const char* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
     static Sum add_product(X x, Weights w, Sum sum) {
         const __m512i pairs = _mm512_maddubs_epi16(w.size, _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x));
-        return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+        return pinned({_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))});
     }
 #elif defined(DT_AVX2)
-    static constexpr int ROWS = 4, WIDE_ROWS = 1, OFFSET = 0;
+    static constexpr int ROWS = 4, WIDE_ROWS = 2, OFFSET = 0;
     struct Weights { __m256i a, b; };
     using X = __m256i;
     static Weights weights(const char* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
@@ -83,7 +83,7 @@ struct Step<dovetail::INT8> {
     static __m256i products(X x, __m256i w) {
         return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1));
     }
-    static Sum add_product(X x, Weights w, Sum sum) { return {_mm256_add_epi32(sum.a, products(x, w.a)), _mm256_add_epi32(sum.b, products(x, w.b))}; }
+    static Sum add_product(X x, Weights w, Sum sum) { return pinned({_mm256_add_epi32(sum.a, products(x, w.a)), _mm256_add_epi32(sum.b, products(x, w.b))}); }
 #elif defined(DT_NEON)
     static constexpr int ROWS = 4, WIDE_ROWS = 1, OFFSET = 0;
     struct Weights { int8x16_t v[4]; };
@@ -201,12 +201,12 @@ static Tile tile_of(int64_t rows, bool wide) {
 // ---- how the rows of a chunk are cut into tiles, and where packed x is
 
 struct Cut {
-    int64_t rows, tiles, steps;
+    int64_t rows, tiles, steps, block;
     int64_t row(int64_t tile) const { return tile * rows / tiles; }
     int64_t height(int64_t tile) const { return row(tile + 1) - row(tile); }
-    int64_t length(int64_t block) const { return steps - block < BLOCK ? steps - block : BLOCK; }
-    // Values before those of a tile in a block; x is [block][tile][step][row of the tile].
-    int64_t at(int64_t block, int64_t tile) const { return block * rows + row(tile) * length(block); }
+    int64_t length(int64_t from) const { return steps - from < block ? steps - from : block; }
+    // Values before those of a tile in the block from a step on; x is [block][tile][step][row of the tile].
+    int64_t at(int64_t from, int64_t tile) const { return from * rows + row(tile) * length(from); }
 };
 
 static void pack_floats(const Cut& cut, const float* x, int64_t x_stride, int64_t block, float* packed) {
@@ -241,7 +241,7 @@ static void pack_bytes(const Cut& cut, const float* x, int64_t k, int64_t row, f
     int64_t t = row * cut.tiles / cut.rows;
     while (cut.row(t + 1) <= row) t++;
     const int64_t height = cut.height(t);
-    for (int64_t block = 0; block < cut.steps; block += BLOCK) {
+    for (int64_t block = 0; block < cut.steps; block += cut.block) {
         const int64_t length = cut.length(block), first = 4 * block, count = k - first < 4 * length ? k - first : 4 * length;
         int8_t values[4 * BLOCK] = {};  // where x ends within a step a weight of zero stands against it
         constexpr int OFFSET = Step<dovetail::INT8>::OFFSET;
@@ -297,7 +297,7 @@ static void panel(const Cut& cut, const char* x, const char* weights, int64_t wi
     const bool wide = vectors == 3 && cut.height(cut.tiles - 1) <= Step<TILES>::WIDE_ROWS;  // no tile is higher than the last
     const int64_t turns = cut.tiles * (wide ? 1 : vectors), lines = (bytes * BEAT / 64 + turns - 1) / turns;
     if (KIND == TILES && turns == 1) return tile_of<TILES>(cut.rows, wide)({x, weights, stride, cut.steps, sums, true, weights + DISTANCE, lines});
-    for (int64_t block = 0; block < cut.steps; block += BLOCK) {
+    for (int64_t block = 0; block < cut.steps; block += cut.block) {
         const int64_t steps = cut.length(block);
         const char* source = weights + block * bytes;
         const char* ahead = source + steps * bytes;
@@ -332,9 +332,17 @@ static void columns(const Pass& pass, int64_t first_panel, int64_t end_panel) {
 // Below this many values one thread packs x faster than several meet.
 constexpr int64_t SERIAL_VALUES = 32768;
 
+// Where L1 has 32 KB, bytes are multiplied so fast that the block that is fetched meanwhile has to have its place in it, too.
+#if defined(DT_AVX2)
+constexpr int64_t BYTES_BLOCK = 64;
+#else
+constexpr int64_t BYTES_BLOCK = BLOCK;
+#endif
+
 template <int KIND>
 static Cut cut_of(const Matrix& m, int64_t rows) {
-    return {rows, (rows + Step<KIND>::ROWS - 1) / Step<KIND>::ROWS, dovetail::steps_of(KIND, m.k)};
+    const int64_t tiles = (rows + Step<KIND>::ROWS - 1) / Step<KIND>::ROWS;
+    return {rows, tiles, dovetail::steps_of(KIND, m.k), KIND == dovetail::INT8 ? BYTES_BLOCK : BLOCK};
 }
 
 // Bytes of the packed x of a chunk, with the scales of its rows.
@@ -363,8 +371,8 @@ static void prepare(Pass& pass, const float* x, int64_t x_stride, char* memory, 
         pass.row_scales = scales;
     } else if (cut.rows > 1) {
         auto pack = [&](int part, int parts) {
-            const int64_t blocks = (cut.steps + BLOCK - 1) / BLOCK;
-            for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) pack_floats(cut, x, x_stride, b * BLOCK, (float*)memory);
+            const int64_t blocks = (cut.steps + cut.block - 1) / cut.block;
+            for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) pack_floats(cut, x, x_stride, b * cut.block, (float*)memory);
         };
         share(pack);
         pass.x = memory;
