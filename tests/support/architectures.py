@@ -108,14 +108,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
         "swa_qk_nope_head_dim": 8,
     },
-    "granitemoe": {"attention_multiplier": 0.2},  # at 1.0 the least rounding turns choices
+    **{
+        kind: {"attention_multiplier": 0.2}  # at 1.0 the least rounding turns choices
+        for kind in ("granitemoe", "granitemoeshared", "granitemoe_swa", "granite_swa")
+    },
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
         "attention_multiplier": 0.2,
         "mamba_n_heads": 8,
         "mamba_d_head": 16,
     },
-    "granite_swa": {"attention_multiplier": 0.2},
     "gemma3n_text": {
         "intermediate_size": 96,
         "altup_num_inputs": 4,
@@ -175,6 +177,44 @@ VARIED: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
+    },
+    "sarvam_moe": GROUPS | {"first_k_dense_replace": 1},
+    "dots1": GROUPS | {"n_shared_experts": 2, "first_k_dense_replace": 1, "max_window_layers": 2},
+    "solar_open": GROUPS,
+    "exaone_moe": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "afmoe": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_experts": 8,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+    "hy_v3": {"num_experts": 8, "router_scaling_factor": 1.5},
+    "mellum": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_experts": 8,
+    },
+    "flex_olmo": {"num_experts": 8, "norm_topk_prob": True},
+    "granitemoeshared": {
+        "num_local_experts": 8,
+        "shared_intermediate_size": 40,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "granitemoe_swa": {
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "layer_rope_theta": [1e4, 1e4, 0, 100.0],
+        "num_local_experts": 8,
+        "shared_intermediate_size": 40,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
     },
     "deepseek_v3": LATENT_SIZES | GROUPS | {"first_k_dense_replace": 1, "rope_parameters": YARN},
     "deepseek_v2": LATENT_SIZES

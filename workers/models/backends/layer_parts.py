@@ -112,6 +112,8 @@ class LayerParts:
             self.gates = split_gates(self.linears["qkv"][0], said.heads, said.head_dim)
             self.linears["qkv"][0] = self.gates.queries
             self.linears["mixer_gate"] = [self.gates.gates]
+        if said.gate is not None:
+            self.linears["mixer_gate"] = [_linear(layer, said.gate)]
         if said.sinks is not None:
             self.sinks = tensor_of(layer, said.sinks).float().contiguous()
         if said.norms_heads:
@@ -354,7 +356,7 @@ def why_not_coded_apart(spec: LayerSpec) -> str:
         "sinks": mixer.sinks is not None,
         "normed values": mixer.norms_values,
         "chunked attention": mixer.chunk > 0,
-        "gates behind attention": mixer.gated,
+        "gates behind attention": mixer.gated or mixer.gate is not None,
         "queries and keys that are fused by heads": mixer.by_head,
         "keys and values of another": mixer.reads is not None,
         "inputs of their own": spec.own_input is not None,

@@ -93,6 +93,8 @@ class Attention:
     gated: bool = False
     """True if each head's queries stand before a gate of the same size, by whose sigmoid what the
     head attends to is multiplied."""
+    gate: str | None = None
+    """The linear of such gates, where these stand alone."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 from dovetail.workers.kernels.layer_plan import HeadNorm
 from dovetail.workers.models.families.description import (
     HEAD_NORMS,
+    Attention,
     Family,
     Growth,
     LayerSpec,
@@ -70,19 +71,22 @@ def _granite(config: Any, index: int) -> LayerSpec:
     )
 
 
-def _granite_swa(config: Any, index: int) -> LayerSpec:
-    """Granite with sinks, windows in some layers, and a base of angles for each, of which 0 rotates
-    nothing."""
+def sunken_granite(config: Any, index: int) -> Attention:
+    """Return attention with sinks, windows in some layers, and a base of angles for each, of which
+    0 rotates nothing."""
     bases, base = config.layer_rope_theta, config.layer_rope_theta[index]
     part = f"rotary_embs.{sorted({one for one in bases if one}).index(base)}" if base else ""
-    mixed = attention(
+    return attention(
         config,
         index,
         scale=config.attention_multiplier,
         rope=Rope(part=part) if base else None,
         sinks="self_attn.sinks",
     )
-    return replace(_granite(config, index), attention=mixed)
+
+
+def _granite_swa(config: Any, index: int) -> LayerSpec:
+    return replace(_granite(config, index), attention=sunken_granite(config, index))
 
 
 def _hyperclovax(config: Any, index: int) -> LayerSpec:

@@ -19,7 +19,10 @@ from dovetail.workers.models.families.description import (
     activation,
     attention,
     gated,
+    slides,
 )
+from dovetail.workers.models.families.llama import sunken_granite
+from dovetail.workers.models.families.post_normed import ONLY_POST
 from dovetail.workers.models.parity.following import UnsupportedError
 
 
@@ -53,6 +56,18 @@ def corrected_router(config: Any) -> Router:
         normalised=config.norm_topk_prob,
         least_sum=1e-20,
         scale=config.routed_scaling_factor,
+    )
+
+
+def _routed_among(config: Any, mixed: Attention, *, dense: bool) -> LayerSpec:
+    """A layer whose experts are chosen as DeepSeek's are, beside a shared one; dense: without."""
+    if dense:
+        return _layer(config, mixed, gated(config.hidden_act))
+    shared = shared_mlp(config, "shared_experts")
+    return _layer(
+        config,
+        mixed,
+        experts_of(config, config.num_experts_per_tok, corrected_router(config), shared=shared),
     )
 
 
@@ -112,18 +127,112 @@ def _granitemoe(config: Any, index: int) -> LayerSpec:
     return replace(_layer(config, mixed, experts), residual_scale=config.residual_multiplier)
 
 
+def _granitemoeshared(config: Any, index: int) -> LayerSpec:
+    """All rows share an MLP, if it has a width."""
+    spec = _granitemoe(config, index)
+    if config.shared_intermediate_size == 0:
+        return spec
+    assert isinstance(spec.mlp, Experts)
+    names = ("shared_mlp.input_linear",)
+    shared = gated(config.hidden_act, gate_up=names, down="shared_mlp.output_linear")
+    return replace(spec, mlp=replace(spec.mlp, shared=shared))
+
+
+def _granitemoe_swa(config: Any, index: int) -> LayerSpec:
+    return replace(_granitemoeshared(config, index), attention=sunken_granite(config, index))
+
+
 def _glm4_moe(config: Any, index: int) -> LayerSpec:
     """The first layers have no experts; behind them is a shared one, and the choice is corrected
     and made among groups."""
     norms = HEAD_NORMS if config.use_qk_norm else None
     mixed = attention(config, index, window=0, norms=norms)
-    if index < config.first_k_dense_replace:
+    return _routed_among(config, mixed, dense=index < config.first_k_dense_replace)
+
+
+def _dots1(config: Any, index: int) -> LayerSpec:
+    """GLM-4.5's experts behind Qwen 3's attention, with a window in some layers."""
+    mixed = attention(config, index, norms=HEAD_NORMS)
+    return _routed_among(config, mixed, dense=index < config.first_k_dense_replace)
+
+
+def _solar_open(config: Any, index: int) -> LayerSpec:
+    """GLM-4.5's experts in all layers, behind Llama's attention."""
+    return _routed_among(config, attention(config, index, window=0), dense=False)
+
+
+def _exaone_moe(config: Any, index: int) -> LayerSpec:
+    """GLM-4.5's experts, behind attention that rotates nothing where it sees all and others have a
+    window."""
+    rotates = config.sliding_window is None or slides(config, index)
+    mixed = attention(config, index, norms=HEAD_NORMS, rope=Rope() if rotates else None)
+    return _routed_among(config, mixed, dense=config.mlp_layer_types[index] != "sparse")
+
+
+def _afmoe(config: Any, index: int) -> LayerSpec:
+    """Gates behind attention, which rotates only within a window; norms on both sides; a shared
+    expert."""
+    mixed = attention(
+        config,
+        index,
+        norms=HEAD_NORMS,
+        rope=Rope() if slides(config, index) else None,
+        gate="self_attn.gate_proj",
+    )
+    norms = Norms(
+        config.rms_norm_eps,
+        post_mixer="post_attention_layernorm",
+        pre_mlp="pre_mlp_layernorm",
+        post_mlp="post_mlp_layernorm",
+    )
+    if index < config.num_dense_layers:
+        return LayerSpec(mixed, gated(config.hidden_act), norms)
+    router = Router(
+        "mlp.router.gate.weight",
+        Score.SIGMOID,
+        correction="mlp.expert_bias",
+        added_sum=1e-20,
+        scale=config.route_scale,
+    )
+    shared = shared_mlp(config, "shared_experts")
+    experts = experts_of(config, config.num_experts_per_tok, router, shared=shared)
+    return LayerSpec(mixed, experts, norms)
+
+
+def _hy_v3(config: Any, index: int) -> LayerSpec:
+    """Sigmoids are scores, of which the choice is corrected; one expert is shared."""
+    mixed = attention(config, index, window=0, norms=HEAD_NORMS)
+    if config.mlp_layer_types[index] != "sparse":
         return _layer(config, mixed, gated(config.hidden_act))
-    router = corrected_router(config)
+    router = Router(
+        score=Score.SIGMOID,
+        correction="mlp.e_score_correction_bias",
+        added_sum=1e-20,
+        scale=config.router_scaling_factor,
+    )
     shared = shared_mlp(config, "shared_experts")
     return _layer(
         config, mixed, experts_of(config, config.num_experts_per_tok, router, shared=shared)
     )
+
+
+def _mellum(config: Any, index: int) -> LayerSpec:
+    """Qwen 3's experts, with windows and angles by the type of a layer."""
+    mixed = attention(config, index, norms=HEAD_NORMS, rope=Rope(config.layer_types[index]))
+    if config.mlp_layer_types[index] != "sparse":
+        return _layer(config, mixed, gated(config.hidden_act))
+    router = Router(normalised=config.norm_topk_prob)
+    return _layer(config, mixed, experts_of(config, config.num_experts_per_tok, router))
+
+
+def _flex_olmo(config: Any, index: int) -> LayerSpec:
+    """OLMoE's experts, with norms on what each half adds."""
+    mixed = attention(
+        config, index, window=0, norms=HEAD_NORMS, norm_place=HeadNorm.WIDE_BEFORE_ROPE
+    )
+    router = Router(normalised=config.norm_topk_prob)
+    experts = experts_of(config, config.num_experts_per_tok, router)
+    return LayerSpec(mixed, experts, Norms(config.rms_norm_eps, **ONLY_POST))
 
 
 def _ernie4_5_moe(config: Any, index: int) -> LayerSpec:
@@ -208,15 +317,29 @@ def _llama4(config: Any, index: int) -> LayerSpec:
     return _layer(config, mixed, experts)
 
 
+GRANITE: dict[str, Any] = {
+    "embeddings": "embedding_multiplier",
+    "logits": "logits_scaling",
+    "divides": True,
+}
+"""The factors of embeddings and logits."""
 FAMILIES = {
     "mixtral": Family(_mixtral),
     "qwen3_moe": Family(_qwen3_moe),
     "qwen2_moe": Family(_qwen2_moe),
     "olmoe": Family(_olmoe),
-    "granitemoe": Family(
-        _granitemoe, embeddings="embedding_multiplier", logits="logits_scaling", divides=True
-    ),
+    "granitemoe": Family(_granitemoe, **GRANITE),
+    "granitemoeshared": Family(_granitemoeshared, **GRANITE),
+    "granitemoe_swa": Family(_granitemoe_swa, **GRANITE),
     "glm4_moe": Family(_glm4_moe),
+    "sarvam_moe": Family(_glm4_moe),
+    "dots1": Family(_dots1),
+    "solar_open": Family(_solar_open),
+    "exaone_moe": Family(_exaone_moe),
+    "afmoe": Family(_afmoe),
+    "hy_v3": Family(_hy_v3),
+    "mellum": Family(_mellum),
+    "flex_olmo": Family(_flex_olmo),
     "ernie4_5_moe": Family(_ernie4_5_moe),
     "hunyuan_v1_moe": Family(_hunyuan_v1_moe),
     "minimax_m2": Family(_minimax_m2),

@@ -14,18 +14,20 @@ from dovetail.workers.models.families.description import (
     slides,
 )
 
+ONLY_POST: dict[str, Any] = {
+    "pre_mixer": None,
+    "post_mixer": "post_attention_layernorm",
+    "pre_mlp": None,
+    "post_mlp": "post_feedforward_layernorm",
+}
+"""The norms of layers in which only what a half adds has one."""
+
 
 def _only_post(config: Any, index: int, **fields: Any) -> LayerSpec:
     return LayerSpec(
         attention(config, index, norms=HEAD_NORMS, **fields),
         gated(config.hidden_act),
-        Norms(
-            config.rms_norm_eps,
-            pre_mixer=None,
-            post_mixer="post_attention_layernorm",
-            pre_mlp=None,
-            post_mlp="post_feedforward_layernorm",
-        ),
+        Norms(config.rms_norm_eps, **ONLY_POST),
     )
 
 
