@@ -43,8 +43,8 @@ from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 
-MAX_OPEN = 64
-"""Sessions held at a time, each with a cache of its own."""
+MAX_OPEN = 1024
+"""Sessions held at a time, each with a cache of its own; memory is the bound."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.spans import Span, Spans
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.serving.failures import as_request_error
-from dovetail.workers.sessions.admission import MAX_SESSIONS
+from dovetail.workers.sessions.admission import FEW_SESSIONS, MAX_SESSIONS
 from dovetail.workers.sessions.opener import ReadingStep
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread, Verdict
 from dovetail.workers.sessions.wire import to_array, to_tensor
@@ -71,6 +71,8 @@ class Identity:
     inflation: str = ""
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
+    room_tokens: int | None = None
+    """Tokens of all sessions whose rows fit into its memory; None: it is not known."""
     same_bytes: bool = False
     """True if a row is the same bytes in whatever part of a prompt it is computed."""
     placement: str = ""
@@ -125,8 +127,9 @@ class TargetWorker:
             limits=Limits(
                 context=self._model.context,
                 nodes=MAX_GAMMA,
-                sessions=MAX_SESSIONS,
+                sessions=FEW_SESSIONS if identity.room_tokens is None else MAX_SESSIONS,
                 kept=identity.kept_tokens,
+                room=identity.room_tokens,
                 prompt_rows=self._verifier.prompt_rows if identity.same_bytes else 0,
             ),
             vocabulary=checkpoint.vocabulary,
@@ -219,11 +222,8 @@ class TargetWorker:
     def _told(self, about: Open | Refeed | ReadItem, step: ReadingStep) -> Event:
         """Return the event that tells a step of the reading that a command began or goes on
         with."""
-        told: dict[str, Any] = {
-            "epoch": self._epoch,
-            "session": about.session,
-            "round": about.round,
-        }
+        told: dict[str, Any] = {"session": about.session, "round": about.round}
+        told["epoch"] = self._epoch
         match step:
             case Part():
                 return Prefilled(**told, start=step.start, features=to_array(step.features))

@@ -101,13 +101,13 @@ FLAGS = (
     Foreign(
         ("-np", "--parallel"),
         LLAMA,
-        "nothing to set: as many requests run as memory allows, others get 429; a file of "
-        "prompts: `dovetail generate --prompts FILE --parallel N`",
+        "nothing to set: as many requests run as memory allows, others wait (coordinator.queue); "
+        "a file of prompts: `dovetail generate --prompts FILE --parallel N`",
     ),
     Foreign(
         ("--max-num-seqs",),
         VLLM,
-        "nothing to set: as many requests run as memory allows, others get 429",
+        "nothing to set: as many requests run as memory allows, others wait (coordinator.queue)",
     ),
     Foreign(("-cb", "--cont-batching"), LLAMA, "nothing to set: always on"),
     Foreign(("-md", "--model-draft", "--spec-draft-model"), LLAMA, DRAFT),

@@ -60,6 +60,9 @@ class Limits(Frozen):
     none."""
     prompt_rows: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Rows of a prompt that are best read at a time; 0: it reads all of a prompt with its Open."""
+    room: Count | None = None
+    """Tokens of all sessions together, kept ones among them, whose rows fit into its memory. None:
+    it does not say."""
 
 
 class VocabularyFacts(Frozen):

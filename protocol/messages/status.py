@@ -14,6 +14,7 @@ from dovetail.protocol.messages.parts import (
     MAX_SEEN_ROUNDS,
     MAX_SEEN_SPANS,
     MAX_SEEN_WORKERS,
+    MAX_SESSIONS,
     Count,
     FinishReason,
     Message,
@@ -149,6 +150,15 @@ class PairState(Frozen):
     """The draft's pass over rows."""
 
 
+class KeyWaits(Frozen):
+    """Requests of one API key that wait for room."""
+
+    key: Name
+    """The beginning of the digest of the key; empty: there is none."""
+    length: Count
+    longest_s: Annotated[float, Field(ge=0.0)]
+
+
 class Totals(Frozen):
     """Counters since the coordinator began, and a few gauges."""
 
@@ -180,6 +190,10 @@ class Totals(Frozen):
     """Times that a session went on on another target."""
     let_go: Count = 0
     """Clients whose requests were ended because they read nothing."""
+    queue: Annotated[tuple[KeyWaits, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
+    """Requests that wait for room, by API key, the longest wait first; those of the first keys."""
+    queued: Count = 0
+    """Requests that wait for room."""
     kept: Count = 0
     """Sessions that have ended and whose caches are held."""
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -63,6 +63,19 @@ class CoordinatorSettings(Frozen):
         description="a pass that also reads a part of a prompt takes at most this long, so that "
         "running streams go on; auto: twice what it takes without the prompt",
     )
+    queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
+        256,
+        description="requests that wait while the targets have no room; further ones are refused "
+        "(429). 0: none waits",
+    )
+    key_queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
+        64, description="requests of one API key among them at most"
+    )
+    key_sessions: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
+        0,
+        description="requests of one API key that are decoded at a time at most, others wait; "
+        "0: no limit",
+    )
     move: Literal["same", "any"] = Field(
         "same",
         description="on which target a session continues if its own was lost: same (of equal "

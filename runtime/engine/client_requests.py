@@ -13,6 +13,7 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.keys import OPERATOR, PeerKey
 from dovetail.protocol.messages import (
     Cancel,
+    Close,
     Describe,
     Described,
     Dismiss,
@@ -32,7 +33,8 @@ from dovetail.runtime.engine.census import waits
 from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.requests import attempt
-from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.engine.shared import Shared, WaitingRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.request import Request
@@ -41,6 +43,7 @@ from dovetail.runtime.telemetry.event_log import EventLog
 log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
+LATER = "try again when some have ended"
 MAX_READING = 1024
 """Prompts of a client that wait to be read: each is held in memory until it has been."""
 
@@ -58,6 +61,8 @@ class ClientRequests:
         self._registry, self._placement = shared.registry, shared.placement
         self._moving, self._changes, self._tally = shared.moving, shared.changes, shared.tally
         self._observing, self._report = shared.observing, report
+        self._queue, self._now_ns = shared.queue, shared.now_ns
+        self._key_sessions = shared.settings.key_sessions
 
     def _user(self, client: ClientPeer) -> PeerKey | None:
         """Return the key that a client has shown; None over ipc."""
@@ -75,6 +80,10 @@ class ClientRequests:
                     yield effects.Cancel(self._running[number])
                 elif request.request in client.reading:
                     client.reading[request.request] = False
+                else:
+                    number = request.request
+                    for one in self._queue.remove(lambda one: one.is_of(client, number)):
+                        yield self._turn_down(client, one.submit, given_up())
             case Status():
                 yield Tell(client, self._report())
             case Describe():
@@ -169,7 +178,11 @@ class ClientRequests:
                 "which is the limit: try again when one is done"
             )
             yield self._turn_down(client, submit, RequestError("capacity", text))
-        elif submit.request in client.sessions or submit.request in client.reading:
+        elif (
+            submit.request in client.sessions
+            or submit.request in client.reading
+            or any(one.is_of(client, submit.request) for one in self._queue)
+        ):
             yield self._turn_down(
                 client,
                 submit,
@@ -214,22 +227,112 @@ class ClientRequests:
         now_ns: int,
     ) -> Effects[None]:
         wanted = client.reading.pop(submit.request)
-        settled = (
-            request
-            if isinstance(request, RequestError)
-            else self._placement.settle(target, request)
-        )
-        if isinstance(request, RequestError) or isinstance(settled, RequestError):
-            assert isinstance(settled, RequestError)
-            yield self._turn_down(client, submit, settled)
+        if isinstance(request, RequestError):
+            yield self._turn_down(client, submit, request)
             return
-        running = self._placement.house(client, submit, settled, request, self._tally, now_ns)
-        client.sessions[submit.request] = running.session.number
+        waiting = WaitingRequest(client, submit, target, request, now_ns)
+        if not len(self._queue) and (settled := self._settled(waiting)) is not None:
+            yield from self._run(waiting, settled, wanted=wanted)
+        elif not wanted:
+            yield self._turn_down(client, submit, given_up())
+        elif why := self._queue.full(request.owner):
+            yield self._turn_down(
+                client, submit, RequestError("capacity", f"there is no room: {why}; {LATER}")
+            )
+        else:
+            self._queue.add(request.owner, waiting, self._now_ns())
+
+    def _run(
+        self, waiting: WaitingRequest, target: Worker, *, wanted: bool = True, waited: bool = False
+    ) -> Effects[None]:
+        """Start the session of a request on a target that has room for it. Ended sessions that it
+        keeps go as far as that takes room. `wanted`: nobody has cancelled it; `waited`: it was in
+        the queue."""
+        client, request = waiting.client, waiting.request
+        running = self._placement.house(
+            client, waiting.submit, target, request, self._tally, waiting.since_ns
+        )
+        running.queued = waited
+        self._queue.given(request.owner, tokens_of(request), self._now_ns())
+        if target.limits.room is not None:
+            left = target.limits.room - self._held_on(target) - tokens_of(request)
+            for session in target.shelf.give_up(max(0, left)):
+                yield Send(target, Close(epoch=self._service.epoch, session=session))
+        client.sessions[waiting.submit.request] = running.session.number
         yield Start(running)
-        if settled.peer not in self._registry.workers:
+        if target.peer not in self._registry.workers:
             yield from self._moving.disconnect(running)
         if not wanted:
             yield effects.Cancel(running)
+
+    def admit(self) -> Effects[None]:
+        """Start the requests that wait, as far as there is room; nothing is started any more where
+        the service ends, and nobody waits for a client that has gone."""
+        clients = self._registry.clients
+        self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
+        if self._service.ending:
+            for one in self._queue.remove(lambda _: True):
+                yield self._turn_down(one.client, one.submit, self._ending())
+        while (next_one := self._next()) is not None:
+            try:
+                yield from self._run(*next_one, waited=True)
+            except BaseException as error:
+                reraise_exits(error)
+                log.exception("a request that had waited for room could not begin")
+                yield Unanswered(next_one[0].client, next_one[0].submit.request, error)
+
+    def _next(self) -> tuple[WaitingRequest, Worker] | None:
+        """Return the request of the queue that is next, and where it runs; None: there is room for
+        none."""
+        places: dict[WaitingRequest, Worker] = {}
+
+        def fits(one: WaitingRequest) -> bool:
+            if (place := self._settled(one)) is not None:
+                places[one] = place
+            return place is not None
+
+        one = self._queue.take(fits, self._held_by_keys(), self._now_ns())
+        return None if one is None else (one, places[one])
+
+    def _settled(self, waiting: WaitingRequest) -> Worker | None:
+        """Return where a request can run now; None: it has to wait."""
+        request = waiting.request
+        if self._key_sessions and self._key_sessions <= sum(
+            one.session.request.owner == request.owner for one in self._of_clients()
+        ):
+            return None
+        return self._placement.settle(
+            waiting.target, request, lambda target: self._has_room(target, request)
+        )
+
+    def _has_room(self, target: Worker, request: Request) -> bool:
+        """Return whether a target's memory holds one more request; the target itself says so of its
+        only one."""
+        held = self._held_on(target)
+        return (
+            target.limits.room is None
+            or not held
+            or held + tokens_of(request) <= target.limits.room
+        )
+
+    def _held_on(self, target: Worker) -> int:
+        """Return how many tokens the sessions on a target may come to."""
+        return sum(
+            tokens_of(one.session.request)
+            for one in self._running.values()
+            if one.target is target and one.loss is None
+        )
+
+    def _held_by_keys(self) -> dict[str, int]:
+        """Return how many tokens the sessions of each key may come to."""
+        held: dict[str, int] = {}
+        for one in self._of_clients():
+            request = one.session.request
+            held[request.owner] = held.get(request.owner, 0) + tokens_of(request)
+        return held
+
+    def _of_clients(self) -> list[RunningRequest]:
+        return [one for one in self._running.values() if not one.trial]
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> Tell:
         """Count a request that is refused, and return what its client is told."""
@@ -238,6 +341,15 @@ class ClientRequests:
         else:
             self._tally.refused += 1
         return Tell(client, refusal(self._service.epoch, error, submit.request))
+
+
+def given_up() -> RequestError:
+    return RequestError("capacity", "the request was given up while it waited for room")
+
+
+def tokens_of(request: Request) -> int:
+    """Return how many rows a request may come to in its target, those of a tree among them."""
+    return request.capacity + request.most_nodes
 
 
 def observe(observing: EventLog, registry: Registry, epoch: int) -> Effects[None]:

@@ -50,6 +50,7 @@ from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.fleet.service import Service
@@ -132,6 +133,7 @@ class Coordinator:
             self._tally,
             self._dropped,
             self.now_ns,
+            FairQueue(self._settings.queue, self._settings.key_queue),
             deque(),
         )
         post = self._post = Outgoing(
@@ -300,6 +302,8 @@ class Coordinator:
         """Do what waits until workers have been asked: part with those that have gone, keep the
         books, and tell clients."""
         self._peers.part()
+        if len(self._shared.queue):
+            self._peers.handle(self._intake.admit)
         self._shared.keep_books()
         self._sessions.settle()
         self._census.forget()
@@ -335,7 +339,7 @@ class Coordinator:
 
     @property
     def idle(self) -> bool:
-        return not self._running
+        return not self._running and not len(self._shared.queue)
 
     def supervised(self, told: Supervised) -> None:
         """Heed what whoever started us says of the other parts."""

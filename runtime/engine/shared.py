@@ -5,18 +5,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dovetail.protocol.links import Hub
+from dovetail.protocol.messages import Submit
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.faults import aside
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.moving import Moving
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
+
+
+@dataclass(frozen=True, eq=False)
+class WaitingRequest:
+    """A request that has been read and waits for room."""
+
+    client: ClientPeer
+    submit: Submit
+    target: Worker
+    """It was read for this one."""
+    request: Request
+    since_ns: int
+    """When it came."""
+
+    def is_of(self, client: ClientPeer, request: int) -> bool:
+        """Return whether this is a client's request of that number."""
+        return self.client is client and self.submit.request == request
 
 
 @dataclass(frozen=True)
@@ -38,6 +59,8 @@ class Shared:
     tally: Tally
     dropped: Dropped
     now_ns: Callable[[], int]
+    queue: FairQueue[WaitingRequest]
+    """Requests that wait for room."""
     notes: deque[Callable[[], object]]
     """Bookkeeping that nobody waits for: it is done once workers have been asked."""
 

@@ -9,6 +9,7 @@ from dovetail.protocol.messages import (
     MAX_FAULTS,
     MAX_PAIRS,
     Fault,
+    KeyWaits,
     Reported,
     Role,
     Totals,
@@ -24,6 +25,8 @@ DRAINED = (
     "{role}` starts another one"
 )
 MAX_REASONS = 64
+LABEL = 8
+"""Letters of a key's digest that tell it from others."""
 MAX_WORDS = 512
 """Characters of a reason or a decision; the names in it are a worker's own."""
 
@@ -41,6 +44,7 @@ class Status:
         self._registry, self._placement = shared.registry, shared.placement
         self._failing, self._moving, self._changes = shared.failing, shared.moving, shared.changes
         self._tally, self._dropped, self._now_ns = shared.tally, shared.dropped, shared.now_ns
+        self._queue = shared.queue
         self._attempt, self._began_ns = attempt, shared.now_ns()
         self._lost_drafts: dict[str, tuple[str, int]] = {}
         """By the names of those that were lost and that no other draft has replaced: what became of
@@ -117,6 +121,7 @@ class Status:
         reasons += [DRAINED.format(role=role) for role in drained]
         reasons += [state.words[:MAX_WORDS] for state in loading]
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
+        reasons += [queued] if (queued := self._queued()) else []
         reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
         offs: list[str] = []
         for running in [*self._running.values()]:
@@ -162,4 +167,20 @@ class Status:
             waiting=sum(running.loss is not None for running in self._running.values()),
             kept=sum(len(target.shelf) for target in targets),
             occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),
+            queue=[
+                KeyWaits(key=label_of(own.key), length=own.length, longest_s=own.longest_s)
+                for own in self._queue.keys(self._now_ns())
+            ],
         )
+
+    def _queued(self) -> str:
+        """Return what waits for room, in words."""
+        count = len(self._queue)
+        longest_s = max((own.longest_s for own in self._queue.keys(self._now_ns())), default=0.0)
+        return f"{count} requests wait for room, the first for {longest_s:.1f} s" if count else ""
+
+
+def label_of(key: str) -> str:
+    """Return by what a key is told from others, without telling it: the beginning of its digest;
+    empty where there is none."""
+    return key.rpartition("/")[2][:LABEL]

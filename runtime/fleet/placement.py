@@ -8,7 +8,6 @@ is known soon. Workers are looked at, and nothing is sent.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import PairState, Submit
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
@@ -131,26 +130,25 @@ class Placement:
         ]
         return not own or any(other.process == target.process for other in own)
 
-    def settle(self, target: Worker, request: Request) -> Worker | RequestError:
+    def settle(
+        self, target: Worker, request: Request, has_room: Callable[[Worker], bool]
+    ) -> Worker | None:
         """Return where a request runs that was read for this target: on the best one with its
-        tokens that can hold it.
+        tokens that can hold it; None: it has to wait, since those have no room.
 
         Where there is none, since it has gone, it is still this one, and the session has to wait.
         """
         best = self.target(
-            lambda other: other.reads_as(target) and request.capacity <= other.limits.context,
+            lambda other: (
+                other.reads_as(target)
+                and request.capacity <= other.limits.context
+                and has_room(other)
+            ),
             context=len(request.prompt),
         )
-        if (
-            best is None
-            and target.peer in self._registry.workers
-            and target.sessions >= target.limits.sessions
-        ):
-            text = (
-                f"the target worker {target.name} holds {target.sessions} sessions, its "
-                "limit: try again when one has ended"
-            )
-            return RequestError("capacity", text)
+        if best is None and target.peer in self._registry.workers:
+            full = target.sessions >= target.limits.sessions
+            return None if full or not has_room(target) else target
         return best or target
 
     def house(

@@ -45,6 +45,15 @@ class PrefixCache:
         self._kept[kept.session] = kept
         return gone
 
+    def give_up(self, tokens: int) -> list[int]:
+        """The sessions that go, the oldest first, so that no more than so many tokens are kept
+        beside those that others are about to go on from."""
+        gone = []
+        while self._kept and _tokens(self._kept) > tokens:
+            gone.append(next(iter(self._kept)))
+            del self._kept[gone[-1]]
+        return gone
+
     def pin(self, session: int) -> None:
         """Another session is to have this one's cache, as soon as the worker is free: then it is
         `taken`. Until then it may be given back."""

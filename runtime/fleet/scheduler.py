@@ -281,7 +281,7 @@ class Turns:
 
     def _logs(self, verify: Verify) -> dict[int, tuple[Rest, int]]:
         """Return the logs of which a pass reads a part, and how many rows of each, by session."""
-        rests = [entry for _, entry in self.waiting if isinstance(entry, Rest)]
+        rests = [entry for _, entry in self.waiting if isinstance(entry, Rest)][:MAX_SESSIONS]
         if not rests:
             return {}
         counts = self.share(verify.items, rests)

@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dovetail.protocol.messages import Reported
+from dovetail.protocol.messages import KeyWaits, Reported
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (
@@ -286,6 +286,8 @@ def _own(reported: Reported) -> Iterable[Metric]:
         "Requests that the coordinator turned down before anything was decoded.",
         totals.refused_requests,
     )
+    yield _of_keys("length", "Requests that wait for room", totals.queue, "length")
+    yield _of_keys("longest_wait_seconds", "The longest wait for room", totals.queue, "longest_s")
     yield _counter(
         "dovetail_requests_cancelled", "Requests that were cancelled.", reported.cancelled
     )
@@ -325,8 +327,8 @@ def _known(reported: Reported, model: str) -> Iterable[Metric]:
     )
     yield _gauge(
         "vllm:num_requests_waiting",
-        "Requests whose prompt has not been read yet.",
-        totals.opening,
+        "Requests that wait for room, or whose prompt has not been read yet.",
+        totals.opening + totals.queued,
         label,
     )
     yield _gauge(
@@ -376,6 +378,14 @@ def _known(reported: Reported, model: str) -> Iterable[Metric]:
 def _gauge(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
     family = GaugeMetricFamily(name, text, labels=tuple(labels or ()))
     family.add_metric(tuple((labels or {}).values()), value)
+    return family
+
+
+def _of_keys(name: str, text: str, queue: Sequence[KeyWaits], field: str) -> Metric:
+    text = f"{text}, by the beginning of the digest of the API key."
+    family = GaugeMetricFamily(f"dovetail_queue_{name}", text, labels=("key",))
+    for own in queue:
+        family.add_metric((own.key,), getattr(own, field))
     return family
 
 

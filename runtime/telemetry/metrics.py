@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dovetail.protocol.messages import Drafted, FinishReason, Result, RoundRecord, Totals
+from dovetail.protocol.messages import (
+    MAX_SESSIONS,
+    Drafted,
+    FinishReason,
+    KeyWaits,
+    Result,
+    RoundRecord,
+    Totals,
+)
 from dovetail.protocol.spans import Span
 
 OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")
@@ -157,10 +165,19 @@ class Tally:
         return self.round_tokens / self.rounds if self.rounds else None
 
     def totals(
-        self, *, draft_failures: int, opening: int, waiting: int, kept: int, occupied: float
+        self,
+        *,
+        draft_failures: int,
+        opening: int,
+        waiting: int,
+        kept: int,
+        occupied: float,
+        queue: Sequence[KeyWaits],
     ) -> Totals:
         """With these gauges."""
         return Totals(
+            queue=tuple(queue[:MAX_SESSIONS]),
+            queued=sum(own.length for own in queue),
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
             completion_tokens=self.completion_tokens,

@@ -244,7 +244,7 @@ def test_log_probabilities_that_cannot_be_end_the_request_with_an_error(
 
 
 class Silent(ScriptedTarget):
-    def score(self, command: Open) -> list[Event]:
+    def score(self, command: Open, first: int, stop: int) -> list[Event]:
         return []
 
 

@@ -98,7 +98,9 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             begin=151643,
             template="{% for m in messages %}{{ m.content }}{% endfor %}",
         ),
-        limits=m.Limits(context=4096, nodes=1024, sessions=8, kept=8192, prompt_rows=256),
+        limits=m.Limits(
+            context=4096, nodes=1024, sessions=8, kept=8192, prompt_rows=256, room=65536
+        ),
         tokenizer=array(dtype="uint8", shape=(2,), data=b"{}"),
         reads=m.Reads(
             taps=(2, 18, 33),
@@ -525,6 +527,8 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             refused_requests=2,
             opening=1,
             waiting=1,
+            queue=(m.KeyWaits(key="0123abcd", length=2, longest_s=1.5),),
+            queued=2,
             moves=2,
             let_go=1,
             kept=2,

@@ -124,6 +124,8 @@ class Schedule:
     """Whether drafts read features of their target."""
     part: int = 0
     """Rows of a log that workers read at a time; 0: they read it whole."""
+    sessions: int = 64
+    """That a worker holds; further ones wait."""
     steps: tuple[tuple[int, Wish | Fault], ...] = ()
 
 
@@ -394,7 +396,9 @@ class World:
         about = {
             "name": f"{role}-{number}",
             "host": f"machine-{number}",
-            "limits": ROOMY.model_copy(update={"prompt_rows": self._schedule.part}),
+            "limits": ROOMY.model_copy(
+                update={"prompt_rows": self._schedule.part, "sessions": self._schedule.sessions}
+            ),
             "standby": standby,
             **head,
         }
@@ -609,6 +613,8 @@ class World:
         self._look()
         if told.sabotaged and reply.code == "internal":
             return
+        if told.cancelled and reply.code == "capacity" and not told.tokens:
+            return  # while it waited for room
         bare_s = (
             (self.time.now_ns - self._bare_since_ns) / S if self._bare_since_ns is not None else 0.0
         )
@@ -808,5 +814,6 @@ def schedules(
         drafts=st.sampled_from((1, 0, 2, 1)),
         reads=st.booleans(),
         part=st.sampled_from((3, 0, 3)),
+        sessions=st.sampled_from((64, 2, 64)),
         steps=steps,
     )

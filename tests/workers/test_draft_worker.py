@@ -26,8 +26,9 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, Spans
+from dovetail.workers import draft as draft_worker
 from dovetail.workers import kernels
-from dovetail.workers.draft import MAX_OPEN, DraftWorker, Identity
+from dovetail.workers.draft import DraftWorker, Identity
 from dovetail.workers.drafters.model import Drafter, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel
@@ -197,11 +198,14 @@ def test_an_unknown_session_is_closed_already(worker: DraftWorker[DraftSession])
     assert only(worker.handle(Close(epoch=1, session=99))) == Closed(epoch=EPOCH, session=99)
 
 
-def test_more_sessions_than_a_worker_holds_are_refused(worker: DraftWorker[DraftSession]) -> None:
-    for session in range(MAX_OPEN):
+def test_more_sessions_than_a_worker_holds_are_refused(
+    worker: DraftWorker[DraftSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_worker, "MAX_OPEN", 8)
+    for session in range(8):
         worker.handle(open_(session=session))
-    with pytest.raises(RequestError, match="64 sessions") as refusal:
-        worker.handle(open_(session=MAX_OPEN))
+    with pytest.raises(RequestError, match="8 sessions") as refusal:
+        worker.handle(open_(session=8))
     assert refusal.value.code == "capacity"
 
 

@@ -19,7 +19,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.remembered.proofs import tell_proof
 from dovetail.workers.serving.spread import Spread, known_readings, spread_of
-from dovetail.workers.sessions.prefix_cache import affordable_tokens
+from dovetail.workers.sessions.prefix_cache import affordable_tokens, room_tokens
 from dovetail.workers.target import Identity, TargetWorker
 
 MOST_WORDS = 200
@@ -82,6 +82,7 @@ def open_target_worker(
     known = None
     if profile is not None and device.is_cpu and whole:
         known = _calibration(settings, model, profile)
+    free_bytes, row_bytes = device.free_bytes(), model.new_cache(0).row_bytes
     identity = Identity(
         name,
         settings.model,
@@ -91,7 +92,8 @@ def open_target_worker(
         () if known is None else known.t_v_by_context[:MAX_CURVES],
         _experts(model, known),
         settings.inflate,
-        affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes) if same_bytes else 0,
+        affordable_tokens(free_bytes, row_bytes) if same_bytes else 0,
+        room_tokens=room_tokens(free_bytes, row_bytes) if spread is None else None,
         same_bytes=same_bytes,
         placement=placed,
     )

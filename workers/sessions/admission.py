@@ -8,7 +8,10 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.sessions.session import TargetSession
 
-MAX_SESSIONS = 64
+MAX_SESSIONS = 1024
+"""Memory is the bound; a pass has the trees of 64 sessions at most."""
+FEW_SESSIONS = 64
+"""The bound where nobody knows what fits into the memory of several devices."""
 
 
 class Admission:

@@ -15,6 +15,9 @@ MEMORY_SHARE = 8
 """Kept rows are promised this part of the memory that is free at the start; since a cache may be
 half empty they take two at most."""
 
+ROOM_SHARE = 0.75
+"""Sessions may come to this part of the memory that is free at the start."""
+
 
 class Left(Protocol):
     """The log and the rows of a session that has ended."""
@@ -107,6 +110,12 @@ def check_prefix(log: Sequence[int], prompt: Sequence[int], kept: int, *, there:
             f"{kept} tokens were to be taken over from a session that begins otherwise than "
             "the prompt; take fewer",
         )
+
+
+def room_tokens(free_bytes: int, row_bytes: int) -> int:
+    """Return how many tokens' rows of so many bytes fit into the memory that is free, and leave a
+    part of it to everything else."""
+    return int(ROOM_SHARE * free_bytes) // max(1, row_bytes)
 
 
 def affordable_tokens(free_bytes: int, row_bytes: int) -> int:

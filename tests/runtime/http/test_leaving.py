@@ -82,7 +82,7 @@ def test_a_request_that_takes_too_long_is_ended(slow: Backend) -> None:
 
 
 def test_a_full_target_is_told_with_a_time_to_come_back() -> None:
-    with backend(target=False) as house:
+    with backend(target=False, settings=CoordinatorSettings(queue=0)) as house:
         house.add(ScriptedTarget, "target", limits={"context": 512, "sessions": 1})
         house.token_s = 0.02
         with api(house.address) as server, asked(server, stream=True):

@@ -1,0 +1,180 @@
+"""Requests that wait for room: whose turn it is, how many may wait, and what frees their place."""
+
+import pytest
+
+from dovetail.protocol.messages import Failed, Finished, Limits, Open
+from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
+from dovetail.runtime.engine.client_requests import tokens_of
+from dovetail.runtime.fleet.queue import AGEING, PASSED_S, FairQueue
+from support.houses import DYNAMIC, PROMPT, House
+from support.scripted import continuation
+
+S = 1_000_000_000
+TWO = Limits(context=512, sessions=2)
+
+
+def queue(*keys: str, most: int = 9, most_of_key: int = 9) -> FairQueue[str]:
+    """One request of each key, a nanosecond apart."""
+    made = FairQueue[str](most, most_of_key)
+    for place, key in enumerate(keys):
+        made.add(key, f"{key}{place}", place)
+    return made
+
+
+def test_the_key_that_holds_least_is_next_and_of_equals_who_came_first() -> None:
+    waiting = queue("a", "a", "b", "c")
+    order = [waiting.take(lambda _: True, {"a": 90, "b": 10, "c": 10}, 4) for _ in range(5)]
+    assert order == ["b2", "c3", "a0", "a1", None]
+
+
+def test_a_key_that_was_given_much_of_late_comes_behind_one_that_was_not() -> None:
+    waiting = queue("a", "b", "a", "b")
+    for turn in range(4):
+        what = waiting.take(lambda _: True, {}, 4)
+        assert what is not None
+        assert what[0] == "ab"[turn % 2]
+        waiting.given(what[0], 20, 4)
+    again = queue("a", "b")
+    again.given("a", 1000, 0)
+    assert again.take(lambda _: True, {}, 1) == "b1"
+    again.add("b", "b", 600 * S)
+    assert again.take(lambda _: True, {}, 600 * S) == "a0", "that is long ago"
+
+
+def test_no_request_waits_for_ever() -> None:
+    waiting = queue("a")
+    waiting.add("b", "b", 10 * S)
+    held = {"a": round(AGEING * 9)}
+    assert waiting.take(lambda _: True, held, 10 * S) == "a0"
+
+
+def test_one_without_room_is_passed_but_not_for_long() -> None:
+    waiting = queue("big", "small", "small")
+    assert waiting.take(lambda what: what != "big0", {}, S) == "small1"
+    assert waiting.take(lambda what: what != "big0", {}, round(S * (PASSED_S + 1))) is None
+    assert len(waiting) == 2
+
+
+def test_a_queue_and_a_key_have_their_limits() -> None:
+    waiting = queue("a", "b", "b", most=4, most_of_key=2)
+    assert waiting.full("a") == ""
+    assert "coordinator.key_queue" in waiting.full("b")
+    waiting.add("c", "c", 3)
+    assert "coordinator.queue" in waiting.full("a")
+    assert waiting.remove(lambda what: what.startswith("b")) == ["b1", "b2"]
+    assert waiting.full("b") == ""
+
+
+def test_what_waits_is_told_by_key() -> None:
+    told = queue("a", "b", "b").keys(2 * S)
+    assert [(own.key, own.length, round(own.longest_s)) for own in told] == [
+        ("a", 1, 2),
+        ("b", 2, 2),
+    ]
+
+
+# -- in the coordinator ----------------------------------------------------------------------------
+
+
+def begun(house: House) -> list[int]:
+    """The sessions that the target was asked to open, in order, by the tokens of their prompts."""
+    assert house.target is not None
+    return [command.prompt[0] for command in house.target.seen if isinstance(command, Open)]
+
+
+def ask(house: House, first: int, owner: str = "", tokens: int = 20) -> int:
+    return house.client.submit(
+        tokens=(first, 6, 7), max_tokens=tokens, seed=1, tree=DYNAMIC, owner=owner
+    )
+
+
+def test_one_key_with_many_requests_does_not_starve_another() -> None:
+    house = House(limits=TWO)
+    many = [ask(house, 10 + place, "many") for place in range(30)]
+    one = ask(house, 50, "one")
+    house.run()
+    ends = [reply for reply in house.replies() if isinstance(reply, Finished)]
+    assert {end.request for end in ends} == {*many, one}
+    assert begun(house).index(50) == 2, "as the first of those that had to wait"
+    for end in ends:
+        first = 50 if end.request == one else 10 + many.index(end.request)
+        assert list(end.result.token_ids) == continuation((first, 6, 7), 20)
+
+
+def test_beyond_the_queue_requests_are_refused_and_told_why() -> None:
+    house = House(limits=TWO, settings=CoordinatorSettings(queue=1))
+    requests = [ask(house, 10 + place) for place in range(4)]
+    house.run()
+    replies = house.replies()
+    (refused,) = (reply for reply in replies if isinstance(reply, Failed))
+    assert (refused.session, refused.code) == (requests[3], "capacity")
+    assert "coordinator.queue" in refused.text
+    assert sum(isinstance(reply, Finished) for reply in replies) == 3
+
+
+def test_a_key_decodes_no_more_at_a_time_than_it_may() -> None:
+    house = House(settings=CoordinatorSettings(key_sessions=1))
+    for first, owner in ((10, "a"), (11, "a"), (12, "b")):
+        ask(house, first, owner)
+    house.run()
+    assert begun(house) == [10, 12, 11]
+    assert sum(isinstance(reply, Finished) for reply in house.replies()) == 3
+
+
+def test_memory_is_the_bound_and_idle_prefixes_go_before_anybody_waits() -> None:
+    house = House(draft=False, limits=Limits(context=512, kept=1 << 10, room=300))
+    assert house.target is not None
+    house.complete(prompt=tuple(range(3, 60)), speculate=False)
+    assert len(house.target.kept) == 1
+    for first in (70, 71):
+        ask(house, first, tokens=100)
+    house.coordinator.pump()
+    assert [one.session.request.prompt[0] for one in house.coordinator.requests] == [70, 71]
+    house.target.step()
+    assert not house.target.kept, "they went for those that came"
+    ask(house, 72, tokens=100)
+    house.coordinator.pump()
+    assert house.coordinator.report().totals.queued == 1
+    assert any("wait for room" in reason for reason in house.coordinator.report().reasons)
+    house.run()
+    assert begun(house)[1:] == [70, 71, 72]
+
+
+def test_a_request_that_is_larger_than_the_memory_is_left_to_the_target() -> None:
+    house = House(limits=Limits(context=512, room=10))
+    assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_whoever_goes_frees_its_place_in_the_queue(how: str) -> None:
+    house = House(limits=Limits(context=512, sessions=1))
+    ask(house, 10)
+    waiting = ask(house, 11)
+    house.coordinator.pump()
+    assert house.coordinator.report().totals.queued == 1
+    if how == "cancel":
+        house.client.cancel(waiting)
+    else:
+        house.client.close()
+    house.run()
+    assert house.coordinator.report().totals.queued == 0
+    assert begun(house) == [10]
+
+
+def test_a_service_that_ends_says_so_to_those_who_wait() -> None:
+    house = House(limits=Limits(context=512, sessions=1))
+    ask(house, 10)
+    waiting = ask(house, 11)
+    house.coordinator.pump()
+    house.coordinator.end()
+    refused = [reply for reply in house.replies() if isinstance(reply, Failed)]
+    assert [(reply.session, reply.code) for reply in refused] == [(waiting, "ending")]
+    assert house.coordinator.report().totals.queued == 0
+
+
+def test_the_room_of_a_request_is_its_longest_log_and_its_tree() -> None:
+    house = House()
+    ask(house, 10, tokens=20)
+    house.coordinator.pump()
+    (running,) = house.coordinator.requests
+    assert tokens_of(running.session.request) == 3 + 20 + TreeSettings().most_nodes
