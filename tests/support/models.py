@@ -198,7 +198,11 @@ def spoil(cache: Cache) -> None:
 def transformers_model(folder: Path) -> Any:
     """The model as transformers itself computes it, in fp32."""
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # its other one has no experts of every width
+        trust_remote_code=False,
     ).eval()
 
 

@@ -1,7 +1,9 @@
-"""Unusual configurations of families that are decoded: transformers' own logits in fp32, and other
-weights that are loaded."""
+"""Unusual configurations of families that are decoded: transformers' own logits in fp32, and in
+other weights those of transformers' modules with the matrices that the kernels hold."""
 
-from collections.abc import Mapping
+import os
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.messages import VerifyItem
+from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.sessions.results import First, Verdict
+from dovetail.workers.verifier import Verifier
 from support.architectures import VARIED, VOCABULARY, write_tiny
 from support.models import reference_logits
+from support.opening import opening
+from support.packed import load_with_reference
+from support.unusual import unusual
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 
@@ -108,6 +119,11 @@ UNUSUAL: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", sizes(40, 52)),  # heads have hidden / 4 numbers, an even number
     *((kind, sizes(72, 31)) for kind in ("llama", "cohere2", "lfm2", "nanochat")),
     *((kind, sizes(8, 8)) for kind in ("gemma3_text", "phi3", "falcon_h1")),
+    ("qwen3_moe", {"moe_intermediate_size": 31}),
+    ("mixtral", {"intermediate_size": 29}),
+    ("gpt_oss", {"intermediate_size": 30}),
+    ("deepseek_v3", {"moe_intermediate_size": 33}),
+    ("nemotron_h", VARIED["nemotron_h"] | {"moe_latent_size": 27, "moe_intermediate_size": 21}),
     *((kind, {"vocab_size": 49}) for kind in ("llama", "gpt2", "gemma2", "deepseek_v3")),
     *((kind, windows(1, 0, 3)) for kind in ("mistral", "gemma2", "gpt_oss")),
     *((kind, windows(5, 1)) for kind in ("qwen3", "exaone4", "smollm3")),
@@ -136,6 +152,54 @@ def read(model: LanguageModel, ids: list[int]) -> Tensor:
     return model.forward(torch.tensor(ids), torch.arange(count), [Segment(cache, 0, count)])
 
 
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "fp32": {"weights": "fp32"},
+    "half": {"weights": "half"},
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4"},
+    "int4, activations fp32": {"weights": "int4", "activations": "fp32"},
+}
+TOLERANCE = 3e-4
+DRAWS = 12
+"""Texts that are read at most. Where activations are rounded to integers, one that lies between two
+may go to either with the least difference, which moves its row, and those that attend to it, by
+some percent: so each position has to agree in one of the texts."""
+REPLY = 24
+DOZEN = 12
+CASES = int(os.environ.get("CONFIGURATIONS", "40"))
+"""Configurations that are drawn at random; CONFIGURATIONS_FROM is the number of the first."""
+FIRST_CASE = int(os.environ.get("CONFIGURATIONS_FROM", "0"))
+
+
+def text(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (LENGTH,), generator=generator).tolist()
+
+
+def built(
+    kind: str, folder: Path, fields: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> bool:
+    """Write a tiny checkpoint; False where transformers builds none of these fields."""
+    try:
+        return write_tiny(kind, folder, dtype=dtype, **fields)
+    except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError):
+        return False
+
+
+def check_logits(folder: Path, how: Mapping[str, Any]) -> None:
+    """Hold the kernels' logits against those of transformers' modules with the same matrices."""
+    model, reference = load_with_reference(folder, **how)
+    least = torch.full((LENGTH,), torch.inf)
+    for seed in range(DRAWS):
+        found, expected = read(model, text(seed)), reference(text(seed))
+        assert bool(torch.isfinite(found).all())
+        least = torch.minimum(least, (found - expected).norm(dim=-1) / expected.norm(dim=-1))
+        if float(least.max()) < TOLERANCE:
+            return
+    wrong = (least >= TOLERANCE).nonzero().flatten().tolist()
+    raise AssertionError(f"positions {wrong} differ by {float(least.max()):.1e} in every text")
+
+
 @pytest.mark.parametrize(
     "place",
     [
@@ -147,18 +211,98 @@ def read(model: LanguageModel, ids: list[int]) -> Tensor:
         for place, (kind, _) in enumerate(UNUSUAL)
     ],
 )
-def test_an_unusual_configuration_gives_transformers_logits_and_loads_in_all_weights(
+def test_an_unusual_configuration_gives_transformers_logits_in_all_weights(
     place: int, tmp_path: Path
 ) -> None:
     kind, fields = UNUSUAL[place]
     assert write_tiny(kind, tmp_path / "m", **fields)
-    ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(7))
-    expected = reference_logits(tmp_path / "m", ids.tolist())
+    assert write_tiny(kind, tmp_path / "half", dtype=torch.bfloat16, **fields)
+    model = load_language_model(str(tmp_path / "m"), weights="fp32", device="cpu")
+    assert model.backend == "kernels", model.choice
+    found, expected = read(model, text(7)), reference_logits(tmp_path / "m", text(7))
+    shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(shares.max()) < TOLERANCE
+    for name, how in WEIGHTS.items():
+        if name != "fp32":
+            check_logits(tmp_path / ("half" if name == "half" else "m"), how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(FIRST_CASE, FIRST_CASE + CASES))
+def test_a_configuration_drawn_at_random_gives_transformers_logits_or_one_sentence(
+    number: int, tmp_path: Path
+) -> None:
+    kind, fields = unusual(number)
+    for name, how in WEIGHTS.items():
+        dtype = torch.bfloat16 if name == "half" else torch.float32
+        if not built(kind, tmp_path / name, fields, dtype):
+            pytest.skip(f"transformers builds no {kind} of {fields}")
+        try:
+            check_logits(tmp_path / name, how)
+        except CheckpointError as error:
+            said = str(error)
+        else:
+            continue
+        assert said.startswith(str(tmp_path / name))
+
+
+def branches(of: random.Random, right: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens and parents of a tree along the tokens that follow, with others beside each, and now
+    and then none of them right."""
+    tokens, parents, at = [], [], -1
+    for token in right:
+        offered = [of.randrange(3, VOCABULARY) for _ in range(of.randint(0, 2))]
+        offered += [token] * (of.random() < 0.9)
+        places = [*range(len(tokens), len(tokens) + len(offered))]
+        tokens, parents = [*tokens, *offered], [*parents, *[at] * len(offered)]
+        if not places:
+            break
+        at = places[-1] if of.random() < 0.9 else places[0]
+    return tuple(tokens), tuple(parents)
+
+
+def decode(
+    model: LanguageModel, sampling: Sampling, right: Sequence[int] = (), seed: int = 0
+) -> list[int]:
+    """The tokens behind a prompt: one at a time, or with trees along those that are right."""
+    verifier, of, prompt = Verifier(model, Spans()), random.Random(seed), text(7)[:12]
+    tree = TreeSettings(policy="dynamic", gamma=16, depth=5)
+    order = opening(1, prompt, key=bytes(16), capacity=90, sampling=sampling, tree=tree)
+    (first,) = verifier.open(order)
+    assert isinstance(first, First)
+    found = [first.token]
+    for number in range(1, REPLY + 1):
+        tokens, parents = branches(of, right[len(found) :][: of.randint(0, 5)])
+        item = VerifyItem(
+            session=1,
+            round=number,
+            prefix=len(prompt) + len(found),
+            tokens=tokens,
+            parents=parents,
+        )
+        (verdict,) = verifier.verify([item])
+        assert isinstance(verdict, Verdict)
+        found += [*(tokens[node] for node in verdict.item.accepted), verdict.item.bonus]
+        if len(found) >= REPLY:
+            break
+    return found[:REPLY]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(FIRST_CASE, FIRST_CASE + 7 * DOZEN, 7))
+def test_trees_change_no_token_of_a_configuration_drawn_at_random(
+    number: int, tmp_path: Path
+) -> None:
+    kind, fields = unusual(number)
+    if not built(kind, tmp_path / "m", fields):
+        pytest.skip(f"transformers builds no {kind} of {fields}")
     for weights in ("fp32", "int8", "int4"):
-        model = load_language_model(str(tmp_path / "m"), weights=weights, device="cpu")
-        assert model.backend == "kernels", model.choice
-        found = read(model, ids.tolist())
-        assert bool(torch.isfinite(found).all())
-        if weights == "fp32":
-            shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-            assert float(shares.max()) < 3e-4
+        try:
+            model = load_language_model(str(tmp_path / "m"), weights=weights, device="cpu")
+        except CheckpointError as error:
+            pytest.skip(str(error))
+        for temperature in (0.0, 1.0):
+            sampling = Sampling(temperature=temperature)
+            alone = decode(model, sampling)
+            for seed in range(4):
+                assert decode(model, sampling, alone, seed) == alone

@@ -306,6 +306,16 @@ def test_what_has_no_blocks_of_4_bits_is_refused_in_one_sentence(
         loaded(tmp_path / "model")
 
 
+def test_a_layer_that_the_kernels_have_not_is_refused_in_one_sentence(
+    tmp_path: Path, caches: Path
+) -> None:
+    write_tiny("cohere", tmp_path / "model", use_qk_norm=True)
+    with pytest.raises(
+        CheckpointError, match=r"int4 weights need the C\+\+ kernels.*use_qk_norm.*weights fp32"
+    ):
+        loaded(tmp_path / "model")
+
+
 def test_a_card_has_a_line_for_every_type_that_a_checkpoint_can_have(
     llama_folder: Path, caches: Path
 ) -> None:

@@ -116,9 +116,7 @@ def load_language_model(
     wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
     try:
         if on_cpu:
-            return _on_cpu(
-                lambda: in_blocks(open_skeleton(checkpoint), checkpoint, own), checkpoint, wanted
-            )
+            return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, wanted, kept=checkpoint)
         return _on_gpu(checkpoint, wanted, torch.device(device))
     except Exception:
         checkpoint.digesting.result()  # what is wrong with its files comes first
@@ -148,18 +146,21 @@ def random_language_model(
     source = f"{spelled(str(config_folder))} (random weights)"
     checkpoint = Checkpoint(source, folder, known_digest("random"), b"", facts, {})
     return _on_cpu(
-        lambda: in_blocks(
-            random_skeleton(folder, layers=layers, stored=stored, context=context), None, own
-        ),
+        lambda: random_skeleton(folder, layers=layers, stored=stored, context=context),
         checkpoint,
         wanted,
     )
 
 
 def _on_cpu(
-    skeleton_of: Callable[[], Skeleton], checkpoint: Checkpoint, wanted: Wanted
+    skeleton_of: Callable[[], Skeleton],
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    *,
+    kept: Checkpoint | None = None,
 ) -> LanguageModel:
-    """Kernels where that is wanted and can be; else the library."""
+    """Kernels where that is wanted and can be; else the library. `kept`: the checkpoint whose
+    blocks, if they have to be searched for, are kept for the next time."""
     _refuse_blocks(checkpoint, wanted)
     why_not = _against_kernels(wanted)
     if not why_not:
@@ -171,7 +172,7 @@ def _on_cpu(
         outline = memory.outline(skeleton)
         try:
             model = _assemble(
-                skeleton,
+                in_blocks(skeleton, kept, wanted.weights),
                 checkpoint,
                 wanted,
                 kernels=True,
