@@ -60,14 +60,18 @@ def gaps(
 ) -> None:
     """Pauses of a stream beside prompts that are read, over those without."""
     chosen = [f"--target.weights={weights}", f"--target.inflate={inflate}", *flags]
-    with server(draft, chosen) as url, progress_bar(prompts, "prompts") as step:
-        quiet_s = prompt_s(url, tokens, seed=1)
+    with (
+        server(draft, chosen) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client,
+        progress_bar(prompts, "prompts") as step,
+    ):
+        quiet_s = prompt_s(client, tokens, seed=1)
         watched = [Watched(url, seed) for seed in range(streams)]
         read: list[tuple[float, float]] = []
         for seed in range(prompts):
             watch(watched, read[-1][1] - read[-1][0] if read else LEAST_S)
             began_s = time.monotonic()
-            prompt_s(url, tokens, seed=100 + seed)
+            prompt_s(client, tokens, seed=100 + seed)
             read.append((began_s, time.monotonic()))
             step("")
         watch(watched, LEAST_S)
@@ -183,15 +187,11 @@ def order(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
     return {"prompt": list(prompt), "max_tokens": tokens, "ignore_eos": True}
 
 
-def prompt_s(url: str, tokens: int, *, seed: int) -> float:
-    """Seconds until a prompt is answered with one token."""
+def prompt_s(client: httpx.Client, tokens: int, *, seed: int) -> float:
+    """Seconds until a prompt is answered with one token. The client is there before: to make one
+    takes the time of the threads that watch streams."""
     began_s = time.monotonic()
-    reply = httpx.post(
-        f"{url}/v1/completions",
-        json=order(words(tokens, seed), 1),
-        timeout=PATIENCE_S,
-        trust_env=False,
-    )
+    reply = client.post("/v1/completions", json=order(words(tokens, seed), 1))
     if reply.status_code != 200:
         raise click.ClickException(reply.text)
     return time.monotonic() - began_s

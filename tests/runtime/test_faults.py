@@ -83,6 +83,20 @@ def test_what_was_found_stays_mended(schedule: Schedule) -> None:
     play(schedule)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(
+    "fault", [Fault("kill", who=0), Fault("kill", who=1), Fault("cancel", who=1), Fault("drop")]
+)
+def test_a_prompt_in_the_midst_of_which_something_happens_is_read_again_beside_the_stream(
+    fault: Fault, reads: bool
+) -> None:
+    long = Wish(prompt=tuple(range(3, 40)), tokens=12)
+    for after in (6, 10, 14):
+        steps = ((0, LONG), (30, long), (after, fault))
+        world = play(Schedule(targets=2, reads=reads, part=3, steps=steps))
+        assert any(told.wish == long for told in world.reader.told.values())
+
+
 # -- what a fault costs ----------------------------------------------------------------------------
 
 
