@@ -65,6 +65,8 @@ MIXED_FACTS = {
     },
     "qwen35": DELTA_FACTS,
     "glm4moe": GROUP_FACTS,
+    "dots1": GROUP_FACTS,
+    "granitemoe": {"expert_shared_feed_forward_length": "shared_intermediate_size"},
     "deepseek2": {
         **GROUP_FACTS,
         "attention.q_lora_rank": "q_lora_rank",
@@ -91,7 +93,10 @@ MIXED_FACTS = {
 """Keys of an architecture and the fields of configurations that they are."""
 
 
-NO_EXPERTS = ("qwen35", "lfm2", "falcon-h1", "nemotron_h", "minicpm3", "granitehybrid")
+NO_EXPERTS = (
+    *("qwen35", "lfm2", "falcon-h1", "nemotron_h", "minicpm3"),
+    *("granitehybrid", "granitemoe"),
+)
 
 
 def first_of(config: Mapping[str, Any], *names: str) -> Any:

@@ -9,6 +9,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.naming import (
     GATED,
     GEMMA2,
     GLOBAL,
+    GRANITE_MLP,
     HEAD_NORMS,
     LATENT,
     LLAMA,
@@ -77,7 +78,12 @@ MIXTURE_NAMINGS: Mapping[str, Naming] = {
         single={"ffn_gate_inp_shexp": 0},
     ),
     "granitemoe": Naming(
-        {**ATTENTION, **NORMS, "ffn_gate_inp": "block_sparse_moe.router"},
+        {
+            **ATTENTION,
+            **NORMS,
+            **{f"ffn_{own}_shexp": name for own, name in GRANITE_MLP.items()},
+            "ffn_gate_inp": "block_sparse_moe.router",
+        },
         permuted=True,
         experts=GATED,
         expert_part="block_sparse_moe",
@@ -88,6 +94,16 @@ MIXTURE_NAMINGS: Mapping[str, Naming] = {
             **HEAD_NORMS,
             **shared_names("mlp.shared_experts"),
             "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+        },
+        experts=GATED,
+        bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
+    ),
+    "dots1": Naming(
+        {
+            **LLAMA,
+            **HEAD_NORMS,
+            **shared_names("mlp.shared_experts"),
             "ffn_gate_inp": "mlp.gate",
         },
         experts=GATED,

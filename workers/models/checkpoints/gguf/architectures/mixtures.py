@@ -104,10 +104,15 @@ def olmoe(facts: Facts) -> Configuration:
 
 
 def granitemoe(facts: Facts) -> Configuration:
-    found = {**granite(facts), **experts_of(facts), "model_type": "granitemoe"}
-    if "expert_shared_feed_forward_length" in facts:
-        raise facts.refusal("all rows share an MLP beside its experts")
-    return {**found, "num_local_experts": found.pop("num_experts")}
+    """Granite's factors; all rows share an MLP beside the experts, if it has a width."""
+    found = {**granite(facts), **experts_of(facts)}
+    width = facts.whole("expert_shared_feed_forward_length", 0)
+    return {
+        **found,
+        "model_type": "granitemoeshared" if width else "granitemoe",
+        "num_local_experts": found.pop("num_experts"),
+        **({"shared_intermediate_size": width} if width else {}),
+    }
 
 
 def glm4moe(facts: Facts) -> Configuration:
@@ -129,6 +134,11 @@ def glm4moe(facts: Facts) -> Configuration:
         "topk_group": facts.whole("expert_group_used_count", 1),
         "num_nextn_predict_layers": 0,
     }
+
+
+def dots1(facts: Facts) -> Configuration:
+    """GLM-4.5's experts, behind attention that norms queries and keys of each head."""
+    return {**glm4moe(facts), "model_type": "dots1", "sliding_window": None}
 
 
 def deepseek2(facts: Facts) -> Configuration:
@@ -318,6 +328,7 @@ MIXTURES: Mapping[str, Callable[[Facts], Configuration]] = {
     "olmoe": olmoe,
     "granitemoe": granitemoe,
     "glm4moe": glm4moe,
+    "dots1": dots1,
     "deepseek2": deepseek2,
     "minicpm3": minicpm3,
     "ernie4_5-moe": ernie4_5_moe,

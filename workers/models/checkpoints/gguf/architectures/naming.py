@@ -99,6 +99,12 @@ GEMMA2 = {**LLAMA, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 GATED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 CORRECTION = "e_score_correction_bias"
+GRANITE_MLP = {
+    "gate": f"shared_mlp.input_linear{UPPER}",
+    "up": f"shared_mlp.input_linear{LOWER}",
+    "down": "shared_mlp.output_linear",
+}
+"""The MLP that all rows of a Granite with experts share."""
 
 
 def shared_names(part: str) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.naming import (
     CORRECTION,
     FINAL,
     GATED,
+    GRANITE_MLP,
     HEAD_NORMS,
     LOWER,
     MIXTRAL,
@@ -72,11 +73,6 @@ _FEED_FORWARD = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
-_SHARED_MLP = {
-    "gate": f"shared_mlp.input_linear{UPPER}",
-    "up": f"shared_mlp.input_linear{LOWER}",
-    "down": "shared_mlp.output_linear",
-}
 _NEMOTRON_H = {
     **_MIXERS,
     **{name: part.replace("self_attn", "mixer") for name, part in ATTENTION.items()},
@@ -129,8 +125,8 @@ STATE_NAMINGS: Mapping[str, Naming] = {
             **ATTENTION,
             **NORMS,
             **_BESIDE,
-            **{f"ffn_{own}": name for own, name in _SHARED_MLP.items()},
-            **{f"ffn_{own}_shexp": name for own, name in _SHARED_MLP.items()},
+            **{f"ffn_{own}": name for own, name in GRANITE_MLP.items()},
+            **{f"ffn_{own}_shexp": name for own, name in GRANITE_MLP.items()},
             "ffn_gate_inp": "block_sparse_moe.router",
         },
         permuted=True,
