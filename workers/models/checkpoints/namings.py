@@ -26,16 +26,26 @@ _GRANITE = {
     ".experts.down_proj": ".output_linear.weight",
     ".router.weight": ".router.layer.weight",
 }
+_HY = {
+    ".mlp.gate.weight": ".mlp.router.gate.weight",
+    ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+    ".mlp.shared_experts.": ".mlp.shared_mlp.",
+}
+_ABOVE_GATE = {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"}
 NAMINGS: Mapping[str, Naming] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "glm4_moe", "hunyuan_v1_moe", "gpt_oss"), Naming()),
-    **dict.fromkeys(("qwen2_moe", "gpt_bigcode"), Naming()),
+    **dict.fromkeys(("qwen2_moe", "gpt_bigcode", "dots1", "solar_open", "mellum"), Naming()),
+    **dict.fromkeys(("flex_olmo", "afmoe", "granitemoe_swa"), Naming()),
     **dict.fromkeys(("apertus", "gemma4_text", "gemma4_unified_text", "llama4_text"), Naming()),
     **dict.fromkeys(("mixtral", "minimax_m2"), Naming(("w1", "w3"), ("w2",), _MIXTRAL)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Naming()),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sarvam_mla"), Naming()),
     "axk1": Naming(renamed={".mlp.post_mlp_layernorm.": ".post_mlp_layernorm."}),
     "ernie4_5_moe": Naming(renamed=_STATICS),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid"), Naming(renamed=_GRANITE)),
+    "exaone_moe": Naming(renamed=_ABOVE_GATE),
+    "hy_v3": Naming(renamed=_HY),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), Naming(renamed=_GRANITE)),
+    "granitemoehybrid": Naming(renamed=_GRANITE),
     "lfm2_moe": Naming(("w1", "w3"), ("w2",)),
     "nemotron_h": Naming(("up_proj",), renamed={"model.": "backbone."}),
 }

@@ -348,9 +348,6 @@ class Family:
     inputs: TokenInputs | None = None
 
 
-# what most families have in common
-
-
 def attention(config: Any, index: int, **fields: Any) -> Attention:
     """Return attention as Llama's, with the heads and the window that a configuration says."""
     heads = config.num_attention_heads

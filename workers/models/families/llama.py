@@ -16,6 +16,9 @@ from dovetail.workers.models.families.description import (
     gated,
     ungated,
 )
+from dovetail.workers.models.parity.following import UnsupportedError
+
+BETA, PERIOD = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
 def _llama(config: Any, index: int, **fields: Any) -> LayerSpec:
@@ -43,7 +46,9 @@ def _smollm3(config: Any, index: int) -> LayerSpec:
 def _ministral3(config: Any, index: int) -> LayerSpec:
     """Queries grow with their position, in steps of the length of the first training."""
     rope = config.rope_parameters
-    growth = Growth(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    if missing := {BETA, PERIOD} - rope.keys():
+        raise UnsupportedError(f"rope_parameters lack {min(missing)}, by which queries grow")
+    growth = Growth(rope[BETA], rope[PERIOD])
     return _llama(config, index, growth=growth)
 
 
