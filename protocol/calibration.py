@@ -70,7 +70,8 @@ class ContextCurve(Frozen):
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """Return the least value below or at which half of the weight of all (value, weight) lies."""
+    """Return the weighted median of (value, weight) pairs: the least value at or below which lies
+    half of the total weight."""
     ordered = sorted(values)
     half, reached = sum(weight for _, weight in ordered) / 2, 0.0
     for value, weight in ordered:
@@ -81,14 +82,14 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
 
 
 class ExpertCosts(Frozen):
-    """The share of experts in the seconds of a pass: T_V = f(M) + c U, where U are the experts that
-    its M rows go through in all layers."""
+    """The share of experts in the seconds of a pass: T_V = f(M) + c U, where U is the number of
+    experts that its M rows go through, summed over layers."""
 
     routing: Routing
     expert_s: Seconds = 0.0
-    """c; 0 if it has not been measured."""
+    """c, seconds for each further expert; 0 if it has not been measured."""
     passes: Annotated[tuple[tuple[Positive, Experts], ...], Field(max_length=MAX_POINTS)] = ()
-    """(rows, experts) of the passes that a curve of T_V was measured with, rows ascending."""
+    """(rows, experts) of the passes that the curve of T_V was measured with, rows ascending."""
 
     @model_validator(mode="after")
     def _ascends(self) -> "ExpertCosts":
@@ -97,8 +98,8 @@ class ExpertCosts(Frozen):
         return self
 
     def measured(self, rows: int) -> float:
-        """Return the experts of the measured passes over so many rows: in between those of rows as
-        various as in the nearest measured pass."""
+        """Return how many experts the measured passes over `rows` rows went through. For rows that
+        were not measured, the variety of the nearest measured pass is taken."""
         near = min(self.passes, key=lambda seen: (abs(seen[0] - rows), seen[0]))
         if near[0] == rows:
             return near[1]

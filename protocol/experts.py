@@ -3,8 +3,8 @@
 Each row goes through a few of the experts of a layer, so a pass over one row reads little of a
 model, and one over the rows of a tree reads more with each of them. Rows are taken to choose
 independently of each other, and every expert as often as any other; those of one text agree more
-often than that, and read less: `Routing` says how many experts they go through, by how fast what
-is new grows with rows. Knows counts and shares only.
+often than that, and read less: `Routing` predicts how many experts M rows go through, from how
+varied their choices are. Knows counts and shares only.
 """
 
 from collections.abc import Mapping
@@ -47,32 +47,36 @@ DENSE = Mixture()
 
 MAX_EXPERTS = 1 << 24
 Experts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]
-"""Experts of all layers together that a pass goes through, each counted once a layer."""
+"""The number of experts that a pass goes through, each counted once in every layer."""
 
 
 class Routing(Frozen):
-    """The experts of all layers of a model together, and how many of them a row goes through."""
+    """The numbers of experts that a model has and that a row goes through, summed over layers."""
 
     row: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+    """Experts that one row goes through: top-k times the layers with experts."""
     most: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+    """All experts of all layers."""
 
     @model_validator(mode="after")
     def _goes_through_some(self) -> "Routing":
         if self.row > self.most:
-            raise ValueError(f"a row of {self.row} experts, where there are {self.most}")
+            raise ValueError(
+                f"a row goes through {self.row} experts, but the model has {self.most}"
+            )
         return self
 
     def unique(self, rows: float, variety: float = 1.0) -> float:
-        """Return the experts that a pass over so many rows goes through, on average, if M rows go
-        through as many as M^variety rows do that choose independently of each other:
-        U = E (1 - (1 - k / E)^(M^variety)). So does the number of different words grow in a text
-        (Heaps' law)."""
+        """Return how many experts U a pass over `rows` rows M goes through on average:
+        U = E (1 - (1 - k / E)^(M^variety)), with k = `row` and E = `most`. At `variety` 1 rows
+        choose independently, at 0 all choose the same experts. The exponent is as in Heaps' law
+        for the number of different words in a text."""
         missed: float = (1.0 - self.row / self.most) ** (rows**variety)
         return self.most * (1.0 - missed)
 
     def variety(self, rows: int, unique: float) -> float:
-        """Return the variety of a pass over so many rows, at least two, that went through so many
-        experts: what `unique` gives them back for; 0 where all rows chose the same."""
+        """Return the exponent by which a pass over `rows` rows, at least two, went through `unique`
+        experts (see the method `unique`); 0 where all rows chose the same experts."""
         if self.row == self.most:
             return 1.0
         missed = 1.0 - min(unique, self.most - 0.5) / self.most

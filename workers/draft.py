@@ -245,7 +245,7 @@ class DraftWorker(Generic[SessionT]):
         return self._opened(command, session)
 
     def _opened(self, about: Open | ReadItem, session: SessionT) -> Opened | Reading:
-        """The answer where a prompt has been read, or a part of it."""
+        """Return Opened if all of the prompt has been read, else Reading."""
         told: dict[str, Any] = {
             "epoch": self._epoch,
             "session": about.session,
@@ -258,15 +258,15 @@ class DraftWorker(Generic[SessionT]):
     def _read(self, item: ReadItem) -> Opened | Reading:
         held = find_session(self._held, item.session)
         if self._parts is None:
-            raise RequestError("role", "this draft reads no prompts in parts")
+            raise RequestError("role", "this draft reads prompts whole: send Open without `read`")
         done, left = self._parts.rows(held.session)
         if item.start < done or item.round != held.round:
             raise StaleError(f"rows of session {item.session} from {item.start} on have been read")
         if item.start > done or not left:
             raise RequestError(
                 "prefix",
-                f"session {item.session}: rows from {item.start} on follow {done} that have been "
-                "read; open the session again",
+                f"session {item.session}: rows from {item.start} on were asked for, but {done} "
+                "have been read; open the session again",
             )
         self._parts.read(held.session, item.rows)
         return self._opened(item, held.session)

@@ -94,20 +94,26 @@ FLAGS = (
     ),
     Foreign(("-b", "--batch-size", "-ub", "--ubatch-size"), LLAMA, NOTHING),
     Foreign(
-        ("--max-num-batched-tokens", "--enable-chunked-prefill", "--block-size"), VLLM, NOTHING
+        ("--max-num-batched-tokens", "--enable-chunked-prefill"),
+        VLLM,
+        "nothing to set: prefill is chunked; `--coordinator.latency_ms MS` bounds a pass that has "
+        "a chunk",
     ),
+    Foreign(("--block-size",), VLLM, NOTHING),
     Foreign(("-fa", "--flash-attn", "--mlock", "--mmap", "--no-mmap"), LLAMA, NOTHING),
     Foreign(("--enforce-eager",), VLLM, NOTHING),
     Foreign(
         ("-np", "--parallel"),
         LLAMA,
-        "nothing to set: as many requests run as memory allows, others wait (coordinator.queue); "
-        "a file of prompts: `dovetail generate --prompts FILE --parallel N`",
+        "nothing to set: as many requests run as memory allows, others wait in a queue "
+        "(`--coordinator.queue N`); a file of prompts: `dovetail generate --prompts FILE "
+        "--parallel N`",
     ),
     Foreign(
         ("--max-num-seqs",),
         VLLM,
-        "nothing to set: as many requests run as memory allows, others wait (coordinator.queue)",
+        "nothing to set: as many requests run as memory allows, others wait in a queue "
+        "(`--coordinator.queue N`)",
     ),
     Foreign(("-cb", "--cont-batching"), LLAMA, "nothing to set: always on"),
     Foreign(("-md", "--model-draft", "--spec-draft-model"), LLAMA, DRAFT),

@@ -129,7 +129,7 @@ def _pass(found: dict[str, Any], m: str, others: Sequence[str]) -> tuple[object,
 
 
 def _experts(experts: Mapping[str, Any]) -> str:
-    """Return what is known of the experts of passes, in words."""
+    """Return in words how many experts the measured passes went through, and what each costs."""
     routing = Routing(row=experts["row"], most=experts["most"])
     shown = [m for m in TABLE_ROWS if str(m) in experts["passes"]]
     through = ", ".join(
@@ -138,8 +138,8 @@ def _experts(experts: Mapping[str, Any]) -> str:
         for m in shown[1:4]
     )
     return (
-        f"experts     {routing.row} of {routing.most} a row, in all layers; {through}; "
-        f"a further one takes {experts['expert_s'] * 1e6:.3g} us"
+        f"experts     {routing.row} of {routing.most} a row, over all layers; {through}; each "
+        f"further one takes {experts['expert_s'] * 1e6:.3g} us"
     )
 
 

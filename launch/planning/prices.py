@@ -46,9 +46,9 @@ device, and 16 rows of 4096 numbers on a link of 16 GB/s. An estimate: none has 
 
 
 MEASURED = Origin(Source.PROFILED, "measured")
-INDEPENDENT = Origin(Source.ESTIMATED, "those of rows that choose independently of each other")
+INDEPENDENT = Origin(Source.ESTIMATED, "as if rows chose independently of each other")
 SOME_ROWS = 8
-"""Rows of the pass whose experts are told."""
+"""Rows of the pass that `plan` says the number of experts of."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def _estimated(engine: Engine, target: Target, width: float) -> Place:
 
 
 def _experts(experts: ExpertCosts) -> Origin:
-    """Return how many experts measured passes went through, and what a further one takes."""
+    """Return where the cost of experts comes from: what `calibrate` measured, in words."""
     routing, rows = experts.routing, SOME_ROWS
     through = f"{experts.measured(rows):.0f} of {routing.most} over {rows} rows"
     words = f"{through}, {experts.expert_s / MICRO:.3g} us each (measured)"

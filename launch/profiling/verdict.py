@@ -169,14 +169,13 @@ def _sentences(
 
 
 def of_experts(experts: Mapping[str, float] | None) -> Iterator[str]:
-    """Return how many experts a drafted pass goes through, and what they take."""
+    """Yield a sentence on how many experts a drafted pass goes through, and what they cost."""
     if experts is None:
         return
     yield (
-        f"A drafted pass goes through {experts['a_pass']:.0f} experts of {experts['most']:.0f} in "
-        f"all layers, where rows that chose independently would go through "
-        f"{experts['independent']:.0f}; one takes {experts['expert_us']:.3g} us, all of them "
-        f"{experts['share']:.0%} of the pass."
+        f"A drafted pass goes through {experts['a_pass']:.0f} of the {experts['most']:.0f} experts "
+        f"of all layers ({experts['independent']:.0f} if its rows chose independently); each takes "
+        f"{experts['expert_us']:.3g} us, together {experts['share']:.0%} of the pass."
     )
 
 

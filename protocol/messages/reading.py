@@ -1,5 +1,5 @@
-"""The reading of a log in parts: the commands behind its Open or Refeed, and the event that answers
-all parts but the last."""
+"""Chunked prefill: the command that reads a further chunk of a log behind its Open or Refeed, and
+the event that answers every chunk but the last."""
 
 from typing import Annotated, Literal
 
@@ -16,30 +16,30 @@ from dovetail.protocol.settings import Frozen
 
 
 class ReadItem(Frozen):
-    """A part of a log that is to be read."""
+    """A chunk of a log that is to be read."""
 
     session: Count
     round: Count
-    """That of the Open or Refeed."""
+    """The round of the Open or Refeed."""
     start: Count
-    """Rows of the log that have been read, those of a base among them."""
+    """Rows of the log that have been read so far, those of a base included."""
     rows: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    """At most so many more are read."""
+    """The most further rows that are read."""
 
 
 class Read(Message):
-    """Go on reading the log of an Open or a Refeed that was not to read all of it."""
+    """Read a further chunk of the log of an Open or a Refeed whose `read` was less than all."""
 
     type: Literal["read"] = "read"
     item: ReadItem
 
 
 class Reading(AboutSession):
-    """A part of a log has been read, and there is more of it. Answers an Open, a Refeed, a Read and
-    each of the `reads` of a Verify, where that is not the last part: then Opened or Refed does."""
+    """A chunk of a log has been read, and rows are left. Answers an Open, a Refeed, a Read and each
+    of the `reads` of a Verify. The last chunk is answered with Opened or Refed instead."""
 
     type: Literal["reading"] = "reading"
     round: Count = 0
     done: Count
-    """Rows of the log that have been read, those of a base among them."""
+    """Rows of the log that have been read so far, those of a base included."""
     spans: SpanFields = ()

@@ -59,10 +59,11 @@ class Limits(Frozen):
     """Tokens of sessions that have ended whose rows it is willing to hold in all; 0: it keeps
     none."""
     prompt_rows: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Rows of a prompt that are best read at a time; 0: it reads all of a prompt with its Open."""
+    """Rows of a chunk of a prompt where no other session waits; 0: the worker reads prompts whole,
+    with Open."""
     room: Count | None = None
-    """Tokens of all sessions together, kept ones among them, whose rows fit into its memory. None:
-    it does not say."""
+    """Tokens of all sessions together, kept ones included, that fit into the worker's cache. None:
+    it does not know."""
 
 
 class VocabularyFacts(Frozen):
@@ -159,8 +160,8 @@ class Hello(Message):
     """T_V of a target or t_D of a draft, over rows at some lengths of the cache, as its machine's
     profile file has them; none if it has not been calibrated."""
     experts: ExpertCosts | None = None
-    """The experts of a target that counts those that its passes go through, and what the profile
-    file has of their cost; None: it has none, or does not count them."""
+    """The experts of the target, and their cost as far as its profile file knows it. None: it has
+    none, or does not count those that a pass goes through."""
     inflation: Name = ""
     """The size to which a target's linears were inflated, as the setting says it; empty: they were
     not."""

@@ -52,7 +52,7 @@ class RoundRecord(Frozen):
     """Drafting that the round waited for."""
     verify_ns: Nanoseconds = 0
     experts: Experts = 0
-    """Experts that the target's pass went through, as its verdict says."""
+    """Experts that the target's pass went through, as Verified says; 0: not counted."""
     transport_ns: Nanoseconds = 0
     queue_ns: Nanoseconds = 0
     coordinator_ns: Nanoseconds = 0

@@ -151,10 +151,10 @@ class PairState(Frozen):
 
 
 class KeyWaits(Frozen):
-    """Requests of one API key that wait for room."""
+    """The requests of one API key in the queue: their number, and the longest wait."""
 
     key: Name
-    """The beginning of the digest of the key; empty: there is none."""
+    """The first digits of the digest of the key; empty: requests without a key."""
     length: Count
     longest_s: Annotated[float, Field(ge=0.0)]
 
@@ -191,9 +191,9 @@ class Totals(Frozen):
     let_go: Count = 0
     """Clients whose requests were ended because they read nothing."""
     queue: Annotated[tuple[KeyWaits, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
-    """Requests that wait for room, by API key, the longest wait first; those of the first keys."""
+    """The queue by API key, the longest wait first; at most 64 keys."""
     queued: Count = 0
-    """Requests that wait for room."""
+    """Requests in the queue, of all keys."""
     kept: Count = 0
     """Sessions that have ended and whose caches are held."""
     occupied: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -79,8 +79,8 @@ class Open(AboutSession):
     """To the target, where features are asked for: those of positions before this one are not.
     None: from `kept` on."""
     read: Rows | None = None
-    """So many rows of the prompt are read now, and the others as Read and Verify say; None: all.
-    Only to a worker whose limits have `prompt_rows`."""
+    """Rows of the prompt that are read with this command; Read and Verify ask for the others. None:
+    all. Only for a worker whose limits have `prompt_rows`."""
 
     @model_validator(mode="after")
     def _replies_to_something(self) -> "Open":
@@ -118,8 +118,8 @@ class Refeed(AboutSession):
     features: Reads
     """The features that the draft reads."""
     read: Rows | None = None
-    """So many rows are read now, as for an Open. A Verify of the session before all of them have
-    been gives them up."""
+    """Rows that are read with this command, as for Open. A Verify of the session before all have
+    been read gives up the rest."""
 
 
 class Refed(AboutSession):
@@ -285,7 +285,7 @@ class Verify(Message):
     probabilities: Array | None = None
     """float32, the same shape."""
     reads: Annotated[tuple[ReadItem, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
-    """Parts of the logs of other sessions, which the same pass reads; they are answered behind the
+    """Chunks of the logs of other sessions, which the same pass reads; they are answered after the
     verdicts."""
 
 

@@ -60,21 +60,20 @@ class CoordinatorSettings(Frozen):
     )
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",
-        description="a pass that also reads a part of a prompt takes at most this long, so that "
-        "running streams go on; auto: twice what it takes without the prompt",
+        description="how long a target pass may take that includes a chunk of a prompt, so that "
+        "running streams go on; auto: twice as long as without the chunk",
     )
     queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         256,
-        description="requests that wait while the targets have no room; further ones are refused "
-        "(429). 0: none waits",
+        description="how many requests may wait while no target has room for them; further ones "
+        "are refused (429)",
     )
     key_queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
-        64, description="requests of one API key among them at most"
+        64, description="how many requests of one API key may wait; further ones are refused (429)"
     )
     key_sessions: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         0,
-        description="requests of one API key that are decoded at a time at most, others wait; "
-        "0: no limit",
+        description="how many requests of one API key may run at a time; others wait; 0: no limit",
     )
     move: Literal["same", "any"] = Field(
         "same",

@@ -43,7 +43,7 @@ from dovetail.runtime.telemetry.event_log import EventLog
 log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
-LATER = "try again when some have ended"
+LATER = "try again later"
 MAX_READING = 1024
 """Prompts of a client that wait to be read: each is held in memory until it has been."""
 
@@ -237,7 +237,7 @@ class ClientRequests:
             yield self._turn_down(client, submit, given_up())
         elif why := self._queue.full(request.owner):
             yield self._turn_down(
-                client, submit, RequestError("capacity", f"there is no room: {why}; {LATER}")
+                client, submit, RequestError("capacity", f"the queue is full: {why}; {LATER}")
             )
         else:
             self._queue.add(request.owner, waiting, self._now_ns())
@@ -245,9 +245,9 @@ class ClientRequests:
     def _run(
         self, waiting: WaitingRequest, target: Worker, *, wanted: bool = True, waited: bool = False
     ) -> Effects[None]:
-        """Start the session of a request on a target that has room for it. Ended sessions that it
-        keeps go as far as that takes room. `wanted`: nobody has cancelled it; `waited`: it was in
-        the queue."""
+        """Start the session of a request on a target that has room for it, which gives up as many
+        kept sessions as it takes. `wanted`: the client has not cancelled the request; `waited`: the
+        request was in the queue."""
         client, request = waiting.client, waiting.request
         running = self._placement.house(
             client, waiting.submit, target, request, self._tally, waiting.since_ns
@@ -266,8 +266,8 @@ class ClientRequests:
             yield effects.Cancel(running)
 
     def admit(self) -> Effects[None]:
-        """Start the requests that wait, as far as there is room; nothing is started any more where
-        the service ends, and nobody waits for a client that has gone."""
+        """Start as many requests of the queue as there is room for. Those of clients that have gone
+        are dropped; while the service ends, all are refused."""
         clients = self._registry.clients
         self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
         if self._service.ending:
@@ -278,12 +278,12 @@ class ClientRequests:
                 yield from self._run(*next_one, waited=True)
             except BaseException as error:
                 reraise_exits(error)
-                log.exception("a request that had waited for room could not begin")
+                log.exception("a request from the queue could not begin")
                 yield Unanswered(next_one[0].client, next_one[0].submit.request, error)
 
     def _next(self) -> tuple[WaitingRequest, Worker] | None:
-        """Return the request of the queue that is next, and where it runs; None: there is room for
-        none."""
+        """Take the next request from the queue, and return it with its target; None: none may
+        begin."""
         places: dict[WaitingRequest, Worker] = {}
 
         def fits(one: WaitingRequest) -> bool:
@@ -295,7 +295,7 @@ class ClientRequests:
         return None if one is None else (one, places[one])
 
     def _settled(self, waiting: WaitingRequest) -> Worker | None:
-        """Return where a request can run now; None: it has to wait."""
+        """Return the target that a request can begin on now; None: it has to wait."""
         request = waiting.request
         if self._key_sessions and self._key_sessions <= sum(
             one.session.request.owner == request.owner for one in self._of_clients()
@@ -306,8 +306,8 @@ class ClientRequests:
         )
 
     def _has_room(self, target: Worker, request: Request) -> bool:
-        """Return whether a target's memory holds one more request; the target itself says so of its
-        only one."""
+        """Return whether a request fits into a target's memory beside those that run there. An idle
+        target takes any, and refuses by itself what is too large."""
         held = self._held_on(target)
         return (
             target.limits.room is None
@@ -316,7 +316,7 @@ class ClientRequests:
         )
 
     def _held_on(self, target: Worker) -> int:
-        """Return how many tokens the sessions on a target may come to."""
+        """Return how many tokens the sessions on a target may take in all."""
         return sum(
             tokens_of(one.session.request)
             for one in self._running.values()
@@ -324,7 +324,7 @@ class ClientRequests:
         )
 
     def _held_by_keys(self) -> dict[str, int]:
-        """Return how many tokens the sessions of each key may come to."""
+        """Return how many tokens the sessions of each key may take in all."""
         held: dict[str, int] = {}
         for one in self._of_clients():
             request = one.session.request
@@ -344,11 +344,12 @@ class ClientRequests:
 
 
 def given_up() -> RequestError:
-    return RequestError("capacity", "the request was given up while it waited for room")
+    return RequestError("capacity", "the request was cancelled while it waited for room")
 
 
 def tokens_of(request: Request) -> int:
-    """Return how many rows a request may come to in its target, those of a tree among them."""
+    """Return how many rows of its target's cache a request may take, including those of its
+    tree."""
     return request.capacity + request.most_nodes
 
 

@@ -30,13 +30,13 @@ class WaitingRequest:
     client: ClientPeer
     submit: Submit
     target: Worker
-    """It was read for this one."""
+    """The target whose tokenizer and limits the request was read with."""
     request: Request
     since_ns: int
-    """When it came."""
+    """When the request came, on the coordinator's clock."""
 
     def is_of(self, client: ClientPeer, request: int) -> bool:
-        """Return whether this is a client's request of that number."""
+        """Return whether this is the client's request of this number."""
         return self.client is client and self.submit.request == request
 
 

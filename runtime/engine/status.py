@@ -26,7 +26,7 @@ DRAINED = (
 )
 MAX_REASONS = 64
 LABEL = 8
-"""Letters of a key's digest that tell it from others."""
+"""Hexadecimal digits of a key's digest that name it in metrics."""
 MAX_WORDS = 512
 """Characters of a reason or a decision; the names in it are a worker's own."""
 
@@ -174,13 +174,13 @@ class Status:
         )
 
     def _queued(self) -> str:
-        """Return what waits for room, in words."""
+        """Return in words how many requests wait, and for how long; empty if none does."""
         count = len(self._queue)
         longest_s = max((own.longest_s for own in self._queue.keys(self._now_ns())), default=0.0)
-        return f"{count} requests wait for room, the first for {longest_s:.1f} s" if count else ""
+        return f"queued requests: {count}, the first for {longest_s:.1f} s" if count else ""
 
 
 def label_of(key: str) -> str:
-    """Return by what a key is told from others, without telling it: the beginning of its digest;
-    empty where there is none."""
+    """Return the name of an API key in metrics, which does not reveal it: the beginning of its
+    digest; empty for requests without a key."""
     return key.rpartition("/")[2][:LABEL]

@@ -29,7 +29,7 @@ STATUSES = {
     403: "Without an API key only this machine is served, under the name localhost.",
     404: "There is no such model.",
     413: "The body is too large.",
-    429: "The target is full; `Retry-After` says when to try again.",
+    429: "The queue is full; `Retry-After` says when to try again.",
     500: "The server failed.",
     503: "There is no coordinator or no target; `Retry-After` says when to try again.",
     504: "The request took longer than http.deadline_s.",

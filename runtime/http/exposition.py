@@ -286,8 +286,8 @@ def _own(reported: Reported) -> Iterable[Metric]:
         "Requests that the coordinator turned down before anything was decoded.",
         totals.refused_requests,
     )
-    yield _of_keys("length", "Requests that wait for room", totals.queue, "length")
-    yield _of_keys("longest_wait_seconds", "The longest wait for room", totals.queue, "longest_s")
+    yield _of_keys("length", "Requests in the queue", totals.queue, "length")
+    yield _of_keys("longest_wait_seconds", "Longest wait in the queue", totals.queue, "longest_s")
     yield _counter(
         "dovetail_requests_cancelled", "Requests that were cancelled.", reported.cancelled
     )
@@ -327,7 +327,7 @@ def _known(reported: Reported, model: str) -> Iterable[Metric]:
     )
     yield _gauge(
         "vllm:num_requests_waiting",
-        "Requests that wait for room, or whose prompt has not been read yet.",
+        "Requests in the queue, or whose prompt has not been read yet.",
         totals.opening + totals.queued,
         label,
     )
@@ -382,7 +382,7 @@ def _gauge(name: str, text: str, value: float, labels: dict[str, str] | None = N
 
 
 def _of_keys(name: str, text: str, queue: Sequence[KeyWaits], field: str) -> Metric:
-    text = f"{text}, by the beginning of the digest of the API key."
+    text = f"{text}, by the first digits of the digest of the API key."
     family = GaugeMetricFamily(f"dovetail_queue_{name}", text, labels=("key",))
     for own in queue:
         family.add_metric((own.key,), getattr(own, field))

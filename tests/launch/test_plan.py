@@ -190,7 +190,7 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
     assert "all on the device" in found["left_out"]
     assert apart["settings"]["target.split.parts"] == "mixer"
     assert "experts on the cpu" in apart["placement"]
-    independent = "those of rows that choose independently of each other"
+    independent = "as if rows chose independently of each other"
     assert found["origins"]["experts of a pass"] == independent
     refused = invoke("plan", *asked, "--draft", "substitute")
     assert (refused.returncode, refused.stdout) == (2, "")

@@ -861,7 +861,7 @@ def test_the_experts_of_passes_are_told_beside_those_of_rows_that_choose_indepen
     assert told["experts"]["a_pass"] == 120
     assert (told["experts"]["row"], told["experts"]["most"]) == (24, 384)
     assert told["experts"]["independent"] == pytest.approx(independent)
-    words = "goes through 120 experts of 384 in all layers, where rows that chose independently"
+    words = "goes through 120 of the 384 experts of all layers"
     assert any(words in sentence for sentence in told["verdict"]["in_words"])
 
 

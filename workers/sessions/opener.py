@@ -192,8 +192,8 @@ class Opener:
         if item.start > done:
             raise RequestError(
                 "prefix",
-                f"session {item.session}: rows from {item.start} on follow {done} that have been "
-                "read; open the session again",
+                f"session {item.session}: rows from {item.start} on were asked for, but {done} "
+                "have been read; open the session again",
             )
 
     def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:

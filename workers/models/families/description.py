@@ -91,10 +91,9 @@ class Attention:
     key_factor: float = 1.0
     """The factor of keys."""
     gated: bool = False
-    """True if each head's queries stand before a gate of the same size, by whose sigmoid what the
-    head attends to is multiplied."""
+    """True if the rows of each head's queries are followed by those of its gate (a sigmoid)."""
     gate: str | None = None
-    """The linear of such gates, where these stand alone."""
+    """The linear of the gates, where these are not fused with the queries."""
 
 
 @dataclass(frozen=True)
