@@ -157,7 +157,7 @@ def run(arguments: Sequence[str], entry: click.Command = group) -> int:
 
 
 def main() -> NoReturn:
-    """The console entry point."""
+    """Run the command line of this process, and end it."""
     _open_closed_streams()
     with ending_at_once():
         try:

@@ -37,8 +37,18 @@ def experts_of(config: Any, chosen: int, router: Router, **fields: Any) -> Exper
     return Experts(chosen, activation(GATED, config.hidden_act), router, **fields)
 
 
-def shared_mlp(config: Any, part: str, within: str = "mlp") -> Mlp:
-    """The MLP of all rows, whose linears are parts of `part`."""
+SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+
+def shared_mlp(config: Any, part: str, within: str = "mlp") -> Mlp | None:
+    """The MLP of all rows, whose linears are parts of `part`; None: no expert is shared, whether it
+    is left out or has no unit."""
+    if any(getattr(config, name, None) == 0 for name in SHARED_COUNTS):
+        return None
+    return _mlp_within(config, part, within)
+
+
+def _mlp_within(config: Any, part: str, within: str = "mlp") -> Mlp:
     return gated(
         config.hidden_act,
         gate_up=(f"{within}.{part}.gate_proj", f"{within}.{part}.up_proj"),
@@ -200,7 +210,8 @@ def _afmoe(config: Any, index: int) -> LayerSpec:
 
 
 def _hy_v3(config: Any, index: int) -> LayerSpec:
-    """Sigmoids are scores, of which the choice is corrected; one expert is shared."""
+    """Sigmoids are scores, of which the choice is corrected; one expert is shared, which is as wide
+    as an MLP without experts where the configuration counts none."""
     mixed = attention(config, index, window=0, norms=HEAD_NORMS)
     if config.mlp_layer_types[index] != "sparse":
         return _layer(config, mixed, gated(config.hidden_act))
@@ -210,7 +221,7 @@ def _hy_v3(config: Any, index: int) -> LayerSpec:
         added_sum=1e-20,
         scale=config.router_scaling_factor,
     )
-    shared = shared_mlp(config, "shared_experts")
+    shared = _mlp_within(config, "shared_experts")
     return _layer(
         config, mixed, experts_of(config, config.num_experts_per_tok, router, shared=shared)
     )
@@ -246,7 +257,7 @@ def _ernie4_5_moe(config: Any, index: int) -> LayerSpec:
         normalised=True,
         least_sum=config.moe_norm_min,
     )
-    shared = shared_mlp(config, "shared_experts") if config.moe_num_shared_experts > 0 else None
+    shared = shared_mlp(config, "shared_experts")
     return _layer(
         config, mixed, experts_of(config, config.num_experts_per_tok, router, shared=shared)
     )

@@ -1,0 +1,16 @@
+"""The installed command begins here, before anything else of ours is imported."""
+
+import signal
+
+
+def main() -> None:
+    """Import the command line and run it. Ctrl-C meanwhile ends this process by that signal, with
+    no traceback of an import; afterwards it is a `KeyboardInterrupt`, as usual."""
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heeded:  # not so under nohup or in the background of a script
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from dovetail.launch import cli
+
+    if heeded:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    cli.main()
