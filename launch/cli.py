@@ -108,7 +108,7 @@ class LazyGroup(click.Group):
 
 
 def _near(name: str) -> list[str]:
-    import difflib  # which a command that is there does without
+    import difflib  # only needed for a command that does not exist
 
     return difflib.get_close_matches(name, COMMANDS, 1)
 
@@ -194,7 +194,7 @@ def _complain(text: str, code: int) -> int:
 
 def installed_version() -> str:
     """The version of the installed distribution; a bare checkout has none."""
-    from importlib import metadata  # which takes longer than all of this file
+    from importlib import metadata  # slow to import, and rarely needed
 
     try:
         return metadata.version("dovetail")

@@ -44,7 +44,7 @@ from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.speculation.proposal import Price, Proposal, Shape
 
 MAX_OPEN = 1024
-"""Sessions held at a time, each with a cache of its own; memory is the bound."""
+"""The most sessions held at a time, each with its own cache; memory is the real bound."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,8 @@ class DraftWorker(Generic[SessionT]):
         parts: PartReader[SessionT] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`spans` are those in which the engine measures itself, `clock` is its own; `reader`,
-        `keeper`, `parts`: the engine, if it reads features, keeps rows, or reads prompts in
-        parts."""
+        """`spans` and `clock`: those that the engine measures itself with; `reader`, `keeper`,
+        `parts`: the engine, if it reads features, keeps rows, or prefills in chunks."""
         self._parts = parts
         self._engine, self._reader, self._keeper, self._identity, self._spans, self._clock = (
             engine,

@@ -72,9 +72,9 @@ class Identity:
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
     room_tokens: int | None = None
-    """Tokens of all sessions whose rows fit into its memory; None: it is not known."""
+    """Tokens of all sessions that fit into its memory; None: not known."""
     same_bytes: bool = False
-    """True if a row is the same bytes in whatever part of a prompt it is computed."""
+    """True if a row has the same bytes in chunks of any size."""
     placement: str = ""
     """Description of how the model is spread over devices."""
     reader: str = ""
@@ -212,7 +212,7 @@ class TargetWorker:
     def _steps(
         self, about: Open | Refeed | ReadItem, steps: Iterable[ReadingStep]
     ) -> Iterator[Event]:
-        """Tell how the reading goes on that a command began, or goes on with."""
+        """Yield the events of the steps by which a log is read for a command."""
         step: ReadingStep | None = None
         for step in steps:
             yield self._told(about, step)
@@ -220,8 +220,7 @@ class TargetWorker:
             yield self._refed(about)
 
     def _told(self, about: Open | Refeed | ReadItem, step: ReadingStep) -> Event:
-        """Return the event that tells a step of the reading that a command began or goes on
-        with."""
+        """Return the event of a step by which a log is read for a command."""
         told: dict[str, Any] = {"session": about.session, "round": about.round}
         told["epoch"] = self._epoch
         match step:
@@ -251,8 +250,8 @@ class TargetWorker:
         )
 
     def _verify(self, command: Verify) -> Iterator[Event]:
-        """An item, or a part of a log, that cannot be done is answered for itself and hurts none of
-        the others."""
+        """Verify items and read chunks of logs in one pass. One that cannot be done is answered
+        with Failed, and does not affect the others."""
         failed: list[Event] = []
         drawn = _drawn(command)
         items = self._sound(
@@ -280,7 +279,7 @@ class TargetWorker:
     def _sound(
         self, asked: Sequence[ItemT], check: Callable[[ItemT], None], failed: list[Event]
     ) -> list[ItemT]:
-        """Return the items that can be done, and add to `failed` why others cannot."""
+        """Return the items that pass `check`, and add the failures of others to `failed`."""
         sound: list[ItemT] = []
         for item in asked:
             try:
@@ -316,9 +315,9 @@ class TargetWorker:
         drawn: Mapping[int, ProposalProbabilities],
         reads: Sequence[ReadItem],
     ) -> tuple[Sequence[Verdict | RequestError], Sequence[Sequence[ReadingStep] | RequestError]]:
-        """The verdict of each item or why there is none, and the same of each part of a log. Of a
-        pass that fails one session may be to blame: then each that the pass has not changed gets
-        one of its own."""
+        """Return the verdict of each item and the steps of each chunk of a log, or why there are
+        none. If a pass fails, one session may be to blame: those that it has not changed then get
+        passes of their own."""
         try:
             if items:
                 return self._verifier.verify_and_read(items, drawn, reads)
@@ -329,7 +328,7 @@ class TargetWorker:
         return [self._verdict(item, drawn) for item in items], [self._part(item) for item in reads]
 
     def _part(self, item: ReadItem) -> Sequence[ReadingStep] | RequestError:
-        """Read a part of a log in passes of its own."""
+        """Read a chunk of a log in a pass of its own."""
         try:
             return [*self._verifier.read(item)]
         except Exception as error:

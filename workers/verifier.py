@@ -60,15 +60,15 @@ UNDRAWN: Mapping[int, ProposalProbabilities] = {}
 
 @dataclass(frozen=True)
 class _Pass:
-    """The results of a pass: for each item in turn a row of its root, then one of each node; behind
-    them, for each log that it read a part of, rows of that."""
+    """The results of a pass: for each item in turn a row of its root, then one of each node; then,
+    for each chunk of a log, its rows."""
 
     logits: Sequence[Tensor]
-    """[M, V] for each item, then [R, V] for each part of a log."""
+    """[M, V] for each item, then [R, V] for each chunk of a log."""
     states: Mapping[int, Tensor]
     """[rows, hidden] of every place that one of the sessions reads."""
     starts: Sequence[int]
-    """The first row of each item, then of each part."""
+    """The first row of each item, then of each chunk."""
 
     def features(self, reads: Reads, rows: Sequence[int]) -> Tensor:
         """Return what a draft reads of some rows, which ascend: [n, row] on the CPU."""
@@ -142,8 +142,8 @@ class Verifier(Opener):
         drawn: Mapping[int, ProposalProbabilities],
         reads: Sequence[ReadItem],
     ) -> tuple[list[Verdict | RequestError], list[Sequence[ReadingStep] | RequestError]]:
-        """`verify` in one pass with checked parts of the logs of further sessions; for each of
-        those in turn what `read` yields, or why there is nothing."""
+        """Verify items, as `verify` does, in one pass with checked chunks of the logs of other
+        sessions. Return the verdicts, and for each chunk what `read` yields or why it failed."""
         for item in items:
             self._begun.pop(item.session, None)  # a Refeed that was given up
         with self._spans.measure("verify"):
@@ -172,7 +172,7 @@ class Verifier(Opener):
     def _take(
         self, item: ReadItem, rows: int, passed: _Pass, place: int
     ) -> Sequence[ReadingStep] | RequestError:
-        """Commit the rows of a log that a pass has computed."""
+        """Commit a chunk of a log that a pass has computed, and return its steps."""
         begun = self._begun.pop(item.session)
         try:
             told: list[ReadingStep] = [
@@ -185,7 +185,7 @@ class Verifier(Opener):
 
     def take_experts(self) -> int:
         """Return how many experts the passes since the last call went through; 0 for a model that
-        has none, or does not count them."""
+        does not count them."""
         experts, self._experts = self._experts, 0
         return experts
 
@@ -223,8 +223,8 @@ class Verifier(Opener):
     def _forward(
         self, items: Sequence[VerifyItem], readings: Sequence[Reading], rows: Sequence[int]
     ) -> _Pass:
-        """Compute the roots and trees of all items in one pass, and so many rows of each log that
-        is read."""
+        """Compute the roots and trees of all items and a chunk of each log in one pass; `rows`: of
+        each chunk."""
         tokens: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []

@@ -1,5 +1,5 @@
-"""The process that workers are forked from, begun before their command has imported what it needs
-itself: both import at the same time, each on a core of its own."""
+"""The nursery, the process that workers are forked from, started ahead of its use: it imports what
+workers need while the command imports what it needs itself, each on its own core."""
 
 import os
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from dovetail.launch.processes import nursery
 from dovetail.launch.processes.forked import Process, Talk, can_fork, new_log, run_module
 
 COMMANDS = {"generate", "chat", "serve"}
-"""The commands that start workers at once, unless they are told of others or find them."""
+"""Commands that start workers, unless they connect to a service that runs already."""
 ELSEWHERE = ("--connect", *NAMES_OF_HELP)
-"""Options with which a command starts no worker."""
+"""Options with which these commands start no worker."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A process that workers are forked from, which is nobody's yet."""
+    """A nursery that was started and that no supervisor has taken over yet."""
 
     process: Process
     talk: Talk
     log: IO[bytes]
-    """The file that gets its stderr."""
+    """The file that its stderr goes to."""
 
 
 _begun: list[Begun] = []
 
 
 def begin_for(command: Sequence[str]) -> None:
-    """Begin it for a command, given with its arguments, that is going to fork workers from it, as
-    far as these tell; it ends with this process. Nothing where one core would do both."""
+    """Start a nursery if this command, a name with its arguments, is likely to start workers, and
+    this process may use at least two cores. The nursery ends with this process."""
     if command[0] not in COMMANDS or not can_fork() or len(os.sched_getaffinity(0)) < 2:
         return
     if any(argument.partition("=")[0] in ELSEWHERE for argument in command[1:]):
@@ -43,15 +43,15 @@ def begin_for(command: Sequence[str]) -> None:
 
 
 def run_nursery(talk: Talk, modules: Sequence[str], log: IO[bytes]) -> Process:
-    """Run a process that imports these modules, with the other end of this socket."""
+    """Start a nursery that imports these modules and has the other end of this socket as stdin."""
     return run_module(nursery.__name__, modules, log, stdin=talk.theirs.fileno())
 
 
 def begun() -> bool:
-    """Return whether it has begun, and nobody has taken it yet."""
+    """Return whether a nursery was started that nobody has taken over yet."""
     return bool(_begun)
 
 
 def take() -> Begun | None:
-    """Take it, where it has begun."""
+    """Take over the nursery that was started; None if there is none."""
     return _begun.pop() if _begun else None

@@ -34,14 +34,14 @@ OURS = (nursery.COMMAND, nursery.__name__)
 
 
 def can_fork() -> bool:
-    """Return whether this process is a command of ours that has no threads, which a fork would not
-    have."""
+    """Return whether this process may fork: it is a command of ours and has one thread only, since
+    a fork would lack the others."""
     return Path(sys.argv[0]).name in PROGRAMS and count_threads() == 1
 
 
 def new_log() -> IO[bytes]:
-    """Return a file without a name for what a process says on stderr, each write to its end; it is
-    gone with the last that has it open."""
+    """Return an anonymous temporary file for the stderr of a process, opened for appending. It is
+    gone once no process has it open."""
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
     fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)
     return log

@@ -32,7 +32,7 @@ THREAD_VARIABLES = (
 )
 """Variables of the environment that say how many threads a library starts."""
 COMMAND = "dovetail.launch.cli"
-"""The module that is a command of ours."""
+"""The module that commands run in."""
 MODULES = (
     "dovetail.workers.models.imports.lean_torch",
     "dovetail.launch.commands.worker",
@@ -42,7 +42,7 @@ MODULES = (
     "dovetail.workers.drafters.registry",
     "dovetail.workers.drafters.model",
 )
-"""The modules that workers with a model import."""
+"""Modules that every worker with a model imports."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:

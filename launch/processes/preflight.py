@@ -168,14 +168,13 @@ def is_path(source: str) -> bool:
 
 
 def text_here(source: str) -> Path | None:
-    """Return the folder of a model whose files are on this machine; None for one that may have to
-    be downloaded."""
+    """Return the local folder of a model; None if it may have to be downloaded."""
     return local_folder(Path(source).expanduser())
 
 
 def check_text(folder: Path) -> None:
-    """`CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
-    before the weights are read."""
+    """Raise `CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
+    so that this is known before the weights are read."""
     from dovetail.runtime.text.tokenizer import TextCodec
     from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 

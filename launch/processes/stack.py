@@ -124,8 +124,9 @@ def begin_workers(
     supervisor: Supervisor, settings: Settings, commands: Mapping[str, Sequence[str]]
 ) -> Callable[[], dict[str, Child]]:
     """Begin to start workers, by name, that are told on stdin where the coordinator is: their
-    imports take the longest. Returns what waits until they are there. Two that have models are
-    forked from one process that imports for both, and so is one where that has begun already."""
+    imports take the longest. Returns a function that waits until they are there. Two that have
+    models are forked from one process that imports for both; so is a single one if that process was
+    started ahead."""
     if ahead.begun() or (processes_of(settings) == ROLES and settings.draft.kind != "ngram"):
         nursery = supervisor.start_nursery()
         start = partial(supervisor.start_forked, nursery, commands)

@@ -217,8 +217,8 @@ class Supervisor:
         )
 
     def start_nursery(self, modules: Sequence[str] = nursery.MODULES) -> tuple[Child, Talk]:
-        """Start a process that imports modules, and can be forked then; or take over the one that
-        this command has begun ahead."""
+        """Start a process that imports modules and that workers are then forked from, or take over
+        the one that this command started ahead."""
         begun = ahead.take() if modules == nursery.MODULES else None
         talk = self._talks.enter_context(contextlib.closing(begun.talk if begun else Talk()))
         if begun:

@@ -127,7 +127,8 @@ class WorkerProcess:
     say: Callable[[str], None]
     standby: bool
     told: bool = False
-    """The address came on standard input, from whoever has looked at what is on this machine."""
+    """True if the command that started this worker sends the address on standard input; it has
+    checked the tokenizer already if that is on this machine."""
 
     @property
     def _title(self) -> str:
@@ -191,7 +192,7 @@ class WorkerProcess:
             return {first: _opener(self.configuration, first)(self.name, self.threads)}
 
     def _check_text(self, source: str) -> None:
-        """Look at the tokenizer of the target, unless whoever started us has."""
+        """Check the tokenizer of the target, unless the command that started this worker has."""
         from dovetail.workers.models.checkpoints.hub import find_folder
 
         if not (self.told and text_here(source)):

@@ -152,13 +152,13 @@ def costs_of(evidence: Evidence, *, alone: bool) -> RowCosts:
 
 
 def mean_context(evidence: Evidence) -> float:
-    """Return the mean length of what was committed before a round."""
+    """Return the mean number of tokens committed before a round."""
     return fmean(record.prefix for record in evidence.records)
 
 
 def _known_experts(evidence: Evidence) -> ExpertCosts | None:
-    """Return the experts of the target, by its passes over a single row; None where there was none
-    that counted any."""
+    """Return how many experts the target has, from its passes over a single row; None if no such
+    pass counted any."""
     row = next((found for rows, _, _, found in _passes(evidence) if rows == 1 and found), 0)
     if not row or evidence.model is None:
         return None
@@ -168,8 +168,9 @@ def _known_experts(evidence: Evidence) -> ExpertCosts | None:
 
 
 def experts_of(evidence: Evidence, costs: RowCosts) -> dict[str, float] | None:
-    """Return the experts of a pass over more than one row, as its verdict says and if rows chose
-    independently, their cost, and the share of the pass that it is; None where none are counted."""
+    """Return how many experts a drafted pass goes through, how many it would if rows chose
+    independently, the cost of one in us, and the share of all in the seconds of the pass; None if
+    none are counted."""
     records = [record for record in evidence.records if record.verified and record.experts]
     if costs.experts is None or not records:
         return None

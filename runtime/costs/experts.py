@@ -1,13 +1,11 @@
-"""Experts in the seconds of a pass: how many a pass over so many rows goes through, and what a
-further one costs.
+"""The cost of experts: how many experts a pass over M rows goes through, and the seconds of each.
 
-Both are learned from passes, whose target says how many experts they went through. Rows of one text
-agree on experts more often than rows that choose independently, the more the text repeats itself:
-their variety is taken from the last passes, whatever their rows. The cost of an expert is the slope
-of seconds over experts, each in comparison with passes over equally many rows, so that nothing that
-grows with rows is put down to experts, and from one pass to the next, so that a machine that
-becomes slower is not; half of the weight of all slopes lies below it, so that an interruption moves
-nothing. Pure.
+Both are learned from passes of which the target says how many experts they went through. Rows of
+one text share more experts than rows that choose independently do, the more so the more the text
+repeats itself: this variety is estimated from the last passes, whatever their rows. The cost of an
+expert is a weighted median of slopes, seconds over experts. A slope is taken between one pass and
+the next, so that a machine that slows down does not count, and each of the two is first compared
+with passes over as many rows, so that costs that grow with rows do not count. Pure.
 """
 
 from collections import deque
@@ -16,15 +14,15 @@ from math import log
 from dovetail.protocol.calibration import ExpertCosts, weighted_median
 
 VARIETIES = 8
-"""Last passes that tell the variety of rows."""
+"""Passes that the variety of rows is estimated from: the last ones."""
 FULL = 0.95
-"""Passes whose rows would go through more than this share of all experts, if they chose
-independently, tell nothing of that."""
+"""The share of all experts beyond which a pass says nothing of variety, if independent rows would
+go through more."""
 SLOPES = 128
-"""Last passes that tell the cost of an expert."""
+"""Slopes that the cost of an expert is estimated from: the last ones."""
 PRIOR = 2.0
-"""Weight of what was thought of that cost before any pass: as a slope between passes that lie so
-many times the experts of a row apart."""
+"""The weight of the known cost before any pass: that of a slope between passes that are this many
+times the experts of a row apart."""
 
 
 class ExpertsOfPasses:
@@ -40,27 +38,27 @@ class ExpertsOfPasses:
         self.variety = 1.0
         """The exponent of rows (`Routing.unique`)."""
         self.expert_s = known.expert_s
-        """Seconds of a further expert, at the usual speed of the machine."""
+        """Seconds of each further expert, at the usual speed of the machine."""
 
     def at(self, rows: int) -> float:
-        """Return the experts of a pass over so many rows that is still to come."""
+        """Return how many experts a future pass over `rows` rows is expected to go through."""
         return self.routing.unique(rows, self.variety)
 
     def measured(self, rows: int) -> float | None:
-        """Return the experts of the passes of the profile; None: they were not counted."""
+        """Return how many experts the passes of the profile went through; None: not counted."""
         return self._known.measured(rows) if self._known.passes else None
 
     def count(self, rows: int, experts: int) -> None:
-        """A pass over so many rows has gone through so many experts."""
+        """Learn variety from a pass over `rows` rows that went through `experts` experts."""
         routing = self.routing
         if rows > 1 and routing.unique(rows) <= FULL * routing.most:
             self._varieties.append((routing.variety(rows, experts), log(rows)))
             self.variety = weighted_median(self._varieties)
 
     def weigh(self, seconds: float, experts: float, *, usual_s: float, row_s: float) -> None:
-        """A pass has taken so long, and has gone through so many experts more than others over as
-        many rows do, which take `usual_s`; `row_s`: a pass over one row, in which no more than all
-        of its seconds can be its experts'."""
+        """Learn the cost of an expert from a pass that took `seconds`. `experts`: how many more it
+        went through than other passes over as many rows, which take `usual_s` seconds. `row_s`:
+        seconds of a pass over one row, which bound the cost: its experts take no more."""
         before, now = self._before, (seconds / usual_s, experts / usual_s)
         self._before = now
         if before is None or (apart := now[1] - before[1]) == 0.0:

@@ -117,8 +117,7 @@ class _Table:
     usual: list[float] = field(default_factory=list)
     """At the usual speed."""
     experts: list[float] = field(default_factory=list)
-    """Those that passes over so many rows are thought to go through; none for a target that counts
-    none."""
+    """Experts that each pass is expected to go through; empty for a target that counts none."""
     seconds: list[float] = field(default_factory=list)
     slowness: float = 0.0
     """The machine's slowness that `seconds` hold for."""
@@ -134,7 +133,7 @@ class RowCosts:
     def __init__(
         self, curves: Sequence[ContextCurve] = (), experts: ExpertCosts | None = None
     ) -> None:
-        """`experts`: of a target that counts those that its passes go through."""
+        """`curves`: of the profile; `experts`: of a target that counts those of its passes."""
         self.experts = None if experts is None else ExpertsOfPasses(experts)
         self.known = self.profiled = bool(curves)
         """True if there is anything to go by; and if that began with curves, which hold for all
@@ -164,8 +163,8 @@ class RowCosts:
         return len(found.last) if found else 0
 
     def observe(self, rows: int, seconds: float, context: float = 0.0, experts: int = 0) -> None:
-        """A pass over so many rows behind a context of so many tokens has taken so long; `experts`:
-        those that it went through, 0 where they were not counted."""
+        """Learn from a pass over `rows` rows behind `context` tokens that took `seconds`.
+        `experts`: how many it went through; 0: not counted."""
         if seconds <= 0.0:
             return
         key = rows if rows < EXACT_ROWS else bucket(rows)
@@ -190,8 +189,8 @@ class RowCosts:
         context: float,
         experts: int,
     ) -> float:
-        """Learn of experts from a pass. Return those that it went through, or is thought to have
-        where they were not counted."""
+        """Learn the cost of experts from a pass. Return how many it went through, or is expected to
+        have if they were not counted."""
         if not experts:
             return passes.at(rows)
         if len(known.last) >= SEEN:
@@ -205,7 +204,7 @@ class RowCosts:
         return float(experts)
 
     def _usual(self, rows: int, context: float, experts: int) -> float:
-        """Return the seconds at the usual speed of a pass that went through so many experts."""
+        """Return the seconds of a pass through `experts` experts, at the usual speed."""
         table = self._table(rows, context)
         usual = table.usual[rows]
         if self.experts is None or not experts:
@@ -219,8 +218,8 @@ class RowCosts:
             self.observe(rows, duration_ns / 1e9)
 
     def at(self, rows: int, context: float = 0.0, experts: int = 0) -> float:
-        """Seconds of a pass; 0 where nothing is known. `experts`: those that it went through; 0: it
-        is still to come, or they were not counted."""
+        """Return the seconds of a pass; 0 where nothing is known. `experts`: how many it went
+        through; 0: it is still to come, or they were not counted."""
         if experts:
             return self._slowness * self._usual(rows, context, experts)
         return self.table(rows, context)[rows]
@@ -288,8 +287,8 @@ class RowCosts:
         return [max(LEAST_S, seconds) for seconds in table]
 
     def _more_s(self, rows: int) -> float:
-        """Return what a pass takes more than the profile's, since it will go through other
-        experts."""
+        """Return the seconds that a future pass takes beyond the profile's, since it is expected to
+        go through another number of experts."""
         assert self.experts is not None
         measured = self.experts.measured(rows) if rows else None
         if measured is None:

@@ -1,37 +1,38 @@
-"""Costs of reading logs: what their rows add to a pass, learned from the last ones. Pure."""
+"""The cost of prefill: seconds that rows of logs add to a pass, learned from the last chunks.
+Pure."""
 
 from collections import deque
 
 LAST = 9
-"""Parts that are remembered; the middle one of what a row of each took counts, so that a pause of
-the machine is no cost of reading."""
+"""Chunks that are remembered. The median of their seconds a row counts, so that a pause of the
+machine is not taken for the cost of a row."""
 FIRST_ROWS = 16
-"""Rows that are read at a time where nothing is known of their cost."""
+"""Rows of a chunk while nothing is known of their cost."""
 LEAST_S = 1e-6
-"""A row takes so long at least: what costs nothing beside weights that stream through memory, or to
-a GPU, still has an end."""
+"""The least seconds of a row: rows may cost nothing beside weights that are read anyway, but chunks
+are finite."""
 MORE = 2
-"""So many times the rows of the last parts are read in the next at most, so that what is dear is
-known before it is paid."""
+"""The factor by which a chunk may exceed the last ones at most, so that a cost that rises with rows
+is seen before it is large."""
 
 
 class ReadingCosts:
-    """Seconds that rows of a log add to a pass of one worker."""
+    """The seconds that rows of logs add to a pass of one worker."""
 
     def __init__(self) -> None:
         self._rows_s: deque[float] = deque(maxlen=LAST)
-        """Seconds that a row of each of the last parts took."""
+        """Seconds a row of each of the last chunks."""
         self._known_rows = 0
-        """Rows of the last parts."""
+        """Rows of the last chunks: the most, halved with each chunk that has fewer."""
 
     def observe(self, rows: int, seconds: float) -> None:
-        """So many rows have taken so long, beside what else was in their pass."""
+        """Learn that a chunk of `rows` rows added `seconds` to its pass."""
         if rows > 0:
             self._rows_s.append(max(LEAST_S, seconds / rows))
             self._known_rows = max(rows, self._known_rows // MORE)
 
     def rows_within(self, seconds: float) -> int:
-        """Return how many rows take so long."""
+        """Return how many rows a chunk may have to add at most `seconds`."""
         if not self._rows_s:
             return FIRST_ROWS
         row_s = sorted(self._rows_s)[len(self._rows_s) // 2]
@@ -39,8 +40,8 @@ class ReadingCosts:
 
 
 def shares(left: list[int], rows: int) -> list[int]:
-    """Divide so many rows among logs of which so many are left: equally, but none gets more than it
-    has left, nor, as long as there are rows, the first nothing."""
+    """Return how many of `rows` rows each log gets, where `left` rows of each are unread: equal
+    shares, but none more than it has left, and the first logs one each if there are too few."""
     given = [0] * len(left)
     open_ = [place for place, most in enumerate(left) if most > 0]
     while open_ and rows > 0:

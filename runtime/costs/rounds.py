@@ -124,8 +124,8 @@ class PairCosts(RoundCosts):
         return self.target.at(rows, context)
 
     def slowness(self, pass_s: float, *, rows: int, context: float, experts: int = 0) -> float:
-        """Return how much longer a pass took than passes of its size, and through as many experts,
-        do, within bounds: a round without a draft would have taken that much longer then, too."""
+        """Return how many times as long a pass took as passes over as many rows and experts do,
+        within bounds: a round without a draft would have taken that much longer, too."""
         usual_s = self.target.at(rows, context, experts)
         if usual_s <= 0.0:
             return 1.0

@@ -1,8 +1,8 @@
-"""The reading of logs beside running sessions: how many rows at a time, and what they have taken.
+"""Chunked prefill: how many rows of logs a worker reads beside running sessions, and their cost.
 
-A pass of the target that reads rows of logs makes the sessions wait whose trees it verifies, and
-rows that are read by themselves those whose proposals are about to come. So there are as many as
-the sessions may wait for; where none runs, as many as a worker likes to read at a time.
+A chunk in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a pass
+of its own delays those whose proposals are about to come. So chunks are as large as the bound on
+that delay allows; where no session runs, they have the worker's own `prompt_rows`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.telemetry.metrics import extent_ns
 
 LATENCY = 2.0
-"""A pass that also reads logs takes so many times what it would take without them, at most, where
-nothing else is set: so that a prompt and the streams beside it share the target evenly."""
+"""The most that chunks prolong a pass, as a factor, unless `latency_ms` says otherwise: with 2 a
+prompt and the streams beside it share the target evenly."""
 LEAST_ROWS = 8
-"""Rows of logs that are read at a time at least, so that a prompt is read whatever is set."""
+"""The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
 
 
 def share(
@@ -30,8 +30,8 @@ def share(
     running: Iterable[RunningRequest],
     latency_ms: float | Literal["auto"],
 ) -> Sequence[int]:
-    """Return how many rows of each log a worker reads in a pass of these items, or without any,
-    beside all sessions that run."""
+    """Return how many rows of each log a worker reads next: in the pass that verifies `items`, or,
+    without items, in a pass of their own."""
     own = {log.command.session for log in logs}
     others = [
         one
@@ -40,7 +40,7 @@ def share(
     ]
     most = worker.limits.prompt_rows
     if others and not items and logs[0].done < 0:
-        return [0]  # it begins, and is read in the passes of the others
+        return [0]  # opened now, and read in the passes of the others
     if others:
         most = min(most, max(LEAST_ROWS, _rows_beside(worker, items, others, latency_ms)))
     return shares([log.left for log in logs], most)
@@ -52,7 +52,7 @@ def _rows_beside(
     others: Sequence[RunningRequest],
     latency_ms: float | Literal["auto"],
 ) -> int:
-    """Return how many rows of logs take no longer than sessions may wait that run."""
+    """Return how many rows of logs running sessions may be delayed by."""
     target = worker if worker.plays("target") else others[0].target
     rows = sum(1 + len(item.tokens) for item in items)
     context = sum(one.session.length for one in others) / len(others)
@@ -64,7 +64,7 @@ def _rows_beside(
 
 
 def rows_read(message: Open | Refeed | Read) -> int:
-    """Return how many rows of a log are read for a command, as far as that is known."""
+    """Return how many rows of a log a command reads, as far as that is known."""
     match message:
         case Read():
             return message.item.rows
@@ -84,7 +84,7 @@ def pass_of(message: Verify) -> Pass:
 
 
 def observe_pass(worker: Worker, passed: Pass, event: Verified) -> None:
-    """Learn what a pass has taken; if it read rows of logs, what these have."""
+    """Learn the cost of a pass, or, if it read rows of logs, the cost of these."""
     seconds = extent_ns(event.spans) / 1e9
     if not passed.read:
         worker.verifying.observe(passed.rows, seconds, passed.context, event.experts)
@@ -94,5 +94,5 @@ def observe_pass(worker: Worker, passed: Pass, event: Verified) -> None:
 
 
 def observe_reading(worker: Worker, rows: int, spans: Sequence[Span]) -> None:
-    """Learn what so many rows of a log have taken."""
+    """Learn the cost of `rows` rows of a log that were read in a pass of their own."""
     worker.reading.observe(rows, extent_ns(spans) / 1e9)

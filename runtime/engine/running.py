@@ -203,7 +203,7 @@ class RunningRequest:
         self.queued, self.sent = False, True
 
     def reads_on(self, now_ns: int, size: int) -> None:
-        """A pass reads a part of the log."""
+        """Note that a pass that reads a chunk of the log has been sent."""
         if self.session.state is State.OPENING:
             self.left(now_ns, size)
         else:
@@ -215,7 +215,7 @@ class RunningRequest:
         self.queued = True
 
     def part_read(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
-        """The target has read a part of the log, and the rest waits for its turn."""
+        """Note that the target has read a chunk of the log; the rest waits for its turn."""
         if self.session.state is not State.OPENING:
             self.passed_on(size)
             return

@@ -321,7 +321,7 @@ class CommandSender:
     def share(
         self, worker: Worker, items: Sequence[VerifyItem], logs: Sequence[Rest]
     ) -> Sequence[int]:
-        """Return how many rows of each log are read in a pass of these items, or without any."""
+        """Return how many rows of each log are read in a pass that verifies these items."""
         return share(worker, items, logs, self._running.values(), self._latency_ms)
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:

@@ -146,7 +146,7 @@ class WorkerEvents:
         )
 
     def _part_read(self, worker: Worker, event: Reading, now_ns: int, size: int) -> None:
-        """A part of a log has been read; the rest waits for its turn, if somebody wants it."""
+        """Note that a chunk of a log has been read; the rest waits for its turn if it is wanted."""
         running = self._running.get(event.session)
         worker.stuck &= event.session not in worker.turns.owed
         wanted = worker.turns.read(event.session, event.round, event.done)
@@ -162,7 +162,7 @@ class WorkerEvents:
             running.draft_read(now_ns, event.spans)
 
     def _read_alone(self, worker: Worker, spans: Sequence[Span]) -> None:
-        """Note what a part of a log has taken, if it was read by itself."""
+        """Learn the cost of a chunk that was read in a pass of its own."""
         rows, worker.alone_rows = worker.alone_rows, 0
         if rows:
             self._notes.append(partial(observe_reading, worker, rows, spans))

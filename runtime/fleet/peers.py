@@ -50,11 +50,11 @@ class Pass:
     """The rows of a pass of a target."""
 
     rows: int
-    """Roots and nodes."""
+    """Roots and nodes that it verifies."""
     context: float
-    """Mean committed length of their sessions."""
+    """The mean committed length of the sessions that it verifies."""
     read: int = 0
-    """Rows of logs that it reads beside them."""
+    """Rows of logs that it reads, too."""
 
 
 @dataclass
@@ -93,11 +93,11 @@ class Worker:
     """The cost of its passes as a target, by rows; `drafting`: as a draft."""
     drafting: RowCosts = field(default_factory=RowCosts)
     reading: ReadingCosts = field(default_factory=ReadingCosts)
-    """The cost of rows of logs that it reads."""
+    """The cost of prefill, by rows of logs."""
     passing: Pass | None = None
     """The pass that it computes as a target."""
     alone_rows: int = 0
-    """Rows of a log that it reads by themselves at present."""
+    """Rows of the chunk that it reads in a pass of its own now; 0: none."""
     traffic: Traffic = field(default_factory=Traffic)
     prompts: int = 0
     """Prompts, and logs, that it was given to read."""

@@ -133,10 +133,11 @@ class Placement:
     def settle(
         self, target: Worker, request: Request, has_room: Callable[[Worker], bool]
     ) -> Worker | None:
-        """Return where a request runs that was read for this target: on the best one with its
-        tokens that can hold it; None: it has to wait, since those have no room.
+        """Return the target for a request that was tokenized for `target`: the best one of the same
+        tokens that has room for it; None: all are full, and the request has to wait.
 
-        Where there is none, since it has gone, it is still this one, and the session has to wait.
+        If `target` has gone and no other can take the request, return `target` all the same: the
+        session then waits for it to come back.
         """
         best = self.target(
             lambda other: (

@@ -46,8 +46,8 @@ class PrefixCache:
         return gone
 
     def give_up(self, tokens: int) -> list[int]:
-        """The sessions that go, the oldest first, so that no more than so many tokens are kept
-        beside those that others are about to go on from."""
+        """Drop kept sessions, the oldest first, until at most `tokens` tokens are kept, and return
+        their numbers. Pinned sessions neither count nor go."""
         gone = []
         while self._kept and _tokens(self._kept) > tokens:
             gone.append(next(iter(self._kept)))

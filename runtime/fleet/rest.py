@@ -1,4 +1,4 @@
-"""The rest of a log of which a worker has been asked to read a part. Pure."""
+"""The unread rows of a log that a worker reads in chunks. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,26 @@ from dovetail.protocol.messages import Open, ReadItem, Refeed
 
 @dataclass(frozen=True)
 class Rest:
-    """The rest of a log that is being read."""
+    """The unread rows of a log that a worker reads in chunks."""
 
     command: Open | Refeed
-    """It began with this command."""
+    """The command that the log began to be read with."""
     done: int
-    """Rows of the log that have been read; -1: none is known to be, since it has not begun."""
+    """Rows of the log that have been read; -1: not known, since the command was not sent yet."""
 
     @property
     def rows(self) -> int:
-        """Return how many rows the log has that are read."""
+        """Return how many rows of the log are to be read in all."""
         command = self.command
         return len(command.prompt) if isinstance(command, Open) else command.prefix - 1
 
     @property
     def left(self) -> int:
-        """Return how many rows are missing, as far as that is known."""
+        """Return how many rows are unread, as far as that is known."""
         return self.rows - max(self.done, 0)
 
     def item(self, rows: int) -> ReadItem:
-        """Return the order for so many of them."""
+        """Return the item that asks for the next `rows` rows."""
         command = self.command
         return ReadItem(
             session=command.session, round=command.round, start=max(self.done, 0), rows=rows

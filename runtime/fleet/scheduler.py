@@ -2,10 +2,11 @@
 
 A worker does one command at a time; what else is asked of it waits here, in the order in which it
 came. Verdicts are the exception: everything that waits for a target worker when it falls idle goes
-out as one `Verify`, so that one pass over the weights serves several sessions. A log is read in
-parts, if the worker can: what is left of it waits anew behind what others asked for meanwhile, and
-shares their passes. Knows no sockets and no clock, and nothing of what a session is but its number;
-how many of the nodes that are offered go into a pass, and how many rows of logs, it asks.
+out as one `Verify`, so that one pass over the weights serves several sessions. Prompts and other
+logs are read in chunks, if the worker can do that: after each chunk the unread rows wait behind
+what others have asked for meanwhile, and share their passes. Knows no sockets and no clock, and
+nothing of a session but its number; `cut` says how many nodes of a tree go into a pass, `share` how
+many rows of logs.
 """
 
 from collections import deque
@@ -53,12 +54,13 @@ Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
 
 
 Share = Callable[[Sequence[VerifyItem], Sequence[Rest]], Sequence[int]]
-"""Returns how many rows of each log are read in a pass of these items, or without any."""
+"""Returns how many rows of each log are read in a pass that verifies these items, or in one of
+their own if there are none."""
 
 
 Hold = Callable[[Sequence[int]], bool]
 """True if a pass of these sessions waits for those whose proposals are nearly there; who says so
-has them looked at again. Of none: if the reading of logs does."""
+has them looked at again. Without sessions: True if a chunk in a pass of its own waits."""
 
 
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
@@ -67,7 +69,7 @@ def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
 
 
 def all_rows(items: Sequence[VerifyItem], logs: Sequence[Rest]) -> Sequence[int]:
-    """All of them."""
+    """Return all unread rows of each log."""
     return [log.left for log in logs]
 
 
@@ -81,7 +83,7 @@ class Turns:
     hold: Hold = lambda _: False
     share: Share = all_rows
     parts: bool = False
-    """True if the worker reads logs in parts."""
+    """True if the worker reads logs in chunks."""
     waiting: deque[tuple[int, Waiting]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
@@ -94,7 +96,7 @@ class Turns:
     _sent: list[tuple[int, Waiting]] = field(default_factory=list)
     """The commands that `next` returned last, by session."""
     _reading: dict[int, Rest] = field(default_factory=dict)
-    """By session: logs of which a part is under way."""
+    """By session: logs of which the worker reads a chunk."""
     prompted: bool = False
     """False if no prompt has been asked for since none was to be read."""
 
@@ -160,8 +162,9 @@ class Turns:
         return wanted
 
     def read(self, session: int, round: int, done: int) -> bool:
-        """Return whether a part of a log has been read up to here that was asked for, and the rest
-        is wanted; that waits for its turn then, before what else the session waits for."""
+        """Note that the worker has read a log up to row `done`, and have the unread rows wait for
+        their turn, ahead of what else the session waits for. Return False if that chunk was not
+        asked for, or the rest is no longer wanted."""
         owed, rest = self.owed.get(session), self._reading.get(session)
         if owed is None or owed.type not in (Opened, Refed) or owed.round != round:
             return False
@@ -190,8 +193,8 @@ class Turns:
         return self.withdraw(session)
 
     def withdraw(self, session: int, *types: type[Command]) -> Sequence[Command]:
-        """Drop what waits for a session, or that of some types; it is returned, but for the rest of
-        a log that has begun."""
+        """Drop the waiting commands of a session, or those of some types, and return them, except
+        logs that were read in part."""
         dropped = [
             entry
             for entry in self.waiting
@@ -229,7 +232,7 @@ class Turns:
         return message, (session,)
 
     def _alone(self, command: Waiting) -> tuple[Sent, Owed]:
-        """Return the message that asks for one thing alone, and the answer to it."""
+        """Return the message for a command other than Verify, and the answer that it is owed."""
         if isinstance(command, Verify):
             raise TypeError("verdicts are asked for in passes")
         if isinstance(command, Rest):
@@ -246,7 +249,7 @@ class Turns:
         return part, _answer(command)
 
     def _first_verify(self) -> Verify | None:
-        """Return the first verdict that can be asked for now, if there is any."""
+        """Return the first Verify that may be sent now; None if there is none."""
         before: set[int] = set()
         for session, command in self.waiting:
             if isinstance(command, Verify) and session not in before:
@@ -255,7 +258,7 @@ class Turns:
         return None
 
     def _pass(self, command: Verify, most: int) -> tuple[Sent, Sequence[int]] | None:
-        """Return the pass that has the verdicts of this width, and parts of logs."""
+        """Return the pass that verifies `command`, all that can share it, and chunks of logs."""
         ready, mixed = self._ready(command, most)
         if most == MAX_SESSIONS and not mixed and self.hold((*ready,)):
             return None
@@ -280,7 +283,7 @@ class Turns:
         return together, tuple(sent)
 
     def _logs(self, verify: Verify) -> dict[int, tuple[Rest, int]]:
-        """Return the logs of which a pass reads a part, and how many rows of each, by session."""
+        """Return the logs that a pass reads a chunk of, and its rows, by session."""
         rests = [entry for _, entry in self.waiting if isinstance(entry, Rest)][:MAX_SESSIONS]
         if not rests:
             return {}
@@ -293,7 +296,7 @@ class Turns:
 
     def _ready(self, command: Verify, most: int) -> tuple[dict[int, Verify], bool]:
         """Return the verdicts that may be asked for in one pass with that of `command`, by session,
-        and whether other sessions wait for something else, other than the rest of a log."""
+        and whether other sessions wait for something else than unread rows of a log."""
         if len(self.waiting) == 1:
             return {self.waiting[0][0]: command}, False
         first: dict[int, Waiting] = {}
@@ -338,12 +341,12 @@ class Turns:
 
 
 def _begun_with(command: Waiting) -> Command:
-    """Return the command itself, or that which began the reading of a log."""
+    """Return the command; for unread rows of a log, the one that the log began with."""
     return command.command if isinstance(command, Rest) else command
 
 
 def _is_prompt(command: Waiting) -> bool:
-    """Return whether a prompt is read for it."""
+    """Return whether the command has a prompt read."""
     return isinstance(_begun_with(command), Open | Feed)
 
 

@@ -1,5 +1,5 @@
-"""The share of experts in a pass: seconds of passes whose rows are all the same token beside those
-of passes whose rows differ, over as many rows, and how many experts each went through."""
+"""The cost of experts, measured by pairs of passes over as many rows: one whose rows are all the
+same token, and one whose rows differ and go through more experts."""
 
 import time
 
@@ -13,8 +13,8 @@ LEAST_PAIRS, MOST_PAIRS = 8, 64
 
 
 def measure_experts(subject: Subject, passes: Passes, seconds: float) -> ExpertCosts | None:
-    """Return the experts of the passes that the last curve was made of, and what a further one
-    takes, measured in about so many seconds; None for a model that counts none."""
+    """Return how many experts the passes of the last curve went through, and the cost of each
+    further one, measured in about `seconds` seconds; None for a model that counts none."""
     if (routing := subject.model.routing) is None:
         return None
     layers = subject.whole.layers / subject.measured.layers
@@ -26,8 +26,8 @@ def measure_experts(subject: Subject, passes: Passes, seconds: float) -> ExpertC
 
 
 def expert_seconds(passes: Passes, seconds: float) -> float:
-    """Return the seconds of an expert: the slope that half of the weight of all pairs lies below;
-    0 where rows of the same token go through as many experts as others."""
+    """Return the seconds of each further expert: the weighted median of the slopes of all pairs; 0
+    if rows of the same token go through as many experts as others."""
     pairs: list[tuple[float, int]] = []
     ends = time.perf_counter() + seconds
     while len(pairs) < MOST_PAIRS and (time.perf_counter() < ends or len(pairs) < LEAST_PAIRS):

@@ -53,7 +53,7 @@ class Passes:
         self._generator = torch.Generator().manual_seed(1)
         self._prefill_s = 0.0
         self.experts: dict[int, int] = {}
-        """The experts that a pass of the last curve went through, by its rows: the median; 0 where
+        """By rows: the median number of experts that passes of the last curve went through; 0 where
         they are not counted."""
         self.done: Callable[[float], None] = lambda _: None
 
@@ -97,8 +97,8 @@ class Passes:
         )
 
     def counted(self, rows: int, tokens: int | None = None) -> tuple[float, int]:
-        """Seconds of one pass over a tree of so many rows, and the experts that it goes through.
-        `tokens`: among which those of the rows are drawn; None: all."""
+        """Return the seconds of a pass over a tree of `rows` rows, and how many experts it goes
+        through. `tokens`: draw those of the rows among the first so many; None: among all."""
         with timed() as parts:
             return self.once(rows, tokens), parts.experts
 

@@ -58,7 +58,7 @@ SHARE_OF_MEMORY = 0.8
 """The share of the free memory that is for a model that is measured without being needed."""
 
 EXPERTS_SHARE = 0.1
-"""The share of the seconds that what experts cost is measured in, where there are any."""
+"""The share of the seconds in which the cost of experts is measured, if there are any."""
 
 Say = Callable[[str, float], None]
 """Hears what is being done, and what share of all of it has been done."""
@@ -161,8 +161,8 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
 
 
 def experts_told(calibration: Calibration) -> dict[str, Any] | None:
-    """Return the experts of the passes, and what a further one takes; None where none are
-    counted."""
+    """Return how many experts the passes went through, and the seconds of each further one; None
+    if they were not counted."""
     if (experts := calibration.experts) is None:
         return None
     return {
@@ -308,7 +308,7 @@ def _measure(
     subject: Subject, base: int, lengths: Sequence[int], seconds: float, say: Say
 ) -> tuple[dict[int, RowsSeconds], list[int], ExpertCosts | None]:
     """The curve at each length of the cache, the lengths that a prefill would take too long to
-    reach, and the share of experts at the length that T_V is told for."""
+    reach, and the cost of experts at the length `base`."""
     passes = Passes(subject.model, lengths[-1] + MOST_ROWS)
     curves: dict[int, RowsSeconds] = {}
     experts: ExpertCosts | None = None

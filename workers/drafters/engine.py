@@ -79,13 +79,13 @@ class Reader(Protocol[ReadT]):
 
 
 class PartReader(Protocol[ReadT]):
-    """An engine that can read a prompt in parts: `Engine.open` reads `Open.read` rows of it."""
+    """An engine with chunked prefill: `Engine.open` reads the first `Open.read` rows only."""
 
     prompt_rows: int
-    """Rows that are best read at a time."""
+    """Rows of a chunk while no other session waits."""
 
     def read(self, session: ReadT, rows: int, /) -> None:
-        """Read so many rows more of the log, at most."""
+        """Read at most `rows` further rows of the log."""
 
     def rows(self, session: ReadT, /) -> tuple[int, int]:
         """Return how many rows of the log have been read, and how many have not."""

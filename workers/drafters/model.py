@@ -105,9 +105,9 @@ class Drafter(Grower[DraftSession]):
             )
 
     def open(self, order: Open, base: DraftLeft | None = None) -> DraftSession:
-        """Return a session with the prompt read, or its first `order.read` rows, where the draft's
-        context holds it. `base`: what is left of a session that began with the first `kept` tokens;
-        it is used up."""
+        """Return a session whose prompt has been read, or its first `order.read` rows, if it fits
+        into the draft's context. `base`: the kept cache of a session that began with the first
+        `kept` tokens; it is used up."""
         room = min(order.capacity, self.model.context)
         rows = self._tree_rows(order.sampling, order.tree)
         session = DraftSession(
@@ -127,7 +127,7 @@ class Drafter(Grower[DraftSession]):
         return session
 
     def read(self, session: DraftSession, rows: int | None) -> None:
-        """Read so many rows more of the log, or all that are missing."""
+        """Read at most `rows` further rows of the log, or all that are missing."""
         with self._spans.measure("prefill"):
             self._read_missing(session, rows)
 
@@ -178,8 +178,8 @@ class Drafter(Grower[DraftSession]):
         return self._read_missing(session)
 
     def _read_missing(self, session: DraftSession, rows: int | None = None) -> Tensor:
-        """Compute the rows of the log that are missing, or so many of them; logits [1, V] after the
-        last one."""
+        """Compute the missing rows of the log, or the first `rows` of them. Return the logits
+        [1, V] after the last one."""
         cache, logits = session.cache, torch.empty(0)
         told = len(session.log)
         stop = told if rows is None else cache.length + rows

@@ -76,7 +76,7 @@ def open_target_worker(
             file=sys.stderr,
         )
         placed = f"by torch's own operations, because {model.choice}"[:MOST_WORDS]
-    # rows that are taken over, or read in other parts, are the same bytes as others
+    # a row has the same bytes whether it was kept or computed, and in chunks of any size
     same_bytes = model.backend == "kernels" and (spread is None or spread.same_bytes)
     whole = spread is None or spread.demand is None
     known = None
@@ -134,8 +134,8 @@ def _fingerprint(
 
 
 def _experts(model: LanguageModel, known: Calibration | None) -> ExpertCosts | None:
-    """Return the experts of a model that counts those that its passes go through, and their cost as
-    far as it is known."""
+    """Return how many experts a model has, and their cost if it is known; None for a model that has
+    none, or does not count them."""
     if (routing := model.routing) is None:
         return None
     return known.experts if known is not None and known.experts else ExpertCosts(routing=routing)
@@ -144,8 +144,8 @@ def _experts(model: LanguageModel, known: Calibration | None) -> ExpertCosts | N
 def _calibration(
     settings: TargetSettings, model: LanguageModel, profile: Path
 ) -> Calibration | None:
-    """Return what `dovetail calibrate` has found of this model, as it is computed here; None if it
-    was not asked."""
+    """Return what `dovetail calibrate` measured for this model as it is computed here; None if
+    nothing."""
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
         return None

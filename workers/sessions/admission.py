@@ -9,9 +9,9 @@ from dovetail.workers.sessions.room import base_rows, check_rows, host_row_bytes
 from dovetail.workers.sessions.session import TargetSession
 
 MAX_SESSIONS = 1024
-"""Memory is the bound; a pass has the trees of 64 sessions at most."""
+"""The most sessions of a target; memory is the real bound. A pass has trees of at most 64."""
 FEW_SESSIONS = 64
-"""The bound where nobody knows what fits into the memory of several devices."""
+"""The most sessions of a target over several devices, where it is not known how many fit."""
 
 
 class Admission:

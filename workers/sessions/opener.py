@@ -1,5 +1,5 @@
-"""The opening of a target's sessions: prompts, and logs of sessions that were begun elsewhere, are
-read, in parts or at once; and features of logs are computed anew for drafts that join later.
+"""The opening of a target's sessions. Prompts, and logs of sessions that were begun elsewhere, are
+prefilled, in chunks or whole; features of logs are recomputed for drafts that join later.
 
 Knows sessions as token logs and caches, and nothing of trees.
 """
@@ -39,7 +39,7 @@ class Begun:
     round: int
     """The round of the command that began it."""
     refeed: Reads | None = None
-    """The features that are computed anew for a session that runs; None: it is being opened."""
+    """The features that are recomputed for an open session; None: the session is being opened."""
 
 
 class Opener:
@@ -48,18 +48,18 @@ class Opener:
     def __init__(
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
     ) -> None:
-        """`kept_tokens`: so many of sessions that have ended are kept at most. `reads_from`: the
-        fewest rows of a prompt for which the model's reader is used, where it has one."""
+        """`kept_tokens`: the most tokens of ended sessions that are kept. `reads_from`: the fewest
+        rows of a prompt that the model's prefill device, if it has one, is used for."""
         self._model = model
         self._spans = spans
         self._admission = Admission(model)
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
         self._begun: dict[int, Begun] = {}
-        """By session: logs that are not read to their ends."""
+        """By session: logs that are not read to their end yet."""
         self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
-        """Slots that a session's cache has besides, for a draft that shares it."""
+        """Returns the further slots of a session's cache, for a draft that shares it."""
 
     def __len__(self) -> int:
         """Return how many sessions are open, or being opened."""
@@ -71,7 +71,7 @@ class Opener:
 
     @property
     def prompt_rows(self) -> int:
-        """Rows of a prompt that are best read at a time."""
+        """Return the rows of a chunk of a prompt while no other session waits."""
         return self._prefill.rows
 
     @property
@@ -79,9 +79,9 @@ class Opener:
         return [begun.session for begun in self._begun.values() if begun.refeed is None]
 
     def open(self, order: Open) -> Iterator[ReadingStep]:
-        """Prefill the prompt of a new session, or its first `order.read` rows: yield its parts as
-        they are done, if features or scores are asked for, and then the first token of the reply,
-        or what is still unread."""
+        """Prefill the prompt of a new session, or its first `order.read` rows. Yield the features
+        or scores that are asked for, as they come, and then the first token of the reply, or Unread
+        if rows are left."""
         self._admission.check(order, len(self))
         own = order.capacity + order.tree.most_nodes
         rows = own + self.rows_beside(order.sampling, order.tree)
@@ -92,13 +92,13 @@ class Opener:
         yield from self._read(order.session, Begun(session, reading, order.round), order.read)
 
     def read(self, item: ReadItem) -> Iterator[ReadingStep]:
-        """Read a part more of a log, as a checked item says; what it yields is as for `open`, or
-        for `refeed`."""
+        """Read the next chunk of a log, as a checked item says. Yields what `open` or `refeed`,
+        with which the log began to be read, does."""
         yield from self._read(item.session, self._begun[item.session], item.rows)
 
     def _read(self, number: int, begun: Begun, rows: int | None) -> Iterator[ReadingStep]:
-        """Read so many rows of a log, or all. If this fails, or is not carried through, nothing is
-        left of what was begun."""
+        """Read the next `rows` rows of a log, or all. If this fails, or is not run to its end, the
+        log has to be begun again."""
         self._begun.pop(number, None)
         with self._spans.measure("prefill"):
             yield from self._prefill.read(begun.reading, rows)
@@ -107,8 +107,8 @@ class Opener:
             yield end
 
     def _end(self, number: int, begun: Begun) -> Unread | First | None:
-        """Return how the reading of a log stands: what is unread, or the first token of a session
-        that is open now; None if features have been computed anew, for good."""
+        """Return Unread if rows of a log are left; else open the session and return its first
+        token, or None if the log was read to recompute features."""
         session, reading = begun.session, begun.reading
         if reading.left:
             self._begun[number] = begun
@@ -158,9 +158,9 @@ class Opener:
         round: int = 0,
         rows: int | None = None,
     ) -> Iterator[ReadingStep]:
-        """Compute the features of positions `start` to `prefix` - 2 of a session's log anew, beside
-        its cache, or those of the first so many rows; once all are there verdicts come with
-        theirs."""
+        """Recompute the features of positions `start` to `prefix` - 2 of a session's log, in a
+        cache of their own; `rows`: only those of the first so many rows now. Once all are there,
+        verdicts come with features."""
         session = find_session(self._sessions, number)
         self._admission.check_reads(reads)
         if prefix > len(session.log):
@@ -173,12 +173,13 @@ class Opener:
         yield from self._read(number, Begun(session, reading, round, reads), rows)
 
     def recomputes(self, number: int, round: int) -> bool:
-        """Return whether features of a session's log are being computed anew since this round."""
+        """Return whether features of a session are being recomputed for the Refeed of this
+        round."""
         begun = self._begun.get(number)
         return begun is not None and begun.refeed is not None and begun.round == round
 
     def check_read(self, item: ReadItem) -> None:
-        """Passes a part of a log that can be read; else `StaleError` or `RequestError`."""
+        """Raise `StaleError` or `RequestError` for a chunk of a log that cannot be read."""
         begun = self._begun.get(item.session)
         if begun is None or begun.round != item.round:
             if item.session in self._sessions:

@@ -28,7 +28,7 @@ def next_stop(cache: Cache, stop: int, step: int) -> int:
 
 
 class Reading:
-    """A log of which a cache gets the rows, some at a time, with what is told of them."""
+    """A log that is read into a cache in chunks, and what is sent of it: features, scores."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Reading:
         scored: int | None = None,
         apart: int = 0,
     ) -> None:
-        """`cache`: has the first rows of `log`, or none. `reads`: the features that are told of the
-        positions from `features_from` on; `scored`: alternatives of each token's score, None for no
-        scores; `apart`: the first rows that the model's reader reads."""
+        """`cache` has the first rows of `log`, or none. `reads`: the features that are sent of the
+        positions from `features_from` on; `scored`: how many alternatives each token's score has,
+        None for no scores; `apart`: how many first rows the model's prefill device reads."""
         self.log, self.cache, self.apart = log, cache, apart
         self.logits = torch.empty(0)
         """[1, V] after the last token, once all rows have been read."""
@@ -65,15 +65,15 @@ class Reading:
         return self._scored is not None
 
     def next_rows(self, most: int) -> int:
-        """Return how many rows the next pass may read, `most` at most."""
+        """Return how many rows the next pass may read, at most `most`."""
         return next_stop(self.cache, len(self.log), most) - self.cache.length
 
     def places(self, rows: int) -> Collection[int]:
-        """Return the layers whose states are needed of the next so many rows."""
+        """Return the layers whose states are needed of the next `rows` rows."""
         return places_of(self._reads) if self._features_from < self.done + rows else ()
 
     def logit_rows(self, rows: int) -> Sequence[int]:
-        """Return which of the next so many rows need logits."""
+        """Return which of the next `rows` rows need logits."""
         return range(rows) if self.scored else range(rows - 1, rows)
 
     def segment(self, rows: int) -> Segment:
@@ -82,9 +82,9 @@ class Reading:
     def take(
         self, rows: int, logits: Tensor, states: Mapping[int, Tensor], first: int
     ) -> Iterator[Part | ScoredPart]:
-        """Commit the next so many rows and return what is told of them. `logits` [R, V] are those
-        of their `logit_rows`; `states` [T, hidden] of their `places` are those of a pass in which
-        they begin with row `first`."""
+        """Commit the next `rows` rows, and yield their features and scores. `logits` [R, V]: of
+        their `logit_rows`; `states`: by layer of their `places`, [T, hidden] of the whole pass, in
+        which the rows begin at `first`."""
         start = self.done
         self.cache.keep(range(start, start + rows), rows)
         if not self.left:
@@ -114,7 +114,7 @@ class Prefill:
         self._model, self._spans, self._reads_from = model, spans, reads_from
 
     def begin(self, order: Open, cache: Cache) -> Reading:
-        """Return the reading of a prompt of which a cache has the first rows, or none."""
+        """Return a Reading of a prompt; the cache has its first rows, or none."""
         return Reading(
             order.prompt,
             cache,
@@ -125,8 +125,8 @@ class Prefill:
         )
 
     def begin_anew(self, log: Sequence[int], reads: Reads, start: int, prefix: int) -> Reading:
-        """Return the reading of the first `prefix` - 1 tokens of a log in a cache of its own, for
-        the features of the positions from `start` on."""
+        """Return a Reading of the first `prefix` - 1 tokens of a log in a new cache, for the
+        features of the positions from `start` on."""
         rows = max(0, prefix - 1)
         return Reading(log[:rows], self._model.new_cache(rows), reads=reads, features_from=start)
 
@@ -145,8 +145,8 @@ class Prefill:
         return next_stop(cache, told, self._model.reads_apart) if apart else 0
 
     def read(self, reading: Reading, rows: int | None = None) -> Iterator[Part | ScoredPart]:
-        """Compute and commit so many missing rows of a log, or all, a pass after the other. Those
-        that the model's reader reads are read at once, and first."""
+        """Compute and commit the next `rows` rows of a log, or all, in as many passes as it takes.
+        Those for the model's prefill device come first, all at once."""
         if reading.apart and not reading.done:
             yield from self._read_apart(reading, reading.apart)
         stop = len(reading.log) if rows is None else min(reading.done + rows, len(reading.log))

@@ -16,7 +16,7 @@ MEMORY_SHARE = 8
 half empty they take two at most."""
 
 ROOM_SHARE = 0.75
-"""Sessions may come to this part of the memory that is free at the start."""
+"""The share of the memory free at the start that sessions may take."""
 
 
 class Left(Protocol):
@@ -113,8 +113,8 @@ def check_prefix(log: Sequence[int], prompt: Sequence[int], kept: int, *, there:
 
 
 def room_tokens(free_bytes: int, row_bytes: int) -> int:
-    """Return how many tokens' rows of so many bytes fit into the memory that is free, and leave a
-    part of it to everything else."""
+    """Return how many tokens of `row_bytes` each fit into the part of the free memory that is for
+    sessions."""
     return int(ROOM_SHARE * free_bytes) // max(1, row_bytes)
 
 

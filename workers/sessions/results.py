@@ -1,5 +1,5 @@
-"""The answers of a target's engine: parts of a prompt, what of it is unread, the first token,
-verdicts."""
+"""The results of a target's engine: features and scores of a prompt, how much of it is unread, the
+first token, verdicts."""
 
 from dataclasses import dataclass
 
@@ -28,10 +28,10 @@ class ScoredPart:
 
 @dataclass(frozen=True)
 class Unread:
-    """Rows of a log have been read, and there are more."""
+    """A chunk of a log has been read, and rows are left."""
 
     done: int
-    """Rows that have been read."""
+    """Rows of the log that have been read so far."""
 
 
 @dataclass(frozen=True)

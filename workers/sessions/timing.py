@@ -14,8 +14,8 @@ from dovetail.workers.models.timing import PLACES, Parts, timed
 
 @contextmanager
 def timed_pass(spans: Spans, *, counted: bool = False) -> Iterator[Parts | None]:
-    """This block is a pass; nothing is measured where nobody looks, nor told where the parts are
-    not known. `counted`: its experts are counted in any case."""
+    """Measure the block, which is a pass, and record the seconds of its parts where they are known
+    and somebody observes. `counted`: count its experts in any case."""
     if not spans.fine and not counted:
         yield None
         return
