@@ -1,10 +1,10 @@
-"""The command `gaps`: how long a stream pauses between two tokens while somebody else's long prompt
-is read, beside its pauses without one, over HTTP.
+"""The command `gaps`: how long a stream pauses between two tokens while a long prompt of another
+client is prefilled, compared with its pauses without one, over HTTP.
 
-A real `dovetail serve` with copies of the embedded pair that take longer texts. One client streams;
-now and then another one sends a prompt of tokens drawn at random, which nobody has read before, and
-wants one token. Pauses of the stream are counted by whether such a prompt was on its way, and for
-as long without one.
+A real `dovetail serve` with copies of the embedded pair that have a longer context. One client
+streams a reply; from time to time another one sends a prompt of random tokens, which no prefix
+cache has, and asks for one token. Pauses of the stream while such a prompt runs are compared with
+those of equally long times without one.
 """
 
 import json
@@ -35,14 +35,14 @@ WORDS = 4000
 MOST_SHARE = 3.0
 """The figure: the 99th percentile of the pauses beside a prompt over that without one."""
 LEAST_S = 1.0
-"""So long a stream is watched by itself at least, before each prompt."""
+"""The least seconds that streams are watched by themselves before each prompt."""
 PATIENCE_S = 600.0
 
 
 @click.command(cls=Command)
 @option("--prompt", "tokens", type=click.IntRange(min=1), default=2000, help="Tokens of a prompt.")
-@option("--prompts", type=click.IntRange(min=1), default=5, help="One after the other.")
-@option("--streams", type=click.IntRange(min=1), default=1, help="That run beside them.")
+@option("--prompts", type=click.IntRange(min=1), default=5, help="Prompts, one after the other.")
+@option("--streams", type=click.IntRange(min=1), default=1, help="Streams beside the prompts.")
 @option("--inflate", default="256MiB", help="Size to which the target is inflated.")
 @option("--weights", default="fp32", help="Type of its weights.")
 @option("--draft", default="small", help="Of the embedded pair: small, dovetail, eagle, none.")
@@ -58,7 +58,7 @@ def gaps(
     flags: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Pauses of a stream beside prompts that are read, over those without."""
+    """Pauses of a stream while prompts are prefilled, over those without."""
     chosen = [f"--target.weights={weights}", f"--target.inflate={inflate}", *flags]
     with (
         server(draft, chosen) as url,
@@ -90,7 +90,7 @@ def gaps(
 
 
 class Watched:
-    """A reply that is streamed, and when it told something, on the clock of this process."""
+    """A streamed reply, and the times of its chunks on the clock of this process."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.told_s: list[float] = []
@@ -144,7 +144,7 @@ def watch(streams: Sequence[Watched], seconds: float) -> None:
 
 @contextmanager
 def server(draft: str, flags: Sequence[str]) -> Iterator[str]:
-    """The address of a `dovetail serve` of the embedded pair with a longer context."""
+    """Yield the URL of a `dovetail serve` of the embedded pair with a longer context."""
     with tempfile.TemporaryDirectory() as folder:
         models = [f"--target.model={longer(DEMO / 'target', Path(folder) / 'target')}"]
         if draft == "small":
@@ -170,7 +170,8 @@ def server(draft: str, flags: Sequence[str]) -> Iterator[str]:
 
 
 def longer(model: Path, copy: Path) -> Path:
-    """Return a copy of a model that takes `CONTEXT` tokens; behind its own it writes anything."""
+    """Return a copy of a model with a context of `CONTEXT` tokens; its text beyond its own context
+    is nonsense."""
     shutil.copytree(model, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
@@ -178,7 +179,7 @@ def longer(model: Path, copy: Path) -> Path:
 
 
 def words(count: int, seed: int) -> list[int]:
-    """Tokens that nobody has read before."""
+    """Return random tokens, which no prefix cache has."""
     drawn = random.Random(seed)
     return [drawn.randrange(2, WORDS) for _ in range(count)]
 
@@ -188,8 +189,8 @@ def order(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
 
 
 def prompt_s(client: httpx.Client, tokens: int, *, seed: int) -> float:
-    """Seconds until a prompt is answered with one token. The client is there before: to make one
-    takes the time of the threads that watch streams."""
+    """Return the seconds until a prompt is answered with one token. The client is made before,
+    since that takes time from the threads that watch streams."""
     began_s = time.monotonic()
     reply = client.post("/v1/completions", json=order(words(tokens, seed), 1))
     if reply.status_code != 200:
@@ -202,7 +203,7 @@ def percentile(pauses: Sequence[float], share: float) -> float:
 
 
 def figures(pauses: Sequence[float]) -> dict[str, float]:
-    """Milliseconds of pauses."""
+    """Return the count of pauses, and their percentiles in ms."""
     return {
         "count": len(pauses),
         "median_ms": 1e3 * percentile(pauses, 50),

@@ -1,6 +1,6 @@
-"""The command `recurrence`: what states cost in a layer with the gated delta rule: a prompt beside
-one without the recurrence, a tree beside a chain, and the memory of a node beside a copy of the
-states."""
+"""The command `recurrence`: the cost of the state in a layer with the gated delta rule, as ratios:
+a prompt with the recurrence over one without, a tree over a chain, the memory of a node over a copy
+of the state."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ TREE = (-1, 0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5, 6, 8, 9, 10)
 """Parents: a root, three children, and branches of up to six levels."""
 CHAIN = tuple(range(-1, len(TREE) - 1))
 PROMPT_BOUND, TREE_BOUND, MEMORY_BOUND = 1.15, 1.15, 0.1
-"""At most: of a prompt's time with the recurrence over that without, of a tree's over a chain's of
-as many rows, and of a node's memory over that of the state."""
+"""The bounds: of the time of a prompt with the recurrence over that without, of a tree over a chain
+of as many rows, and of the memory of a node over that of the state."""
 
 
 @dataclass(frozen=True)

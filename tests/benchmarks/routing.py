@@ -1,5 +1,5 @@
-"""The command `routing`: how near the cost model's passes come to measured ones, of a target with
-experts that tells how many each pass went through, beside the same model of rows alone."""
+"""The command `routing`: how near predicted passes of a mixture of experts come to measured ones,
+for a cost model of rows and experts and for one of rows alone."""
 
 import json
 import random
@@ -26,17 +26,17 @@ from dovetail.workers.models.loading import random_language_model
 SMALL = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_attention_heads": 8}
 SMALL |= {"num_hidden_layers": 6, "num_experts": 64, "num_experts_per_tok": 4, "head_dim": 64}
 POOLS = (2, 8192, 12, 8192)
-"""Tokens that a stretch of text is made of: few in text that repeats itself."""
+"""The number of different tokens in each stretch of text: few where it repeats itself."""
 ROWS = (1, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 CONTEXT = 64
 PROFILE_S = 4.0
-MODELS = ("rows alone", "rows and experts, to come", "rows and experts, counted")
+MODELS = ("rows alone", "rows and experts, predicted", "rows and experts, counted")
 WARM_UP = 24
-"""First passes that no prediction is judged by."""
+"""The first passes, whose predictions do not count."""
 
 
 @click.command(cls=Command)
-@option("--passes", type=click.IntRange(min=2 * WARM_UP), default=480, help="In all.")
+@option("--passes", type=click.IntRange(min=2 * WARM_UP), default=480, help="Passes in all.")
 @option("--stretch", type=click.IntRange(min=1), default=40, help="Passes over one kind of text.")
 @options("threads", "json")
 def routing(passes: int, stretch: int, threads: int, as_json: bool) -> None:
@@ -44,9 +44,9 @@ def routing(passes: int, stretch: int, threads: int, as_json: bool) -> None:
     repeat themselves more or less. Each is predicted, and then both cost models learn it; the
     figure is the median of |predicted / measured - 1|.
 
-    A pass "to come" is one whose experts are predicted too, as speculation asks for it; where they
-    are counted, the error tells what the cost of an expert is worth. A profile is what `dovetail
-    calibrate` measures: passes over random tokens.
+    "Predicted": the number of experts is predicted, too, as it has to be before a round; "counted":
+    it is known, so that the error is that of the cost of an expert. The profile is what `dovetail
+    calibrate` measures, with random tokens.
     """
     pin(threads)
     torch.set_num_threads(threads)
@@ -123,4 +123,4 @@ def _show(result: Mapping[str, Any]) -> None:
         for told, error in result["median_error"].items()
     ]
     click.echo(f"median error of {result['passes']} passes, each predicted before it is learned:")
-    print_table(("cost model", "begun with nothing", "begun with a profile"), cells)
+    print_table(("cost model", "without a profile", "with a profile"), cells)
