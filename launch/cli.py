@@ -163,6 +163,7 @@ def main() -> NoReturn:
         try:
             code = run(sys.argv[1:])
         finally:
+            ahead.dismiss()
             _drop_unwritten()
         sys.exit(code)
 

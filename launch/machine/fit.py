@@ -3,11 +3,12 @@ loaded.
 
 Needs are estimated from the headers of weight files and compared with what the kernel would still
 give: to all processes of the machine and its control groups, to those on one memory node, and to
-each process. Refuses with the settings that would fit. Knows settings and sizes, no processes.
+each process. Refuses with the settings that would fit. Knows settings and sizes, and of processes
+the one alone that workers are forked from.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dovetail.launch.machine.binding import Place
@@ -15,6 +16,7 @@ from dovetail.launch.machine.draft_memory import (
     head_loading_bytes,
     substitute_loading_bytes,
 )
+from dovetail.launch.processes import ahead
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
@@ -58,7 +60,7 @@ def check_memory(
     up. What a hub has and this machine has not yet, and what a GPU takes, is not counted.
     memory.ram takes the place of what is found: who sets it knows better.
     """
-    room = room or read_room()
+    room = room or _room()
     if settings.memory.ram_bytes is not None:  # it is about a target's own memory
         roles = [role for role in roles if role in ("target", "unified")]
         room = Room(settings.memory.ram_bytes + PROCESS_BYTES, "with a process, as memory.ram says")
@@ -76,6 +78,13 @@ def check_memory(
         f"{why}: take a smaller model, give a GPU a part of the target (target.split.device), "
         "or set memory.ram if you know better"
     )
+
+
+def _room() -> Room | None:
+    """Return the room for processes that are not there yet, with what the one that they are forked
+    from has taken already."""
+    room = read_room()
+    return None if room is None else replace(room, size=room.size + ahead.taken_bytes())
 
 
 def only_node(place: Place | None) -> int | None:

@@ -4,6 +4,7 @@ workers need while the command imports what it needs itself, each on its own cor
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from dovetail.launch.console.help import NAMES_OF_HELP
@@ -52,6 +53,28 @@ def begun() -> bool:
     return bool(_begun)
 
 
+def taken_bytes() -> int:
+    """Return the memory that it has taken until now, which will be that of the workers."""
+    return sum(_anonymous_bytes(begun.process.pid) for begun in _begun)
+
+
+def _anonymous_bytes(process: int) -> int:
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    except OSError:  # it has ended
+        return 0
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")]
+    return sum(int(kib) * 1024 for kib in found)
+
+
 def take() -> Begun | None:
     """Take over the nursery that was started; None if there is none."""
     return _begun.pop() if _begun else None
+
+
+def dismiss() -> None:
+    """End the nursery that was started and nobody has taken over, and wait until it has ended."""
+    while (begun := take()) is not None:
+        begun.process.kill()
+        begun.process.wait()
+        begun.talk.close()

@@ -43,6 +43,10 @@ from dovetail.launch.processes import ahead
 sys.argv[0] = "dovetail"
 ahead.begin_for(["serve"])
 print(*(child.pid for child in psutil.Process().children()), flush=True)
+print(ahead.taken_bytes() > 0)
+if sys.argv[1:]:
+    ahead.dismiss()
+    print(*(child.pid for child in psutil.Process().children()), ahead.taken_bytes())
 """
 
 
@@ -93,7 +97,12 @@ def test_a_supervisor_takes_it_over_once() -> None:
 
 
 def test_it_ends_with_a_command_that_did_not_want_it() -> None:
-    (pids,) = python(LEFT)
+    pids, counts = python(LEFT)
     processes = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
     assert pids
+    assert counts == "True"
     assert not psutil.wait_procs(processes, timeout=GONE_S)[1]
+
+
+def test_a_command_that_ends_waits_until_it_has_ended() -> None:
+    assert python(LEFT, "dismissed")[2] == "0"

@@ -624,7 +624,7 @@ def test_parts_of_a_prompt_are_sent_before_the_answer_and_before_a_failure(
         raise MemoryError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dovetail.workers.verifier.outcome_of", fail)
+        patch.setattr("dovetail.workers.sessions.opener.outcome_of", fail)
         part, failed = coordinator.ask(opening(2, features=reads)), coordinator.next()
     assert isinstance(part, Prefilled)
     assert isinstance(failed, Failed)
