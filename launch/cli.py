@@ -17,7 +17,6 @@ import click
 
 from dovetail.launch.console import migration
 from dovetail.launch.console.help import NAMES_OF_HELP, hinted
-from dovetail.launch.processes import ahead
 from dovetail.launch.processes.child import ending_at_once
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import refusal
@@ -66,6 +65,8 @@ GROUPS = {
 `dovetail.launch.commands.NAME`."""
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
+STARTERS = ("generate", "chat", "serve")
+"""Commands that start workers, unless they connect to a service that runs already."""
 INTERRUPTED = 130
 
 
@@ -98,7 +99,11 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"there is no command {args[0]!r}; in dovetail: {hint}", ctx)
         if args[0] not in COMMANDS and (near := _near(args[0])):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
-        ahead.begin_for(args)
+        if args[0] in STARTERS:
+            from dovetail.launch.processes import ahead  # only they need it
+
+            ahead.begin_for(args[1:], alone=args[0] == "serve")
+            ctx.call_on_close(ahead.dismiss)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -163,7 +168,6 @@ def main() -> NoReturn:
         try:
             code = run(sys.argv[1:])
         finally:
-            ahead.dismiss()
             _drop_unwritten()
         sys.exit(code)
 

@@ -12,10 +12,8 @@ from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes import nursery
 from dovetail.launch.processes.forked import Process, Talk, can_fork, new_log, run_module
 
-COMMANDS = {"generate", "chat", "serve"}
-"""Commands that start workers, unless they connect to a service that runs already."""
 ELSEWHERE = ("--connect", *NAMES_OF_HELP)
-"""Options with which these commands start no worker."""
+"""Options with which a command starts no worker."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,15 @@ class Begun:
 _begun: list[Begun] = []
 
 
-def begin_for(command: Sequence[str]) -> None:
-    """Start a nursery if this command, a name with its arguments, is likely to start workers, and
-    this process may use at least two cores. The nursery ends with this process."""
-    if command[0] not in COMMANDS or not can_fork() or len(os.sched_getaffinity(0)) < 2:
+def begin_for(arguments: Sequence[str], *, alone: bool) -> None:
+    """Start a nursery for a command with these arguments, if it is likely to start workers, and
+    this process may use at least two cores. `alone`: it uses no service that runs already. The
+    nursery ends with this process."""
+    if not can_fork() or len(os.sched_getaffinity(0)) < 2:
         return
-    if any(argument.partition("=")[0] in ELSEWHERE for argument in command[1:]):
+    if any(argument.partition("=")[0] in ELSEWHERE for argument in arguments):
         return
-    if command[0] == "serve" or not announcements():
+    if alone or not announcements():
         talk, log = Talk(), new_log()
         _begun.append(Begun(run_nursery(talk, nursery.MODULES, log), talk, log))
 

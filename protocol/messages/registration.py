@@ -244,6 +244,7 @@ class Failed(Message):
         "prefix",
         "session",
         "capacity",
+        "cancelled",
         "no_target",
         "worker_lost",
         "coordinator_lost",

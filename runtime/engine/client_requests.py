@@ -269,7 +269,8 @@ class ClientRequests:
         """Start as many requests of the queue as there is room for. Those of clients that have gone
         are dropped; while the service ends, all are refused."""
         clients = self._registry.clients
-        self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
+        left = self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
+        self._tally.ended["cancelled"] += len(left)
         if self._service.ending:
             for one in self._queue.remove(lambda _: True):
                 yield self._turn_down(one.client, one.submit, self._ending())
@@ -335,16 +336,19 @@ class ClientRequests:
         return [one for one in self._running.values() if not one.trial]
 
     def _turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> Tell:
-        """Count a request that is refused, and return what its client is told."""
-        if error.code == "internal":
-            self._tally.ended["error"] += 1
-        else:
-            self._tally.refused += 1
+        """Count a request that does not begin, and return what its client is told."""
+        match error.code:
+            case "internal":
+                self._tally.ended["error"] += 1
+            case "cancelled":
+                self._tally.ended["cancelled"] += 1
+            case _:
+                self._tally.refused += 1
         return Tell(client, refusal(self._service.epoch, error, submit.request))
 
 
 def given_up() -> RequestError:
-    return RequestError("capacity", "the request was cancelled while it waited for room")
+    return RequestError("cancelled", "the request was cancelled while it waited for room")
 
 
 def tokens_of(request: Request) -> int:

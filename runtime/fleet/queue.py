@@ -93,7 +93,10 @@ class FairQueue(Generic[T]):
 
         for head in sorted((own[0] for own in self._waiting.values()), key=rank):
             if fits(head.what):
-                self.remove(lambda what, head=head: what is head.what)  # type: ignore[misc]
+                own = self._waiting[head.key]
+                del own[0]
+                if not own:
+                    del self._waiting[head.key]
                 return head.what
             if _s(head, now_ns) > PASSED_S:
                 return None

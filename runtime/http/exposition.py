@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dovetail.protocol.messages import KeyWaits, Reported
+from dovetail.protocol.messages import KeyWaits, Reported, Totals
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (
@@ -253,6 +253,26 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _gauge(
         "dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept
     )
+    yield from _of_workers(reported)
+    yield from _of_requests(reported)
+    yield from _of_tokens(totals)
+    yield _counter(
+        "dovetail_clients_let_go",
+        "Clients whose requests were ended because they read nothing.",
+        totals.let_go,
+    )
+    yield _counter(
+        "dovetail_moves", "Times that a request continued on another target.", totals.moves
+    )
+    yield _counter(
+        "dovetail_stale_messages", "Messages that came too late or twice.", reported.stale
+    )
+    yield _counter(
+        "dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused
+    )
+
+
+def _of_workers(reported: Reported) -> Iterable[Metric]:
     workers = GaugeMetricFamily("dovetail_workers", "Registered workers.", labels=("role",))
     for role in ("target", "draft"):
         workers.add_metric((role,), sum(role in worker.roles for worker in reported.workers))
@@ -270,50 +290,33 @@ def _own(reported: Reported) -> Iterable[Metric]:
         memory.add_metric((worker.name,), worker.rss_mb * 1e6)
     yield busy
     yield memory
+
+
+def _of_requests(reported: Reported) -> Iterable[Metric]:
+    totals = reported.totals
     if reported.tau is not None:
         yield _gauge("dovetail_tau", "Tokens per round, over all rounds.", reported.tau)
     yield _counter("dovetail_rounds", "Rounds that ended.", reported.rounds)
-    yield _counter(
-        "dovetail_requests_finished", "Requests that were decoded to their end.", reported.finished
-    )
-    yield _counter(
-        "dovetail_requests_failed",
-        "Requests that began and could not be decoded to their end.",
-        reported.failed,
-    )
-    yield _counter(
-        "dovetail_requests_refused",
-        "Requests that the coordinator turned down before anything was decoded.",
-        totals.refused_requests,
-    )
+    for name, text, count in (
+        ("finished", "were decoded to their end", reported.finished),
+        ("failed", "began and could not be decoded to their end", reported.failed),
+        ("refused", "the coordinator turned down before decoding", totals.refused_requests),
+        ("cancelled", "were cancelled", reported.cancelled),
+    ):
+        yield _counter(f"dovetail_requests_{name}", f"Requests that {text}.", count)
     yield _of_keys("length", "Requests in the queue", totals.queue, "length")
     yield _of_keys("longest_wait_seconds", "Longest wait in the queue", totals.queue, "longest_s")
-    yield _counter(
-        "dovetail_requests_cancelled", "Requests that were cancelled.", reported.cancelled
-    )
-    yield _counter("dovetail_prompt_tokens", "Tokens of prompts.", totals.prompt_tokens)
-    yield _counter(
-        "dovetail_reused_tokens",
-        "Tokens of prompts that were taken from the prefix cache.",
-        totals.reused_tokens,
-    )
-    yield _counter("dovetail_completion_tokens", "Tokens of replies.", totals.completion_tokens)
-    yield _counter("dovetail_drafted_tokens", "Nodes that were verified.", totals.drafted_tokens)
-    yield _counter("dovetail_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens)
-    yield _counter(
-        "dovetail_clients_let_go",
-        "Clients whose requests were ended because they read nothing.",
-        totals.let_go,
-    )
-    yield _counter(
-        "dovetail_moves", "Times that a request continued on another target.", totals.moves
-    )
-    yield _counter(
-        "dovetail_stale_messages", "Messages that came too late or twice.", reported.stale
-    )
-    yield _counter(
-        "dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused
-    )
+
+
+def _of_tokens(totals: Totals) -> Iterable[Metric]:
+    for name, text, count in (
+        ("prompt", "Tokens of prompts.", totals.prompt_tokens),
+        ("reused", "Prompt tokens taken from the prefix cache.", totals.reused_tokens),
+        ("completion", "Tokens of replies.", totals.completion_tokens),
+        ("drafted", "Nodes that were verified.", totals.drafted_tokens),
+        ("accepted", "Nodes that were accepted.", totals.accepted_tokens),
+    ):
+        yield _counter(f"dovetail_{name}_tokens", text, count)
 
 
 def _known(reported: Reported, model: str) -> Iterable[Metric]:

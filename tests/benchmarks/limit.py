@@ -17,12 +17,12 @@ from benchmarks.options import (
     Command,
     Numbers,
     checkpoint_type,
+    compared,
     holds,
     option,
     options,
     pin,
     report,
-    verdict,
 )
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers import kernels
@@ -93,16 +93,7 @@ def show(told: dict[str, Any], machine: "Machine", found: "Sequence[Found]") -> 
         f"{told['kind']} linears of a {told['shape']} layer, {told['isa']}, "
         f"{len(told['cores'])} core(s), {told['clock']} time: {measured}"
     )
-    cells = [
-        (
-            f.rows,
-            1e3 * estimate(f.seconds).median,
-            1e3 * estimate(f.limits).median,
-            str(f.ratio),
-            *verdict(f.ratio, f.figure),
-        )
-        for f in found
-    ]
+    cells = [compared(f.rows, f.seconds, f.limits, f.ratio, f.figure) for f in found]
     print_table(("rows", "ms", "limit ms", "ratio (95 %)", "figure", "holds"), cells)
 
 

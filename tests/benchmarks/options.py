@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from benchmarks.child import Side, SideError
-from benchmarks.measure import Estimate
+from benchmarks.measure import Estimate, estimate
 from benchmarks.models import SHAPES, TYPES, model_folder, write_model
 from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
 from dovetail.launch.bench.llama.start import INSTALL, has_llama
@@ -139,6 +139,19 @@ def options(*names: str) -> Callable[[Any], Any]:
 def verdict(found: Estimate, most: float | None) -> tuple[str, str]:
     """The cells that tell a figure and whether it holds."""
     return ("-", "-") if most is None else (f"<= {most:g}", "yes" if found.holds(most) else "NO")
+
+
+def compared(
+    name: object,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    found: Estimate,
+    most: float | None,
+) -> tuple[object, ...]:
+    """Return the cells of a comparison: its name, the medians of both sides in ms, given in
+    seconds, their ratio, and whether that holds."""
+    medians = (1e3 * estimate(side).median for side in (ours, theirs))
+    return (name, *medians, str(found), *verdict(found, most))
 
 
 def holds(found: Estimate, most: float | None) -> bool | None:

@@ -15,12 +15,12 @@ from benchmarks.measure import Estimate, estimate, ratio, take_turns
 from benchmarks.options import (
     Command,
     checkpoint_type,
+    compared,
     holds,
     option,
     options,
     pin,
     report,
-    verdict,
 )
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.workers import kernels
@@ -137,16 +137,7 @@ def show(told: dict[str, Any], figures: Sequence[Figure], memory: float) -> None
     click.echo(
         f"{told['kind']} layer of {told['shape']}, {told['isa']}, {len(told['cores'])} core(s)"
     )
-    cells = [
-        (
-            one.name,
-            1e3 * estimate(one.left).median,
-            1e3 * estimate(one.right).median,
-            str(one.ratio),
-            *verdict(one.ratio, one.bound),
-        )
-        for one in figures
-    ]
+    cells = [compared(one.name, one.left, one.right, one.ratio, one.bound) for one in figures]
     print_table(("of the layer", "ms", "beside ms", "ratio (95 %)", "bound", "holds"), cells)
     kept = "yes" if memory <= MEMORY_BOUND else "NO"
     click.echo(f"memory of a node / copy of the state: {memory:.3f}, <= {MEMORY_BOUND:g}: {kept}")

@@ -12,10 +12,13 @@ import pytest
 GONE_S = 60.0
 BEGUN = """
 import sys
+import click
+from dovetail.launch import cli
 from dovetail.launch.processes import ahead
 sys.argv[0] = "dovetail"
 ahead.run_nursery = lambda talk, modules, log: modules
-ahead.begin_for(sys.argv[1:])
+ahead.dismiss = lambda: None
+cli.group.resolve_command(click.Context(cli.group), sys.argv[1:])
 print(ahead.begun())
 """
 FORKED_FROM_IT = """
@@ -25,7 +28,7 @@ from dovetail.launch.processes import ahead, nursery
 from dovetail.launch.processes.supervise import Supervisor
 sys.argv[0] = "dovetail"
 nursery.MODULES = ("json",)
-ahead.begin_for(["serve"])
+ahead.begin_for([], alone=True)
 mine = {child.pid for child in psutil.Process().children()}
 waiting = ["worker", "--role=draft", "--draft.kind=ngram", "--connect=-"]
 with Supervisor() as supervisor:
@@ -41,7 +44,7 @@ import sys
 import psutil
 from dovetail.launch.processes import ahead
 sys.argv[0] = "dovetail"
-ahead.begin_for(["serve"])
+ahead.begin_for([], alone=True)
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 print(ahead.taken_bytes() > 0)
 if sys.argv[1:]:

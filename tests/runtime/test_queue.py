@@ -154,10 +154,15 @@ def test_whoever_goes_frees_its_place_in_the_queue(how: str) -> None:
     assert house.coordinator.report().totals.queued == 1
     if how == "cancel":
         house.client.cancel(waiting)
+        house.run()
+        (told,) = [reply for reply in house.replies() if isinstance(reply, Failed)]
+        assert (told.session, told.code) == (waiting, "cancelled")
     else:
         house.client.close()
-    house.run()
-    assert house.coordinator.report().totals.queued == 0
+        house.run()
+    report = house.coordinator.report()
+    assert (report.totals.queued, report.totals.refused_requests) == (0, 0)
+    assert report.cancelled == (1 if how == "cancel" else 2)  # who leaves cancels what runs, too
     assert begun(house) == [10]
 
 

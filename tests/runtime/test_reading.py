@@ -1,4 +1,4 @@
-"""What rows of a log cost, and how they are shared among the logs that are read."""
+"""Tests of chunked prefill: the learned cost of its rows, and their shares among several logs."""
 
 from hypothesis import given
 from hypothesis import strategies as st

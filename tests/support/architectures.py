@@ -169,6 +169,17 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
+GRANITE = {
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+}
+SHARED = {"num_local_experts": 8, "shared_intermediate_size": 40}
+BASES = {
+    "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    "layer_rope_theta": [1e4, 1e4, 0, 100.0],
+}
 VARIED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [2], "norm_topk_prob": True},
     "glm4_moe": {
@@ -200,22 +211,8 @@ VARIED: dict[str, dict[str, Any]] = {
         "num_experts": 8,
     },
     "flex_olmo": {"num_experts": 8, "norm_topk_prob": True},
-    "granitemoeshared": {
-        "num_local_experts": 8,
-        "shared_intermediate_size": 40,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-    },
-    "granitemoe_swa": {
-        "layer_types": ["full_attention", *["sliding_attention"] * 3],
-        "layer_rope_theta": [1e4, 1e4, 0, 100.0],
-        "num_local_experts": 8,
-        "shared_intermediate_size": 40,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-    },
+    "granitemoeshared": GRANITE | SHARED,
+    "granitemoe_swa": GRANITE | SHARED | BASES,
     "deepseek_v3": LATENT_SIZES | GROUPS | {"first_k_dense_replace": 1, "rope_parameters": YARN},
     "deepseek_v2": LATENT_SIZES
     | GROUPS
@@ -268,20 +265,8 @@ VARIED: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
-    "granite": {
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-    },
-    "granite_swa": {
-        "layer_types": ["full_attention", *["sliding_attention"] * 3],
-        "layer_rope_theta": [1e4, 1e4, 0, 100.0],
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-    },
+    "granite": GRANITE,
+    "granite_swa": GRANITE | BASES,
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | {"num_experts": 8},
     "qwen3_next": DELTA | {"num_experts": 8, "mlp_only_layers": [1]},

@@ -301,7 +301,7 @@ class CarefulTarget(ScriptedTarget):
 
 
 def was_read(worker: ScriptedWorker, item: ReadItem) -> bool:
-    """Whether a part of a log has been read, or nobody wants it any more."""
+    """Return whether a worker has read this chunk of a log, or has dropped the log."""
     return item.session not in worker.begun or item.start < worker.done[item.session]
 
 

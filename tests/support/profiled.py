@@ -150,8 +150,8 @@ def made_up_run(
 
 
 def with_experts(run: Evidence, *, row: int, drafted: int) -> Evidence:
-    """The same run of a model with experts, `row` of 16 times as many a row: a drafted pass goes
-    through `drafted`."""
+    """Return a run as if its model had experts: a pass over one row goes through `row` of 16 times
+    as many, and a drafted pass through `drafted`."""
 
     def routed(record: RoundRecord) -> RoundRecord:
         return record.model_copy(update={"experts": drafted if record.verified else row})

@@ -125,7 +125,7 @@ class Schedule:
     part: int = 0
     """Rows of a log that workers read at a time; 0: they read it whole."""
     sessions: int = 64
-    """That a worker holds; further ones wait."""
+    """The most sessions that a worker holds; further requests wait."""
     steps: tuple[tuple[int, Wish | Fault], ...] = ()
 
 

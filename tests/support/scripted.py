@@ -184,8 +184,8 @@ class ScriptedWorker:
     """The logs of ended sessions that it has rows of; `rows`: how many."""
     rows: dict[int, int] = field(default_factory=dict)
     begun: dict[int, Open | Refeed] = field(default_factory=dict)
-    """What began the reading of logs that are read in parts; `done`: rows of them that were
-    read."""
+    """By session: the command with which a log began to be read in chunks; `done`: the rows of it
+    that have been read."""
     done: dict[int, int] = field(default_factory=dict)
     limits: Limits | None = None
     seen: list[Command] = field(default_factory=list)
@@ -317,7 +317,7 @@ class ScriptedWorker:
         return [*told, Reading(**about, done=stop, spans=spans)]
 
     def tell_rows(self, command: Open | Refeed, start: int, stop: int) -> list[Event]:
-        """What is told of some rows of a log."""
+        """Return the events of the rows `start` to `stop` - 1 of a log: features, scores."""
         return []
 
     def end_reading(self, command: Open | Refeed) -> Event:
@@ -397,7 +397,7 @@ class ScriptedTarget(ScriptedWorker):
         ]
 
     def score(self, command: Open, first: int, stop: int) -> list[Event]:
-        """Of some tokens of the prompt, a part at a time."""
+        """Return the scores of the tokens `first` to `stop` - 1 of a prompt, in several events."""
         if not command.scored:
             return []
         assert command.base is None

@@ -217,7 +217,7 @@ def test_tokens_are_those_that_transformers_chooses(
 
 
 def chosen_by_transformers(folder: Path, ids: list[int], rows: int) -> int:
-    """How many experts of all layers the last rows go through, by the routers of transformers."""
+    """Return how many experts, over all layers, the last rows go through in transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = 0
     for logits in model(torch.tensor([ids]), output_router_logits=True).router_logits:

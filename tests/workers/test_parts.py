@@ -61,7 +61,7 @@ def order(model: LanguageModel, number: int, prompt: Sequence[int], **fields: An
 
 @dataclass
 class Told:
-    """What is told of a prompt."""
+    """The results of a prefill: features, scores, rows that are done, and the first token."""
 
     features: list[torch.Tensor] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Other:
     round: int = 0
 
     def item(self, rng: random.Random) -> VerifyItem:
-        """Its next round, with some right nodes and some wrong ones."""
+        """Return the next round of this session: a tree with right nodes and wrong ones."""
         self.round += 1
         tokens, parents, above = list[int](), list[int](), -1
         place = len(self.log) - self.prompt

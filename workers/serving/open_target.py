@@ -52,7 +52,19 @@ def open_target_worker(
         beside=beside,
     )
     _warn(settings, name)
-    model = load_language_model(
+    model = _load(settings, device, spread, profile)
+    tell_proof(model.proved, name)
+    if spread is not None:
+        for place in {place.torch_device for place in spread.gpus}:
+            tell_products(place, name)
+    identity = _identity(settings, name, threads, device, spread, model, profile)
+    return TargetWorker(model, identity)
+
+
+def _load(
+    settings: TargetSettings, device: Device, spread: Spread | None, profile: Path | None
+) -> LanguageModel:
+    return load_language_model(
         settings.model,
         weights=settings.weights,
         device=device.name,
@@ -65,17 +77,18 @@ def open_target_worker(
         activations=settings.activations,
         context=settings.longest,
     )
-    tell_proof(model.proved, name)
-    if spread is not None:
-        for place in {place.torch_device for place in spread.gpus}:
-            tell_products(place, name)
-    placed = ""
-    if device.is_cpu and (settings.backend, model.backend) == ("auto", "library"):
-        print(
-            f"{name}: torch's own operations compute this model, because {model.choice}",
-            file=sys.stderr,
-        )
-        placed = f"by torch's own operations, because {model.choice}"[:MOST_WORDS]
+
+
+def _identity(
+    settings: TargetSettings,
+    name: str,
+    threads: int,
+    device: Device,
+    spread: Spread | None,
+    model: LanguageModel,
+    profile: Path | None,
+) -> Identity:
+    """Return what the worker tells its coordinator of a loaded model."""
     # a row has the same bytes whether it was kept or computed, and in chunks of any size
     same_bytes = model.backend == "kernels" and (spread is None or spread.same_bytes)
     whole = spread is None or spread.demand is None
@@ -89,20 +102,28 @@ def open_target_worker(
         device.name,
         threads,
         _fingerprint(settings, model, device, spread),
-        () if known is None else known.t_v_by_context[:MAX_CURVES],
-        _experts(model, known),
-        settings.inflate,
-        affordable_tokens(free_bytes, row_bytes) if same_bytes else 0,
+        curves=() if known is None else known.t_v_by_context[:MAX_CURVES],
+        experts=_experts(model, known),
+        inflation=settings.inflate,
+        kept_tokens=affordable_tokens(free_bytes, row_bytes) if same_bytes else 0,
         room_tokens=room_tokens(free_bytes, row_bytes) if spread is None else None,
         same_bytes=same_bytes,
-        placement=placed,
+        placement=_told_library(settings, name, device, model),
     )
-    if spread is not None:
-        reader = "" if spread.reader is None else spread.reader.name
-        identity = replace(
-            identity, placement=str(spread), reader=reader, reads_from=spread.reads_from
-        )
-    return TargetWorker(model, identity)
+    if spread is None:
+        return identity
+    reader = "" if spread.reader is None else spread.reader.name
+    return replace(identity, placement=str(spread), reader=reader, reads_from=spread.reads_from)
+
+
+def _told_library(settings: TargetSettings, name: str, device: Device, model: LanguageModel) -> str:
+    """Say on stderr why torch computes a model that the kernels might have, and return it for
+    summaries; empty if they do, or if the settings ask for torch."""
+    if not device.is_cpu or (settings.backend, model.backend) != ("auto", "library"):
+        return ""
+    why = f"because {model.choice}"
+    print(f"{name}: torch's own operations compute this model, {why}", file=sys.stderr)
+    return f"by torch's own operations, {why}"[:MOST_WORDS]
 
 
 def _warn(settings: TargetSettings, name: str) -> None:

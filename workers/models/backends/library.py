@@ -61,7 +61,7 @@ class Library:
     prompt_rows = PROMPT_ROWS
     reads_apart = 0
     routing: Routing | None = None
-    """It does not count the experts that a pass goes through."""
+    """The experts that a pass can go through; None: the library does not count them."""
 
     def __init__(
         self,
