@@ -65,8 +65,9 @@ GROUPS = {
 `dovetail.launch.commands.NAME`."""
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
-STARTERS = ("generate", "chat", "serve")
-"""Commands that start workers, unless they connect to a service that runs already."""
+STARTERS = ("generate", "chat")
+"""Commands that start workers, unless a service runs already, and import much themselves. `serve`
+starts an HTTP process besides, so that both cores have enough to do."""
 INTERRUPTED = 130
 
 
@@ -102,7 +103,7 @@ class LazyGroup(click.Group):
         if args[0] in STARTERS:
             from dovetail.launch.processes import ahead  # only they need it
 
-            ahead.begin_for(args[1:], alone=args[0] == "serve")
+            ahead.begin_for(args[1:])
             ctx.call_on_close(ahead.dismiss)
         return super().resolve_command(ctx, args)
 

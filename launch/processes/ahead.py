@@ -29,15 +29,14 @@ class Begun:
 _begun: list[Begun] = []
 
 
-def begin_for(arguments: Sequence[str], *, alone: bool) -> None:
-    """Start a nursery for a command with these arguments, if it is likely to start workers, and
-    this process may use at least two cores. `alone`: it uses no service that runs already. The
-    nursery ends with this process."""
+def begin_for(arguments: Sequence[str]) -> None:
+    """Start a nursery for a command with these arguments, if no service runs that it would use, and
+    this process may use at least two cores. The nursery ends with this process."""
     if not can_fork() or len(os.sched_getaffinity(0)) < 2:
         return
     if any(argument.partition("=")[0] in ELSEWHERE for argument in arguments):
         return
-    if alone or not announcements():
+    if not announcements():
         talk, log = Talk(), new_log()
         _begun.append(Begun(run_nursery(talk, nursery.MODULES, log), talk, log))
 

@@ -28,7 +28,7 @@ from dovetail.launch.processes import ahead, nursery
 from dovetail.launch.processes.supervise import Supervisor
 sys.argv[0] = "dovetail"
 nursery.MODULES = ("json",)
-ahead.begin_for([], alone=True)
+ahead.begin_for([])
 mine = {child.pid for child in psutil.Process().children()}
 waiting = ["worker", "--role=draft", "--draft.kind=ngram", "--connect=-"]
 with Supervisor() as supervisor:
@@ -44,7 +44,7 @@ import sys
 import psutil
 from dovetail.launch.processes import ahead
 sys.argv[0] = "dovetail"
-ahead.begin_for([], alone=True)
+ahead.begin_for([])
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 print(ahead.taken_bytes() > 0)
 if sys.argv[1:]:
@@ -67,11 +67,12 @@ def python(program: str, *arguments: str, cores: int = 2, **environment: str) ->
     [
         ("generate hello", True),
         ("chat", True),
-        ("serve --http.port 0", True),
+        ("generate --max-tokens 4 hello", True),
+        ("serve --http.port 0", False),
         ("generate hello --connect ipc:///tmp/hub", False),
         ("generate hello --connect=http://127.0.0.1:8000", False),
-        ("serve --help", False),
-        ("serve --help-all", False),
+        ("chat --help", False),
+        ("chat --help-all", False),
         ("status", False),
         ("worker --role target", False),
     ],
@@ -83,16 +84,14 @@ def test_it_begins_for_commands_that_start_workers_of_their_own(
 
 
 def test_one_core_does_one_thing_after_the_other(tmp_path: Path) -> None:
-    assert python(BEGUN, "serve", cores=1, XDG_RUNTIME_DIR=str(tmp_path)) == ["False"]
+    assert python(BEGUN, "chat", cores=1, XDG_RUNTIME_DIR=str(tmp_path)) == ["False"]
 
 
-def test_a_coordinator_that_runs_is_used_instead_but_by_serve(tmp_path: Path) -> None:
+def test_a_coordinator_that_runs_is_used_instead(tmp_path: Path) -> None:
     running = "from dovetail.launch.files.directory import announced\n"
     running += "".join(f"    {line}\n" for line in BEGUN.strip().splitlines())
     running = running.replace("    import sys", "with announced('ipc:///x'):\n    import sys")
-    where = str(tmp_path)
-    assert python(running, "generate", "hello", XDG_RUNTIME_DIR=where) == ["False"]
-    assert python(running, "serve", XDG_RUNTIME_DIR=where) == ["True"]
+    assert python(running, "generate", "hello", XDG_RUNTIME_DIR=str(tmp_path)) == ["False"]
 
 
 def test_a_supervisor_takes_it_over_once() -> None:
