@@ -286,7 +286,7 @@ class Bench:
         )
 
     def _open_target(self, folder: Path) -> LanguageModel:
-        def stage(config: Any, _weights: str) -> Staging:
+        def stage(config: Any, *_: Any) -> Staging:
             return Staging([Place.STREAMED] * config["num_hidden_layers"], self.transfer)
 
         return load_language_model(str(folder), weights="half", device="cpu", stage=stage)
@@ -538,7 +538,8 @@ def _prefill(bench: Bench) -> None:
     states = torch.randn(
         rows, bench.shape.hidden, generator=torch.Generator().manual_seed(1)
     ) / math.sqrt(bench.shape.hidden)
-    seen = StagedPass(torch.arange(rows), [Segment(StagedCache([stage.new_cache(rows)]), 0, rows)])
+    cache = stage.new_cache(rows, torch.float32)
+    seen = StagedPass(torch.arange(rows), [Segment(StagedCache([cache]), 0, rows)])
     found: list[Tensor] = []
     read = chip.seconds_of(
         bench.device.torch_device,

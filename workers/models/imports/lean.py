@@ -22,7 +22,7 @@ import torch
 from dovetail.workers.models.imports.lean_torch import import_whole
 from dovetail.workers.models.imports.stand_ins import Room, StandIn, replaced
 
-UNUSED = ("accelerate", "hqq", "scipy")
+UNUSED = ("accelerate", "hqq", "scipy", "sklearn")
 COMPILER = "torch._dynamo"
 INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
 
