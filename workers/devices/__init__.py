@@ -5,12 +5,12 @@ import torch
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices import cpu
-from dovetail.workers.devices.base import Device, DeviceKind, Program, Transfer
+from dovetail.workers.devices.base import Capture, Device, DeviceKind, Program, Transfer
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.devices.cuda import CUDA
 from dovetail.workers.devices.pretended import PRETENDED
 
-__all__ = ["Device", "Program", "Transfer", "first_device", "kind_of", "open_device"]
+__all__ = ["Capture", "Device", "Program", "Transfer", "first_device", "kind_of", "open_device"]
 
 KINDS: tuple[DeviceKind, ...] = (CUDA, CPU, PRETENDED)
 """All kinds, the one that a draft runs fastest on first."""

@@ -201,7 +201,8 @@ def _over(cache: Tensor, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
     _, heads, slots, width = cache.shape
     query = x.view(len(x), heads, -1, width).transpose(0, 1).reshape(1, heads, -1, width)
     mask = torch.zeros(query.shape[2], slots, device=x.device)
-    return attend(query, cache[0], cache[1], mask, width**-0.5, sinks=None).reshape(x.shape)
+    found = attend(query, cache[0], cache[1], mask, width**-0.5, sinks=None)
+    return found.view(heads, len(x), -1).transpose(0, 1).reshape(x.shape)
 
 
 def _by_torch(

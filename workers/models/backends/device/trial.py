@@ -20,13 +20,14 @@ def main(device: str, name: str) -> str:
     they are not there or wrong."""
     contests = (*choice.CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST)
     contest = next(one for one in contests if one.name == name)
-    place = open_device(device, 1).torch_device
+    opened = open_device(device, 1)
+    place = opened.torch_device
     program = choice.products_on(place).functions(contest.source)
     if isinstance(program, str):
         raise SystemExit(program)
     if wrong := contest.against(program, place):
         raise SystemExit(wrong)
-    return json.dumps(choice.measured(program, place, contest))
+    return json.dumps(choice.measured(program, opened, contest))
 
 
 def here(device: str, name: str) -> bytes | str:
