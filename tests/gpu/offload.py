@@ -191,7 +191,8 @@ class Bench:
         count = len(self.layers)
         stage = Stage(0, 0, self.staged.engine, transfer or self.transfer)
         self.own._coded[:] = self._coded
-        self.own._levels.clear()
+        if self.own.levels is not None:
+            self.own.levels.clear()
         self.staged._stages[0] = stage
         gc.collect()
         if not self.on_cpu:

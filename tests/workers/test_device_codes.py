@@ -144,9 +144,9 @@ def test_what_was_captured_for_a_cache_goes_with_it(tmp_path: Path, as_a_gpu: Ca
     assert isinstance(substitute.back_end, DeviceSubstitute)
     cache = substitute.new_cache(16)
     read(substitute, cache)
-    assert substitute.back_end.captured == 1
+    assert len(substitute.back_end.levels) == 1
     del cache
-    assert substitute.back_end.captured == 0
+    assert len(substitute.back_end.levels) == 0
 
 
 @pytest.mark.gpu

@@ -4,30 +4,28 @@ else the target's.
 Products go over the codes, by our own over the kernels' layout, or by torch's int4 products: fewer
 bits are laid into 4, and 8 are the sum of two products of 4. The layers are `device/layer.py`'s,
 over the target's own keys and values; where the target keeps a layer on the device, that is
-computed from. A level of a tree is computed in fixed shapes, its rows padded to a power of two, and
-captured once for a cache and number of rows. Knows layers, rows and slots; nothing of drafts or
-sessions.
+computed from. Levels of a tree are those of `device/levels.py`. Knows layers, rows and slots;
+nothing of drafts or sessions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.workers.devices import Capture
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends.device.choice import Product
 from dovetail.workers.models.backends.device.layer import DeviceLayer
+from dovetail.workers.models.backends.device.levels import Levels
 from dovetail.workers.models.backends.device.own import OwnCodes
 from dovetail.workers.models.backends.device.products import rounded_product
-from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.staged import DeviceHead, Staged
@@ -44,18 +42,11 @@ from dovetail.workers.models.substitutes.coded import coded_product
 from dovetail.workers.models.substitutes.kept import Substitutes, Tell
 from dovetail.workers.models.substitutes.quantize import BITS, Codes
 
-Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""A function of fixed shapes -> one that does the same again, into the same tensor."""
 CodesOf = Callable[[nn.Module, int, int], Mapping[nn.Linear, Codes]]
 """The codes of every linear of a layer that has its numbers, and is one of so many."""
 
 TORCHS, OWN = "torch-int4", "own-codes"
 """The names of those who compute products of codes."""
-MOST_FIXED_ROWS = 64
-"""Passes of more rows are no levels of a tree, and computed as they come."""
-SLOTS = 512
-"""Attention in fixed shapes reads slots in multiples of it: a session with SubSpec's tree has one
-such number or two, and each is captured once."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +77,6 @@ class _Nothing(PackedMatrix):
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
-
-
-@dataclass(frozen=True)
-class _Level:
-    """The inputs of a pass of fixed shape, and the pass."""
-
-    rows: Tensor
-    """The cache's, of which the pass has the addresses."""
-    states: Tensor
-    positions: Tensor
-    slots: Tensor
-    masks: Mapping[int, Tensor]
-    """[T, S] of 0 and -inf."""
-    replay: Callable[[], Tensor]
 
 
 class DeviceSubstitute(Kernels):
@@ -133,30 +110,29 @@ class DeviceSubstitute(Kernels):
             )
         super().__init__(model, Kind.FP32, context=context)
         self.device = target.engine.device
-        self._target, self._engine, self._codes_of, self._capture = (
-            target,
-            target.engine,
-            codes_of,
-            capture,
-        )
+        self._target, self._engine, self._codes_of = target, target.engine, codes_of
         self._embed = target._model.get_input_embeddings()
         self._codes: Mapping[nn.Linear, Codes] = {}
         self._products: list[Product] = []
         self._coded: list[CodedLayer | SharedLayer] = []
         self._plans: list[LayerPlan] = []
-        self._levels: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Level]] = (
-            WeakKeyDictionary()
-        )
+        self.levels: Levels | None = None
+        if capture is not None:
+            self.levels = Levels(
+                capture=capture,
+                device=self.device,
+                hidden=model.config.hidden_size,
+                plans=self._plans,
+                layers=self._coded,
+                turn=self._engine.turn,
+                by=self._engine.by,
+                logits=self._logits,
+            )
 
     @property
     def shared(self) -> int:
         """Return how many layers are the target's own."""
         return sum(isinstance(layer, SharedLayer) for layer in self._coded)
-
-    @property
-    def captured(self) -> int:
-        """Caches for which levels are captured."""
-        return len(self._levels)
 
     def _lacking(self, spec: LayerSpec) -> str:
         return why_not_coded_apart(spec)
@@ -191,16 +167,11 @@ class DeviceSubstitute(Kernels):
         kept: Kept,
     ) -> Tensor:
         """Logits [R, V] of a pass, on the device."""
-        states = self._embed(tokens).float().to(self.device)
-        if (
-            self._capture is not None
-            and len(segments) == 1
-            and segments[0].paths is not None
-            and len(tokens) <= MOST_FIXED_ROWS
-            and not kept.wanted
-        ):
-            logits = self._level(states, positions, segments[0])
+        states = self._embed(tokens).float()
+        if self.levels is not None and self.levels.take(segments) and not kept.wanted:
+            logits = self.levels.compute(states, positions, segments[0])
             return logits if rows is None else logits[rows.to(self.device)]
+        states = states.to(self.device)
         seen = self._engine.see(positions, segments)
         for index, layer in enumerate(self._coded):
             kept.keep(index, states)
@@ -239,87 +210,6 @@ class DeviceSubstitute(Kernels):
             self._coded.append(CodedLayer(DeviceLayer(plan, self.device), products))
         self._plans.append(plan)
         self._products.clear()
-
-    def _level(self, states: Tensor, positions: Tensor, segment: Segment) -> Tensor:
-        """A pass in fixed shapes. Rows of padding are the last one once more: they write the same
-        to the same slot."""
-        cache, paths, count = segment.cache, segment.paths, segment.count
-        assert isinstance(cache, KVCache)
-        assert paths is not None
-        rows = 1 << (count - 1).bit_length()
-        stop = max(segment.start + count, int(paths.slots.max()) + 1)
-        level = self._opened(cache, rows, min(-(-stop // SLOTS) * SLOTS, cache.rows.shape[3]))
-        lengths = np.diff(paths.offsets)
-        which = torch.from_numpy(np.repeat(np.arange(count), lengths))
-        slots = torch.from_numpy(paths.slots.astype(np.int64))
-        at = torch.from_numpy(
-            np.concatenate([paths.prefix + np.arange(length) for length in lengths])
-        )
-        level.states[:count] = states
-        level.positions[:count] = positions.to(self.device)
-        level.slots[:count] = torch.arange(segment.start, segment.start + count, device=self.device)
-        for tensor in (level.states, level.positions, level.slots):
-            tensor[count:] = tensor[count - 1]
-        for window, mask in level.masks.items():
-            mask.fill_(float("-inf"))
-            oldest = positions - window + 1 if window else torch.zeros_like(positions)
-            mask[:count, : paths.prefix] = _seen_before(paths.prefix, oldest, self.device)
-            inside = at >= oldest[which]
-            mask[which[inside].to(self.device), slots[inside].to(self.device)] = 0.0
-            mask[count:] = mask[count - 1]
-        return level.replay()[:count].clone()
-
-    def _opened(self, cache: KVCache, rows: int, slots: int) -> _Level:
-        """The pass of so many rows over so many slots of a cache, captured where it has not been
-        since the cache moved."""
-        levels = self._levels.setdefault(cache, {})
-        if (rows, slots) not in levels or levels[rows, slots].rows is not cache.rows:
-            levels[rows, slots] = self._open(cache, rows, slots)
-        return levels[rows, slots]
-
-    def _open(self, cache: KVCache, rows: int, slots: int) -> _Level:
-        device, plan = self.device, self._plans[0]
-        states = torch.zeros(rows, self._model.config.hidden_size, device=device)
-        positions = torch.zeros(rows, dtype=torch.long, device=device)
-        # until it is filled, all rows write the last slot, which nobody else writes while this is
-        # captured, and see it alone
-        free = torch.full((rows,), slots - 1, device=device)
-        masks = {
-            window: torch.full((rows, slots), float("-inf"), device=device)
-            for window in {plan.window for plan in self._plans}
-        }
-        for mask in masks.values():
-            mask[:, -1] = 0.0
-        written = cache.rows
-        held = written[:, :, :, slots - 1].clone()
-        groups = plan.heads // plan.kv_heads
-
-        def run() -> Tensor:
-            seen = FixedRows(
-                self._engine.turn(positions),
-                written,
-                free,
-                {window: mask.repeat(groups, 1) for window, mask in masks.items()},
-                by=self._engine.by,
-            )
-            passing = states.clone()
-            for layer in self._coded:
-                layer(seen, passing)
-            return self._logits(passing)
-
-        assert self._capture is not None
-        replay = self._capture(run)
-        written[:, :, :, slots - 1] = held
-        return _Level(written, states, positions, free, masks, replay)
-
-
-def _seen_before(prefix: int, oldest: Tensor, device: torch.device) -> Tensor:
-    """[T, prefix], or [1, prefix] where all is seen: 0 where a row sees a slot of the prefix, -inf
-    where that lies before the oldest that it sees."""
-    if not int(oldest.max()) > 0:
-        return torch.zeros(1, prefix, device=device)
-    before = torch.arange(prefix, device=device) < oldest.to(device).unsqueeze(1)
-    return torch.zeros(len(oldest), prefix, device=device).masked_fill_(before, float("-inf"))
 
 
 def load_device_substitute(

@@ -1,0 +1,192 @@
+"""Levels of a draft's tree on a device: passes of one session's rows in fixed shapes, each captured
+once for a cache, a number of rows and a number of slots, and replayed as one launch.
+
+Rows are padded to a power of two, and attention reads slots in multiples of `SLOTS`. Knows layers,
+rows and slots; nothing of drafts or sessions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices import Capture
+from dovetail.workers.kernels.layer_plan import LayerPlan
+from dovetail.workers.models.attention import Attending
+from dovetail.workers.models.backends.device.angles import Turn
+from dovetail.workers.models.backends.device.rows import FixedRows
+from dovetail.workers.models.cache import KVCache, MixedKVCache
+from dovetail.workers.models.segment import Segment
+
+MOST_ROWS = 64
+"""Passes of more rows are no levels of a tree, and computed as they come."""
+SLOTS = 512
+"""Attention in fixed shapes reads slots in multiples of it: a session with SubSpec's tree has one
+such number or two, and each is captured once."""
+
+Layer = Callable[[FixedRows, Tensor], None]
+"""A layer of its own matrices: (the rows of a pass, states [T, hidden]), in place."""
+
+
+def has_fixed_shapes(plan: LayerPlan) -> bool:
+    """Return whether what a layer computes depends on nothing but the shapes of its inputs: experts
+    and states do not, nor do layers that share keys and values."""
+    return (
+        plan.caches
+        and plan.qkv is not None
+        and plan.experts is None
+        and plan.scan is None
+        and plan.latent is None
+        and plan.own_input is None
+        and plan.reads is None
+        and not plan.chunk
+    )
+
+
+class _Inputs:
+    """The inputs of a level: views of one buffer, so that one copy brings all of them."""
+
+    def __init__(
+        self, rows: int, slots: int, hidden: int, windows: Sequence[int], device: torch.device
+    ) -> None:
+        sizes = [8 * rows, 8 * rows, 4 * rows * hidden, *(4 * rows * slots for _ in windows)]
+        self.buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        positions, placed, states, *masks = self.buffer.split(sizes)
+        self.positions, self.slots = positions.view(torch.long), placed.view(torch.long)
+        self.states = states.view(torch.float32).view(rows, hidden)
+        self.masks = {
+            window: mask.view(torch.float32).view(rows, slots)
+            for window, mask in zip(windows, masks, strict=True)
+        }
+        """By window: [T, S] of 0 and -inf."""
+
+    def fill(self, states: Tensor, positions: Tensor, segment: Segment) -> None:
+        """Write the rows of a segment. Those of padding are the last one once more: they write the
+        same to the same slot."""
+        paths, count = segment.paths, segment.count
+        assert paths is not None
+        self.states[:count], self.positions[:count] = states, positions
+        self.slots[:count] = torch.arange(segment.start, segment.start + count)
+        lengths = np.diff(paths.offsets)
+        which = np.repeat(np.arange(count), lengths)
+        at = np.concatenate([paths.prefix + np.arange(length) for length in lengths])
+        before = np.arange(paths.prefix)
+        for window, whole in self.masks.items():
+            mask = whole.numpy()
+            oldest = positions.numpy() - window + 1 if window else np.zeros(count, np.int64)
+            mask[:] = -np.inf
+            mask[:count, : paths.prefix][before >= oldest[:, None]] = 0.0
+            inside = at >= oldest[which]
+            mask[which[inside], paths.slots[inside]] = 0.0
+            mask[count:] = mask[count - 1]
+        for tensor in (self.states, self.positions, self.slots):
+            tensor[count:] = tensor[count - 1]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A pass of fixed shape, and its inputs here and on the device."""
+
+    rows: Tensor
+    """The cache's, of which the pass has the addresses."""
+    here: _Inputs
+    there: _Inputs
+    replay: Callable[[], Tensor]
+
+
+@dataclass
+class Levels:
+    """The levels of one model."""
+
+    capture: Capture
+    device: torch.device
+    hidden: int
+    """Width of a state."""
+    plans: Sequence[LayerPlan]
+    layers: Sequence[Layer]
+    """Behind the plans, in their order."""
+    turn: Callable[[Tensor], Turn | None]
+    """Positions int64 [T] on the device -> their angles."""
+    by: Attending
+    logits: Callable[[Tensor], Tensor]
+    """States [T, hidden] behind the last layer -> logits [T, V] on the device."""
+
+    def __post_init__(self) -> None:
+        self._opened: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Level]] = (
+            WeakKeyDictionary()
+        )
+
+    def __len__(self) -> int:
+        """Return for how many caches levels are captured."""
+        return len(self._opened)
+
+    def clear(self) -> None:
+        """Capture every level anew, as after a change of the layers."""
+        self._opened.clear()
+
+    def take(self, segments: Sequence[Segment]) -> bool:
+        """Return whether a pass of these segments is a level."""
+        if len(segments) != 1 or segments[0].paths is None:
+            return False
+        cache, count = segments[0].cache, segments[0].count
+        return (
+            count <= MOST_ROWS
+            and isinstance(cache, KVCache)
+            and not isinstance(cache, MixedKVCache)
+            and cache.states is None
+        )
+
+    def compute(self, states: Tensor, positions: Tensor, segment: Segment) -> Tensor:
+        """states [T, hidden], positions [T], both on the CPU -> logits [T, V] on the device: one
+        copy there, and one launch."""
+        cache, paths, count = segment.cache, segment.paths, segment.count
+        assert isinstance(cache, KVCache)
+        assert paths is not None
+        rows = 1 << (count - 1).bit_length()
+        stop = max(segment.start + count, int(paths.slots.max()) + 1)
+        level = self._of(cache, rows, min(-(-stop // SLOTS) * SLOTS, cache.rows.shape[3]))
+        level.here.fill(states, positions, segment)
+        level.there.buffer.copy_(level.here.buffer)
+        return level.replay()[:count].clone()
+
+    def _of(self, cache: KVCache, rows: int, slots: int) -> _Level:
+        """The pass of so many rows over so many slots of a cache, captured where it has not been
+        since the cache moved."""
+        levels = self._opened.setdefault(cache, {})
+        if (rows, slots) not in levels or levels[rows, slots].rows is not cache.rows:
+            levels[rows, slots] = self._open(cache, rows, slots)
+        return levels[rows, slots]
+
+    def _open(self, cache: KVCache, rows: int, slots: int) -> _Level:
+        windows = sorted({plan.window for plan in self.plans})
+        here, there = (
+            _Inputs(rows, slots, self.hidden, windows, place)
+            for place in (torch.device("cpu"), self.device)
+        )
+        written, last = cache.rows, slots - 1
+        # while this is captured, all rows write the last slot, which nobody else does, and see it
+        there.slots.fill_(last)
+        for mask in there.masks.values():
+            mask[:, :last] = float("-inf")
+        held = written[:, :, :, last].clone()
+        groups = self.plans[0].heads // self.plans[0].kv_heads
+
+        def run() -> Tensor:
+            seen = FixedRows(
+                self.turn(there.positions),
+                written,
+                there.slots,
+                {window: mask.repeat(groups, 1) for window, mask in there.masks.items()},
+                by=self.by,
+            )
+            passing = there.states.clone()
+            for layer in self.layers:
+                layer(seen, passing)
+            return self.logits(passing)
+
+        replay = self.capture(run)
+        written[:, :, :, last] = held
+        return _Level(written, here, there, replay)
