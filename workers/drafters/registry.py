@@ -181,6 +181,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import Drafter
+    from dovetail.workers.models.backends.device.choice import tell_products
     from dovetail.workers.models.loading import load_language_model
     from dovetail.workers.models.remembered.proofs import tell_proof
 
@@ -188,9 +189,11 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     device = open_device(settings.device, wanted.threads)
     weights = device.draft_weights if settings.weights == "auto" else settings.weights
     model = load_language_model(
-        settings.model, weights=weights, device=device.name, proof=settings.proof
+        settings.model, weights=weights, device=device.name, proof=settings.proof, draft=device
     )
     tell_proof(model.proved, wanted.name)
+    if not device.is_cpu:
+        tell_products(device.torch_device, wanted.name)
     checkpoint, spans = model.checkpoint, Spans()
     identity = wanted.identity(
         model,

@@ -4,7 +4,7 @@ one, and each is proved."""
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.workers.devices import Device
 from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library, prove_whole
 from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.resident import ResidentDraft
 from dovetail.workers.models.backends.selection import select
 from dovetail.workers.models.backends.sizes import Matrices
-from dovetail.workers.models.backends.staged import Staged
+from dovetail.workers.models.backends.staged import Staged, Staging
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -91,6 +94,7 @@ def load_language_model(
     proof: str = "off",
     activations: str = "int8",
     context: int | None = None,
+    draft: Device | None = None,
 ) -> LanguageModel:
     """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
     inflated to a size in bytes if that is not 0.
@@ -102,7 +106,8 @@ def load_language_model(
     device. `activations`: int8 or fp32, with weights `int4` and `file`. `proof`: auto, a proof that
     is remembered is enough; anew, it is made anew and remembered; off, it is made and not
     remembered.
-    `context`: the longest sequence; None: what the model has.
+    `context`: the longest sequence; None: what the model has. `draft`: the `device` of a model that
+    drafts, whose products may round to the type of its weights.
     """
     check_names(weights, backend)
     file = find_folder(source) / "config.json"
@@ -117,7 +122,7 @@ def load_language_model(
     try:
         if on_cpu:
             return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, wanted, kept=checkpoint)
-        return _on_gpu(checkpoint, wanted, torch.device(device))
+        return _on_gpu(checkpoint, wanted, torch.device(device), draft)
     except Exception:
         checkpoint.digesting.result()  # what is wrong with its files comes first
         raise
@@ -272,7 +277,8 @@ def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bo
     if kernels and wanted.stage is not None:
         matrices = Matrices(planned_shapes(model, plan), expert_shapes(model))
         staging = wanted.stage(model.config.to_dict(), wanted.weights, matrices)
-        return Staged(
+        opened = Staged if staging.draft is None else ResidentDraft
+        return opened(
             model,
             KINDS[wanted.weights],
             context=context_of(model.config),
@@ -296,8 +302,11 @@ def _free_bytes(device: torch.device) -> int | None:
     return None if tell is None else int(tell(device)[0])
 
 
-def _on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> LanguageModel:
-    """Load a model as transformers computes it, in one type."""
+def _on_gpu(
+    checkpoint: Checkpoint, wanted: Wanted, device: torch.device, draft: Device | None
+) -> LanguageModel:
+    """Load a model as transformers computes it, in one type; a draft as the kernels describe it,
+    where they do."""
     where = f"the settings say device {device}; leave that out"
     refuse_without_kernels(_model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
@@ -315,6 +324,14 @@ def _on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> Lan
         why := against_device(checkpoint, wanted.weights, device, free)
     ):
         raise CheckpointError(f"{checkpoint.source}: {why}")
+    if draft is not None:
+        found = _resident(checkpoint, replace(wanted, cache=own), draft)
+        if isinstance(found, LanguageModel):
+            return found
+        log.warning(
+            "%s: the library computes it on %s, one operation at a time, because %s",
+            *(checkpoint.source, device, found),
+        )
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
     real: Sequence[int] = range(len(decoder_layers(model)[1]))
     if wanted.inflate_bytes:
@@ -347,6 +364,34 @@ def _on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> Lan
             WHOLE_TOLERANCE["fp32"] if wanted.weights == "fp32" else ROUNDED_TOLERANCE,
         )
     return language_model
+
+
+def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:
+    """Load a draft all layers of which are on its device, described as the kernels' are; or say why
+    it is not."""
+    if why_not := _against_kernels(wanted):
+        return why_not
+
+    def stage(config: Mapping[str, Any], *_: Any) -> Staging:
+        places = [Place.RESIDENT] * config["num_hidden_layers"]
+        return Staging(places, draft.transfer(), draft=draft)
+
+    skeleton = open_skeleton(checkpoint)
+    kind = skeleton.model.config.model_type
+    try:
+        model = _assemble(
+            skeleton,
+            checkpoint,
+            replace(wanted, stage=stage),
+            kernels=True,
+            choice=f"torch computes the kernels' layers on {draft.name}",
+        )
+    except UnsupportedError as error:
+        return f"model type {kind} is not described as the kernels' are: {error}"
+    except StumbledError:
+        return f"model type {kind} is built in a way that the kernels do not know"
+    model.device = draft.torch_device
+    return model
 
 
 def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, free: int) -> str:

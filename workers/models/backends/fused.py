@@ -354,19 +354,24 @@ class Kernels:
     ) -> Tensor:
         """Embedding, layers, norm and head, and a factor of both ends, which is all that most
         models do: transformers takes 0.1 ms for what is around them."""
-        embedded: Tensor = self._model.get_input_embeddings()(tokens)
-        if (factor := self._factor(self._family.embeddings)) != 1.0:
-            embedded = embedded * factor
-        states: Tensor = self._fused.run(embedded, seen, kept)
+        states: Tensor = self._fused.run(self._embedded(tokens), seen, kept)
         if LAST in kept.wanted or rows is None:
             states = self._norm(states)
             kept.keep_last(states)
-            logits: Tensor = self._head(states if rows is None else states[rows])
-        else:
-            logits = self._head(self._norm(states[rows]))
-        if (factor := self._factor(self._family.logits)) != 1.0:
-            logits = logits / factor if self._family.divides else logits * factor
-        return logits
+            return self._scaled(self._head(states if rows is None else states[rows]))
+        return self._scaled(self._head(self._norm(states[rows])))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Return the states that enter the first layer."""
+        embedded: Tensor = self._model.get_input_embeddings()(tokens)
+        factor = self._factor(self._family.embeddings)
+        return embedded if factor == 1.0 else embedded * factor
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Return logits with the factor that the model has for them."""
+        if (factor := self._factor(self._family.logits)) == 1.0:
+            return logits
+        return logits / factor if self._family.divides else logits * factor
 
     def _factor(self, field: str) -> float:
         """Return the number of a field of the configuration; 1 for none."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.experts import Routing
-from dovetail.workers.devices.base import Transfer
+from dovetail.workers.devices.base import Device, Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
@@ -65,6 +65,8 @@ class Staging:
     """The way to a device that reads prompts for the layers on the CPU."""
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
+    draft: Device | None = None
+    """The device that computes all of it for a draft, whose products may round."""
 
 
 class StagedLayers(nn.Module):
@@ -150,9 +152,14 @@ class Staged(Kernels):
         if self._first < count:
             assert staging.transfer is not None
             self._stages.append(
-                Stage(len(self._stages), self._first, engine_of(staging.transfer), staging.transfer)
+                Stage(len(self._stages), self._first, self._open_engine(staging), staging.transfer)
             )
         self._on_cpu: list[tuple[LayerPlan, Blob]] = []
+
+    def _open_engine(self, staging: Staging) -> Engine:
+        """Return what computes the layers that are not on the CPU."""
+        assert staging.transfer is not None
+        return engine_of(staging.transfer)
 
     def _long_prompt_rows(self) -> int:
         """Return how many rows of a prompt go through a layer at a time; fewer where each has

@@ -167,7 +167,7 @@ class DeviceSubstitute(Kernels):
         kept: Kept,
     ) -> Tensor:
         """Logits [R, V] of a pass, on the device."""
-        states = self._embed(tokens).float()
+        states = self._embedded(tokens).float()
         if self.levels is not None and self.levels.take(segments) and not kept.wanted:
             logits = self.levels.compute(states, positions, segments[0])
             return logits if rows is None else logits[rows.to(self.device)]
@@ -183,7 +183,7 @@ class DeviceSubstitute(Kernels):
     def _logits(self, states: Tensor) -> Tensor:
         head, states = self._head, self._norm(states)
         logits: Tensor = head.roughly(states) if isinstance(head, DeviceHead) else head(states)
-        return logits
+        return self._scaled(logits)
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
         outputs, inputs = sum(part.out_features for part in linears), linears[0].in_features

@@ -54,7 +54,7 @@ class _Inputs:
     ) -> None:
         sizes = [8 * rows, 8 * rows, 4 * rows * hidden, *(4 * rows * slots for _ in windows)]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        positions, placed, states, *masks = self.buffer.split(sizes)
+        positions, placed, states, *masks = torch.split(self.buffer, sizes)
         self.positions, self.slots = positions.view(torch.long), placed.view(torch.long)
         self.states = states.view(torch.float32).view(rows, hidden)
         self.masks = {

@@ -1,0 +1,67 @@
+"""A small draft all layers of which a GPU computes: the model's function up to rounding, levels of
+its trees in one copy and one launch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices import open_device
+from dovetail.workers.models.backends.resident import ResidentDraft
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Paths, Segment
+from support.kernels import needs_kernels
+from support.models import FAMILIES, tiny_llama
+
+pytestmark = needs_kernels
+
+TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
+TREE = [[10], [10, 11], [10, 12], [10, 12, 13]]
+ROUNDED = 5e-3
+
+
+def decode(model: LanguageModel) -> Tensor:
+    """Logits of a prompt, of a tree, and of a token behind one of its paths."""
+    cache, count = model.new_cache(40), len(TOKENS)
+    found = [model.forward(torch.tensor(TOKENS), torch.arange(count), [Segment(cache, 0, count)])]
+    cache.keep(range(count), count)
+    tree = Segment(cache, count, len(TREE), Paths.of(count, TREE))
+    found.append(
+        model.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [tree])
+    )
+    cache.keep([10, 12, 13], 3)
+    last = Segment(cache, 13, 1, Paths.of(13, [[13]]))
+    found.append(model.forward(torch.tensor([4]), torch.tensor([13]), [last]))
+    return torch.cat([logits.cpu() for logits in found])
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("weights", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "gemma2"])
+def test_a_draft_on_a_device_is_the_model_and_its_levels_are_captured(
+    tmp_path: Path, family: str, weights: str
+) -> None:
+    stored = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[weights]
+    folder = str(FAMILIES[family](tmp_path, dtype=stored))
+    device = open_device("pretended", 1)
+    expected = load_language_model(folder, weights="fp32", device="cpu")
+    model = load_language_model(folder, weights=weights, device=device.name, draft=device)
+    assert isinstance(model.back_end, ResidentDraft)
+    assert model.back_end.captures is (family != "gemma2")  # whose logits are capped
+    assert far(decode(model), decode(expected)) < (5 * ROUNDED if weights == "bf16" else ROUNDED)
+
+
+def test_what_the_kernels_do_not_describe_is_the_librarys_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers of 32 bits are not those of 16, which the kernels would have to multiply."""
+    folder = str(tiny_llama(tmp_path, dtype=torch.float32))
+    device = open_device("pretended", 1)
+    model = load_language_model(folder, weights="fp16", device=device.name, draft=device)
+    assert model.backend == "library"
+    assert "one operation at a time, because model type llama" in caplog.text

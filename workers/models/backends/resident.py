@@ -1,0 +1,112 @@
+"""A small draft of which a device computes all layers, described as the kernels' are: products may
+round to the type of the weights, and each level of a tree is captured and replayed as one launch
+(`device/levels.py`).
+
+What has no fixed shapes, such as experts and states, is computed as it comes, and so are prompts.
+Knows rows and slots; nothing of trees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices import Capture
+from dovetail.workers.kernels import Kind
+from dovetail.workers.kernels.layer_plan import LayerPlan
+from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
+from dovetail.workers.models.backends.device.choice import products_on
+from dovetail.workers.models.backends.device.levels import Levels, has_fixed_shapes
+from dovetail.workers.models.backends.device.own import OwnMatrix
+from dovetail.workers.models.backends.device.products import rounded_product
+from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
+from dovetail.workers.models.backends.stages.cache import part_of
+from dovetail.workers.models.backends.stages.engines import SettledLayer, TorchEngine
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.states import Kept
+
+SIXTEEN = (Kind.FP16, Kind.BF16)
+
+
+class RoundingEngine(TorchEngine):
+    """torch's operations for a draft: its 16-bit weights meet inputs of their own type, which
+    torch's products do at the rate of the memory; products of ours are those of other types."""
+
+    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
+        return unpack(lying, memory) if lying.kind in SIXTEEN else super().lay_out(lying, memory)
+
+
+class _RoundedLayer:
+    """A layer that stays on the device, whose products may round."""
+
+    def __init__(self, settled: SettledLayer) -> None:
+        self._settled = settled
+
+    def __call__(self, rows: Any, states: Tensor) -> None:
+        matrices = self._settled.matrices
+        self._settled.layer.run(rows, states, lambda name, x: rounded_product(matrices[name], x))
+
+
+class ResidentDraft(Staged):
+    """All layers, norm and head on one device. A `BackEnd`; logits stay on the device."""
+
+    def __init__(
+        self, model: Any, kind: Kind, *, context: int, staging: Staging, cache: torch.dtype
+    ) -> None:
+        super().__init__(model, kind, context=context, staging=staging, cache=cache)
+        assert staging.draft is not None
+        self._capture: Capture | None = staging.draft.capture
+        self._levels: Levels | None = None
+        self._plans: list[LayerPlan] = []
+
+    def _open_engine(self, staging: Staging) -> TorchEngine:
+        assert staging.transfer is not None
+        device = staging.transfer.device
+        return RoundingEngine(device, products_on(device))
+
+    @property
+    def captures(self) -> bool:
+        """Return whether levels of a tree are captured."""
+        return self._levels is not None
+
+    def _take(self, plan: LayerPlan) -> None:
+        super()._take(plan)
+        self._plans.append(plan)
+
+    def finish(self, model: Any) -> None:
+        super().finish(model)
+        engine, stage = self.engine, self._stages[0]
+        assert isinstance(engine, TorchEngine)
+        if self._capture is None or not self.direct or not all(map(has_fixed_shapes, self._plans)):
+            return
+        self._levels = Levels(
+            capture=self._capture,
+            device=engine.device,
+            hidden=model.config.hidden_size,
+            plans=stage.layout.plans,
+            layers=[_RoundedLayer(layer) for _, layer in sorted(stage.settled.items())],
+            turn=engine.turn,
+            by=engine.by,
+            logits=self._logits,
+        )
+
+    def compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        rows: Tensor | None,
+        kept: Kept,
+    ) -> Tensor:
+        own = [replace(segment, cache=part_of(segment.cache, 0)) for segment in segments]
+        if self._levels is None or kept.wanted or not self._levels.take(own):
+            logits = super().compute(tokens, positions, segments, rows, kept)
+            return logits.to(self.engine.device)
+        logits = self._levels.compute(self._embedded(tokens).float(), positions, own[0])
+        return logits if rows is None else logits[rows.to(logits.device)]
+
+    def _logits(self, states: Tensor) -> Tensor:
+        assert isinstance(self._head, DeviceHead)
+        return self._scaled(self._head.roughly(self._norm(states)))
