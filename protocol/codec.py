@@ -14,6 +14,7 @@ import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dovetail.protocol.errors import DecodeError, ProtocolError, printable
+from dovetail.protocol.interruptions import uninterrupted
 from dovetail.protocol.messages import MAX_TOKENS, Command, Event, Message, Reply, Request
 
 MAX_FRAMES = 4
@@ -46,7 +47,8 @@ class Dialect(Generic[M]):
     def _adapter(self) -> TypeAdapter[Any]:
         """Return what checks a message of any member. It is built when there is one, since a
         process speaks few dialects."""
-        return TypeAdapter(self._tagged)
+        with uninterrupted():
+            return TypeAdapter(self._tagged)
 
     def decode(self, frames: Sequence[bytes]) -> M:
         """The message in `frames`; `DecodeError` if they hold none of this dialect."""

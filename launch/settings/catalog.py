@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.interruptions import uninterrupted
 from dovetail.protocol.settings import Frozen, Settings
 
 PREFIX = "DOVETAIL_"
@@ -59,8 +60,10 @@ class Setting:
 
     def parse(self, text: str, origin: str) -> Any:
         """The value that a flag or a variable spells; `SettingsError` if it spells none."""
+        with uninterrupted():
+            adapter: TypeAdapter[Any] = TypeAdapter(self.type)
         try:
-            return TypeAdapter(self.type).validate_strings(text)
+            return adapter.validate_strings(text)
         except ValidationError as error:
             raise SettingsError(self.complaint(error, text, origin)) from None
 

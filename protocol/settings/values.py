@@ -5,6 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from dovetail.protocol.interruptions import uninterrupted
+
 
 class Frozen(BaseModel):
     """A value: immutable, of exactly the declared fields, with types as declared (no coercion of
@@ -14,6 +16,14 @@ class Frozen(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
     )
+
+    @classmethod
+    def model_rebuild(cls, *, _parent_namespace_depth: int = 2, **options: Any) -> bool | None:
+        """Build what checks values of this kind, whatever tells this process to end meanwhile."""
+        with uninterrupted():
+            return super().model_rebuild(
+                _parent_namespace_depth=_parent_namespace_depth + 1, **options
+            )
 
 
 def one_of(value: str, available: tuple[str, ...], what: str) -> str:

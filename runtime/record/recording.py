@@ -22,6 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import UserError, printable
+from dovetail.protocol.interruptions import uninterrupted
 from dovetail.protocol.messages import Count, Ends, Hello, Name, Reads, Role, Text, Version
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 
@@ -145,7 +146,8 @@ class End(Frozen):
 
 
 Entry = Begin | Deflated | Peer | Said | Step | End
-_ENTRY: TypeAdapter[Any] = TypeAdapter(Annotated[Entry, Field(discriminator="type")])
+with uninterrupted():
+    _ENTRY: TypeAdapter[Any] = TypeAdapter(Annotated[Entry, Field(discriminator="type")])
 _PACKER = msgpack.Packer()
 
 

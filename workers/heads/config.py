@@ -9,9 +9,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from dovetail.protocol.messages import MAX_LAYERS, MAX_WIDTH, Label
+from dovetail.protocol.settings import Frozen
 
 REMEDY = "take the config.json that belongs to its weights"
 
@@ -28,12 +29,10 @@ class MisfitError(Exception):
     """A head is wrong: a sentence whose subject, the checkpoint, its reader puts in front."""
 
 
-class Read(BaseModel):
+class Read(Frozen):
     """An object in config.json of which some keys are read, without coercion."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, defer_build=True
-    )
+    model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod

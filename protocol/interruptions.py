@@ -1,0 +1,36 @@
+"""Signals that end a process, held back while what they raise would be lost."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Run the block whole, for milliseconds, and handle afterwards the signals to end that came
+    meanwhile.
+
+    pydantic's compiled half turns an exception that a handler raises within it - SystemExit,
+    KeyboardInterrupt - into a SchemaError, or swallows it. Python runs handlers in the main thread
+    alone, whichever thread the kernel chose, so that there is nothing to hold back in another.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    handlers = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if callable(handler := signal.getsignal(number))
+    }
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *signalled: came.append(signalled))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for told, frame in came:
+            handlers[signal.Signals(told)](told, frame)
