@@ -12,6 +12,7 @@ from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
+from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.placement import (
     TREES_AHEAD,
     Place,
@@ -27,7 +28,6 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.device_codes import (
     Capture,
-    DeviceSubstitute,
     load_device_substitute,
 )
 from dovetail.workers.models.substitutes.quantised import CodedProduct
@@ -138,15 +138,24 @@ def test_a_level_in_fixed_shapes_is_what_its_rows_are_one_by_one(
 
 
 @needs_kernels
-def test_what_was_captured_for_a_cache_goes_with_it(tmp_path: Path, as_a_gpu: Capture) -> None:
+def test_what_was_captured_for_a_session_serves_the_next_one(
+    tmp_path: Path, as_a_gpu: Capture
+) -> None:
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
     substitute = pair(folder, tmp_path / "kept", as_a_gpu, 0)[1]
-    assert isinstance(substitute.back_end, DeviceSubstitute)
     cache = substitute.new_cache(16)
-    read(substitute, cache)
-    assert len(substitute.back_end.levels) == 1
+    assert isinstance(cache, ArenaCache)
+    arena, expected = cache.arena, read(substitute, cache)
+    captured = set(arena.captured)
     del cache
-    assert len(substitute.back_end.levels) == 0
+    cache = substitute.new_cache(15)
+    assert isinstance(cache, ArenaCache)
+    assert cache.arena is arena
+    assert torch.equal(read(substitute, cache), expected)
+    assert set(arena.captured) == captured != set()
+    larger = substitute.new_cache(16)
+    assert isinstance(larger, ArenaCache)
+    assert larger.arena is not arena
 
 
 @pytest.mark.gpu

@@ -65,3 +65,21 @@ def test_what_the_kernels_do_not_describe_is_the_librarys_and_that_is_said(
     model = load_language_model(folder, weights="fp16", device=device.name, draft=device)
     assert model.backend == "library"
     assert "one operation at a time, because model type llama" in caplog.text
+
+
+def test_a_session_that_grows_and_shrinks_keeps_what_is_committed(tmp_path: Path) -> None:
+    """Its memory goes to the next one, which finds nothing in it."""
+    folder = str(tiny_llama(tmp_path, dtype=torch.float16))
+    device = open_device("pretended", 1)
+    model = load_language_model(folder, weights="fp16", device=device.name, draft=device)
+    expected = decode(model)
+    cache, count = model.new_cache(12), len(TOKENS)
+    model.forward(torch.tensor(TOKENS), torch.arange(count), [Segment(cache, 0, count)])
+    cache.keep(range(count), count)
+    for capacity in (2000, count, 40):
+        cache.resize(capacity)
+    tree = Segment(cache, count, len(TREE), Paths.of(count, TREE))
+    tokens, positions = torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12])
+    found = model.forward(tokens, positions, [tree]).cpu()
+    assert torch.equal(found, expected[count : count + len(TREE)])
+    assert torch.equal(decode(model), expected)

@@ -17,8 +17,9 @@ from dovetail.workers.devices import Capture
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
+from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.models.backends.device.choice import products_on
-from dovetail.workers.models.backends.device.levels import Levels, has_fixed_shapes
+from dovetail.workers.models.backends.device.levels import SLOTS, Levels, has_fixed_shapes
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.device.products import rounded_product
 from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
@@ -33,6 +34,10 @@ SIXTEEN = (Kind.FP16, Kind.BF16)
 class RoundingEngine(TorchEngine):
     """torch's operations for a draft: its 16-bit weights meet inputs of their own type, which
     torch's products do at the rate of the memory; products of ours are those of other types."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, products_on(device))
+        self.arenas = Arenas(SLOTS)
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
         return unpack(lying, memory) if lying.kind in SIXTEEN else super().lay_out(lying, memory)
@@ -63,8 +68,7 @@ class ResidentDraft(Staged):
 
     def _open_engine(self, staging: Staging) -> TorchEngine:
         assert staging.transfer is not None
-        device = staging.transfer.device
-        return RoundingEngine(device, products_on(device))
+        return RoundingEngine(staging.transfer.device)
 
     @property
     def captures(self) -> bool:

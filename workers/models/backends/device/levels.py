@@ -1,5 +1,5 @@
 """Levels of a draft's tree on a device: passes of one session's rows in fixed shapes, each captured
-once for a cache, a number of rows and a number of slots, and replayed as one launch.
+once for the memory of a cache, a number of rows and of slots, and replayed as one launch.
 
 Rows are padded to a power of two, and attention reads slots in multiples of `SLOTS`. Knows layers,
 rows and slots; nothing of drafts or sessions.
@@ -7,7 +7,6 @@ rows and slots; nothing of drafts or sessions.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,8 +16,8 @@ from dovetail.workers.devices import Capture
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending
 from dovetail.workers.models.backends.device.angles import Turn
+from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.rows import FixedRows
-from dovetail.workers.models.cache import KVCache, MixedKVCache
 from dovetail.workers.models.segment import Segment
 
 MOST_ROWS = 64
@@ -90,8 +89,6 @@ class _Inputs:
 class _Level:
     """A pass of fixed shape, and its inputs here and on the device."""
 
-    rows: Tensor
-    """The cache's, of which the pass has the addresses."""
     here: _Inputs
     there: _Inputs
     replay: Callable[[], Tensor]
@@ -115,35 +112,24 @@ class Levels:
     """States [T, hidden] behind the last layer -> logits [T, V] on the device."""
 
     def __post_init__(self) -> None:
-        self._opened: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Level]] = (
-            WeakKeyDictionary()
-        )
-
-    def __len__(self) -> int:
-        """Return for how many caches levels are captured."""
-        return len(self._opened)
+        self._version = object()
 
     def clear(self) -> None:
         """Capture every level anew, as after a change of the layers."""
-        self._opened.clear()
+        self._version = object()
 
     def take(self, segments: Sequence[Segment]) -> bool:
         """Return whether a pass of these segments is a level."""
         if len(segments) != 1 or segments[0].paths is None:
             return False
         cache, count = segments[0].cache, segments[0].count
-        return (
-            count <= MOST_ROWS
-            and isinstance(cache, KVCache)
-            and not isinstance(cache, MixedKVCache)
-            and cache.states is None
-        )
+        return count <= MOST_ROWS and isinstance(cache, ArenaCache) and cache.states is None
 
     def compute(self, states: Tensor, positions: Tensor, segment: Segment) -> Tensor:
         """states [T, hidden], positions [T], both on the CPU -> logits [T, V] on the device: one
         copy there, and one launch."""
         cache, paths, count = segment.cache, segment.paths, segment.count
-        assert isinstance(cache, KVCache)
+        assert isinstance(cache, ArenaCache)
         assert paths is not None
         rows = 1 << (count - 1).bit_length()
         stop = max(segment.start + count, int(paths.slots.max()) + 1)
@@ -152,15 +138,16 @@ class Levels:
         level.there.buffer.copy_(level.here.buffer)
         return level.replay()[:count].clone()
 
-    def _of(self, cache: KVCache, rows: int, slots: int) -> _Level:
+    def _of(self, cache: ArenaCache, rows: int, slots: int) -> _Level:
         """The pass of so many rows over so many slots of a cache, captured where it has not been
-        since the cache moved."""
-        levels = self._opened.setdefault(cache, {})
-        if (rows, slots) not in levels or levels[rows, slots].rows is not cache.rows:
-            levels[rows, slots] = self._open(cache, rows, slots)
-        return levels[rows, slots]
+        over that memory."""
+        captured, key = cache.arena.captured, (self._version, rows, slots)
+        if key not in captured:
+            captured[key] = self._open(cache, rows, slots)
+        level: _Level = captured[key]
+        return level
 
-    def _open(self, cache: KVCache, rows: int, slots: int) -> _Level:
+    def _open(self, cache: ArenaCache, rows: int, slots: int) -> _Level:
         windows = sorted({plan.window for plan in self.plans})
         here, there = (
             _Inputs(rows, slots, self.hidden, windows, place)
@@ -189,4 +176,4 @@ class Levels:
 
         replay = self.capture(run)
         written[:, :, :, last] = held
-        return _Level(written, here, there, replay)
+        return _Level(here, there, replay)

@@ -28,6 +28,7 @@ from dovetail.workers.models.backends.blocked_cache import (
     states_of,
 )
 from dovetail.workers.models.backends.device.angles import Angles, Turn
+from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
@@ -203,6 +204,7 @@ class TorchEngine:
         """`products`: the choice for each type of weights; None: all are torch's."""
         self.device, self.products = device, products
         self.by = by_torch if products is None else attending(products)
+        self.arenas = Arenas()
         self._masks: dict[int, Masks] = {}
         """By how many query heads share a key head."""
         self._angles = Angles(device)
@@ -238,7 +240,8 @@ class TorchEngine:
             if plan.caches
         ]
         if len(set(heads)) == 1 and not heads[0].latent:
-            cache = KVCache(
+            cache: KVCache = ArenaCache(
+                self.arenas,
                 layers=len(heads),
                 kv_heads=heads[0].kv_heads,
                 head_dim=heads[0].head_dim,
@@ -246,7 +249,6 @@ class TorchEngine:
                 dtype=dtype,
                 device=self.device,
             )
-            cache.rows.zero_()
         else:
             cache = MixedKVCache(heads, capacity=capacity, dtype=dtype, device=self.device)
         shapes = [plan.scan.shape for plan in plans if plan.scan is not None]
