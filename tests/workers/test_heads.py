@@ -482,7 +482,7 @@ def test_a_step_in_fixed_shapes_is_a_pass_of_recurrent_rows(
     slots = torch.tensor([LENGTH, LENGTH + 1, LENGTH + 2, 31])  # the last row is padding
     mask[torch.arange(4), slots] = 0.0
     assert isinstance(caches[1], KVCache)
-    found = head.step(drafted, recurrent, positions, slots, mask, caches[1], contrast=True)
+    found = head.step(drafted, recurrent, positions, slots, mask, caches[1].rows, contrast=True)
     assert_close(found.logits[:3], expected.logits.double())
     assert_close(found.states[:3], expected.states.double())
     if expected.contrast is not None:

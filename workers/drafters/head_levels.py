@@ -3,9 +3,9 @@ so that a device can replay them at once.
 
 On a GPU a head of one layer is over before its operations have been launched one after the other.
 In fixed shapes - the rows padded to a power of two, the whole cache under a mask - all of them are
-captured once for a session and number of rows, and replayed for every level (CUDA graphs). Where
-the number of rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic
-computational adaptation, section 4.3). Knows rows and slots.
+captured once for the memory of a cache and a number of rows, and replayed for every level (CUDA
+graphs). Where the number of rows follows how sure the draft is, so does the graph (HeteroSpec's
+dynamic computational adaptation, section 4.3). Knows rows and slots.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.heads.head import Head, Predicted
-from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.backends.device.arenas import ArenaCache
+from dovetail.workers.models.backends.device.packed import Packed
 from dovetail.workers.models.segment import Cache, Paths, Segment
 
 Capture = Callable[[Callable[[], Predicted]], Callable[[], Predicted]]
@@ -66,13 +67,11 @@ class FreeLevels:
 
 @dataclass(frozen=True)
 class _Fixed:
-    """The inputs of a pass of fixed shape, and the pass."""
+    """The inputs of a pass of fixed shape, here and on the device, and the pass."""
 
-    tokens: Tensor
+    here: Packed
+    there: Packed
     states: Tensor
-    positions: Tensor
-    slots: Tensor
-    mask: Tensor
     replay: Callable[[], Predicted]
 
 
@@ -81,12 +80,11 @@ class FixedLevels:
     nothing else."""
 
     def __init__(
-        self, head: Head, cache: KVCache, capture: Capture, *, least_rows: int = 1
+        self, head: Head, cache: ArenaCache, capture: Capture, *, least_rows: int = 1
     ) -> None:
         """`least_rows`: a pass is padded to so many at least; the width of the tree makes one shape
         of all."""
         self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
-        self._passes: dict[tuple[int, bool], _Fixed] = {}
 
     def __call__(
         self,
@@ -98,46 +96,51 @@ class FixedLevels:
         *,
         contrast: bool,
     ) -> Predicted:
-        count, slots_there = len(tokens), self._cache.rows.shape[3]
-        spare = slots_there - 1
+        count, spare = len(tokens), self._cache.rows.shape[3] - 1
         rows = 1 << (max(count, self._least_rows) - 1).bit_length()
-        fixed = self._passes.get((rows, contrast)) or self._open(rows, contrast)
-        mask = torch.full((rows, slots_there), float("-inf"))
+        fixed = self._of(rows, contrast)
+        mask, slots = fixed.here["mask"], fixed.here["slots"]
+        mask.fill_(float("-inf"))
         mask[:count, : paths.prefix] = 0.0
         mask[count:, spare] = 0.0
         which = torch.repeat_interleave(torch.arange(count), torch.from_numpy(paths.offsets).diff())
         mask[which, torch.from_numpy(paths.slots).long()] = 0.0
-        slots = torch.full((rows,), spare)
+        slots.fill_(spare)
         slots[:count] = torch.arange(start, start + count)
-        for buffer, content in ((fixed.mask, mask), (fixed.slots, slots)):
-            buffer.copy_(content)
-        for buffer, content in (
-            (fixed.tokens, tokens),
-            (fixed.positions, positions),
-            (fixed.states, states),
-        ):
-            buffer[:count] = content
+        fixed.here["tokens"][:count], fixed.here["positions"][:count] = tokens, positions
+        fixed.there.copy_(fixed.here)
+        fixed.states[:count] = states
         found = fixed.replay()
         later = None if found.contrast is None else found.contrast[:count].clone()
         return Predicted(found.logits[:count].clone(), found.states[:count], later)
 
+    def _of(self, rows: int, contrast: bool) -> _Fixed:
+        """The pass of so many rows, captured where it has not been over the cache's memory."""
+        captured = self._cache.arena.captured
+        if (rows, contrast) not in captured:
+            captured[rows, contrast] = self._open(rows, contrast)
+        fixed: _Fixed = captured[rows, contrast]
+        return fixed
+
     def _open(self, rows: int, contrast: bool) -> _Fixed:
         """Make the inputs of a pass and capture it."""
         head, cache, device = self._head, self._cache, self._head.device
-        tokens, positions = (
-            torch.zeros(rows, dtype=torch.long, device=device),
-            torch.zeros(rows, dtype=torch.long, device=device),
-        )
-        states = torch.zeros(rows, head.spec.hidden, device=device)
         slots_there = cache.rows.shape[3]
-        slots = torch.full((rows,), slots_there - 1, device=device)
-        mask = torch.full((rows, slots_there), float("-inf"), device=device)
-        mask[:, -1] = 0.0
-        replay = self._capture(
-            lambda: head.step(tokens, states, positions, slots, mask, cache, contrast=contrast)
-        )
-        self._passes[rows, contrast] = _Fixed(tokens, states, positions, slots, mask, replay)
-        return self._passes[rows, contrast]
+        shapes = {
+            **dict.fromkeys(("tokens", "positions", "slots"), (torch.long, (rows,))),
+            "mask": (torch.float32, (rows, slots_there)),
+        }
+        here, there = Packed(shapes, torch.device("cpu")), Packed(shapes, device)
+        states = torch.zeros(rows, head.spec.hidden, device=device)
+        there["slots"].fill_(slots_there - 1)
+        there["mask"][:, :-1] = float("-inf")
+        memory = cache.rows
+
+        def step() -> Predicted:
+            inputs = there["tokens"], states, there["positions"], there["slots"], there["mask"]
+            return head.step(*inputs, memory, contrast=contrast)
+
+        return _Fixed(here, there, states, self._capture(step))
 
 
 def open_levels(
@@ -160,7 +163,7 @@ def open_levels(
         cache.resize(slots)
     if capture is None:
         return cache, FreeLevels(head, cache)
-    if not isinstance(cache, KVCache):
+    if not isinstance(cache, ArenaCache):
         raise TypeError(f"a cache of type {type(cache).__name__} cannot be written in fixed shapes")
     return cache, FixedLevels(head, cache, capture, least_rows=least_rows)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import Kind
-from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Cache, Segment
 
 Product = Callable[[Tensor], Tensor]
@@ -71,7 +70,8 @@ class FixedRows:
     """Rows of a pass in shapes that do not depend on what is in the cache, for CUDA graphs: what is
     written and seen is told by tensors."""
 
-    cache: KVCache
+    memory: Tensor
+    """The rows of a `KVCache`."""
     slots: Tensor
     """int64 [T]: where the rows' keys and values are written; rows of padding may share a slot that
     nobody sees."""

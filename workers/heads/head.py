@@ -27,7 +27,6 @@ from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.heads.torch_arithmetic import TorchArithmetic
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
-from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.substitutes.quantised import against_int4
 from dovetail.workers.progress import beat
@@ -119,17 +118,17 @@ class Head:
         positions: Tensor,
         slots: Tensor,
         mask: Tensor,
-        cache: KVCache,
+        memory: Tensor,
         *,
         contrast: bool = False,
     ) -> Predicted:
         """A pass of recurrent rows in shapes that depend on nothing but T, for CUDA graphs: no
-        value is read back from the device. Torch's cache only.
+        value is read back from the device. `memory`: the rows of torch's cache.
 
         tokens, positions, slots int64 [T], features [T, H], mask [T, capacity] of 0 and -inf; a row
         sees itself by its slot.
         """
-        seen = self._arithmetic.arrange(positions, FixedRows(cache, slots, mask))
+        seen = self._arithmetic.arrange(positions, FixedRows(memory, slots, mask))
         return self._predict(tokens, features, seen, true=False, rows=None, contrast=contrast)
 
     def _predict(

@@ -19,7 +19,8 @@ from dovetail.workers.heads.arithmetic import (
     Product,
 )
 from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks
-from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
+from dovetail.workers.models.backends.device.levels import SLOTS
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.models.substitutes import quantised
 
@@ -75,7 +76,7 @@ class TorchRows:
         head_dim]; keys and values are cached."""
         if not isinstance(self.rows, FixedRows):
             return attend_blocks(layer, query, key, value, self.rows, scale)
-        keys, values = self.rows.cache.rows[layer]
+        keys, values = self.rows.memory[layer]
         keys.index_copy_(1, self.rows.slots, key)
         values.index_copy_(1, self.rows.slots, value)
         heads, count, size = query.shape
@@ -98,6 +99,7 @@ class TorchArithmetic:
         self._geometry, self._weights = geometry, weights
         self.device, self.dtype, self.name = device, dtype, f"torch on {device}"
         self._frequencies = geometry.frequencies.to(device)
+        self._arenas = Arenas(1 if device.type == "cpu" else SLOTS)
         groups = geometry.heads // geometry.kv_heads
         self._masks = Masks(groups=groups, device=device, dtype=dtype)
 
@@ -146,7 +148,8 @@ class TorchArithmetic:
 
     def new_cache(self, capacity: int) -> Cache:
         at = self._geometry
-        cache = KVCache(
+        return ArenaCache(
+            self._arenas,
             layers=at.layers,
             kv_heads=at.kv_heads,
             head_dim=at.head_dim,
@@ -154,9 +157,6 @@ class TorchArithmetic:
             dtype=self.dtype,
             device=self.device,
         )
-        # a masked slot is multiplied by 0, and what memory held before may be no number
-        cache.rows.zero_()
-        return cache
 
     def arrange(self, positions: Tensor, segments: Sequence[Segment] | FixedRows) -> TorchRows:
         angles = positions.to(self.device).unsqueeze(1) * self._frequencies

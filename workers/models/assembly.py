@@ -1,20 +1,33 @@
 """A skeleton becomes a model: its layers are read one by one, and taken over by a back end."""
 
+import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from dovetail.workers.models.backends import packing
+from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library, prove_whole
+from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
+from dovetail.workers.models.backends.resident import ResidentDraft
+from dovetail.workers.models.backends.selection import select
+from dovetail.workers.models.backends.sizes import Matrices
+from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
+from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers
+from dovetail.workers.models.checkpoints.context import context_of
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.inflate import (
     Plan,
+    expert_shapes,
     grow_layer,
     grow_skeleton,
     inflated_digest,
     plan_inflation,
+    planned_shapes,
 )
 from dovetail.workers.models.checkpoints.loader import Skeleton, Types
 from dovetail.workers.models.language_model import (
@@ -25,8 +38,18 @@ from dovetail.workers.models.language_model import (
     check_attention,
 )
 from dovetail.workers.models.memory import release_memory
-from dovetail.workers.models.parity.proving import provable
-from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, LINEAR_TYPES
+from dovetail.workers.models.parity.proving import (
+    Trial,
+    TriedError,
+    oracle_of,
+    provable,
+)
+from dovetail.workers.models.wanted import Wanted
+from dovetail.workers.models.weight_types import (
+    BLOCK_WEIGHTS,
+    KINDS,
+    LINEAR_TYPES,
+)
 from dovetail.workers.progress import loading
 
 
@@ -97,3 +120,89 @@ def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
         for prefix in {*layers}
     }
     return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
+
+
+def model_type(checkpoint: Checkpoint) -> str:
+    """The model type of what is decoded of a checkpoint."""
+    return str(text_part(read_json(checkpoint.folder / "config.json")).get("model_type"))
+
+
+def against_kernels(wanted: Wanted) -> str:
+    """Why the kernels are not to be tried, empty if they are."""
+    if wanted.backend == "library":
+        return "the settings say so"
+    if wanted.weights not in KINDS:
+        return f"{wanted.weights} is the library's"
+    if (
+        wanted.asked == "bf16"
+        and wanted.backend == "auto"
+        and not reason_against(CANDIDATES["bf16"][0])
+    ):
+        return "oneDNN multiplies bf16 with instructions that the kernels do not use"
+    return packing.reason_against(KINDS[wanted.weights])
+
+
+def assembled(
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    *,
+    kernels: bool,
+    choice: str,
+) -> LanguageModel:
+    """Return the model of a skeleton, computed by the kernels or by what torch brings; `choice`:
+    why."""
+
+    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+        return _open_back_end(model, plan, wanted, kernels=kernels)
+
+    return assemble(
+        skeleton,
+        checkpoint,
+        weights=wanted.weights,
+        choice=choice,
+        inflate_bytes=wanted.inflate_bytes,
+        open_back_end=open_back_end,
+    )
+
+
+def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bool) -> BackEnd:
+    if kernels and wanted.stage is not None:
+        matrices = Matrices(planned_shapes(model, plan), expert_shapes(model))
+        staging = wanted.stage(model.config.to_dict(), wanted.weights, matrices)
+        opened = Staged if staging.draft is None else ResidentDraft
+        return opened(
+            model,
+            KINDS[wanted.weights],
+            context=context_of(model.config),
+            staging=staging,
+            cache=wanted.cache_type,
+        )
+    if kernels:
+        return Kernels(
+            model,
+            KINDS[wanted.weights],
+            context=context_of(model.config),
+            cache=wanted.cache_type,
+        )
+    selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
+    return Library(selection, device=torch.device("cpu"), oracle=oracle_of(model))
+
+
+def try_library(skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted) -> None:
+    """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32
+    either."""
+
+    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+        selection = select(planned_shapes(model, plan), weights="fp32", profile=wanted.profile)
+        return Trial(selection, device=torch.device("cpu"), oracle=oracle_of(model))
+
+    with contextlib.suppress(TriedError):
+        assemble(
+            skeleton,
+            checkpoint,
+            weights="fp32",
+            choice="",
+            inflate_bytes=0,
+            open_back_end=open_back_end,
+        )

@@ -1,7 +1,6 @@
 """The loading of a causal language model: its back end is chosen, its layers are taken over one by
 one, and each is proved."""
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,34 +13,23 @@ import torch
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.workers.devices import Device
-from dovetail.workers.models.assembly import assemble
-from dovetail.workers.models.backends import packing
-from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.assembly import against_kernels, assembled, model_type, try_library
 from dovetail.workers.models.backends.library import Library, prove_whole
-from dovetail.workers.models.backends.linear import CANDIDATES, reason_against
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.resident import ResidentDraft
-from dovetail.workers.models.backends.selection import select
-from dovetail.workers.models.backends.sizes import Matrices
-from dovetail.workers.models.backends.staged import Staged, Staging
+from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.cache import CACHE_NAMES
 from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
-from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.digests import known_digest
-from dovetail.workers.models.checkpoints.files import read_bytes, read_json
+from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.gguf.view import spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
-    Plan,
-    expert_shapes,
     grow_layer,
     grow_skeleton,
     inflated_digest,
     plan_inflation,
-    planned_shapes,
 )
 from dovetail.workers.models.checkpoints.loader import (
     Skeleton,
@@ -53,15 +41,12 @@ from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.language_model import (
     ROUNDED_TOLERANCE,
     WHOLE_TOLERANCE,
-    BackEnd,
     LanguageModel,
     check_attention,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.proving import (
     StumbledError,
-    Trial,
-    TriedError,
     oracle_of,
     provable,
 )
@@ -71,7 +56,6 @@ from dovetail.workers.models.wanted import Stager, Wanted
 from dovetail.workers.models.weight_types import (
     BLOCK_WEIGHTS,
     GPU_TYPES,
-    KINDS,
     LINEAR_TYPES,
     _configured_type,
     check_names,
@@ -167,7 +151,7 @@ def _on_cpu(
     """Kernels where that is wanted and can be; else the library. `kept`: the checkpoint whose
     blocks, if they have to be searched for, are kept for the next time."""
     _refuse_blocks(checkpoint, wanted)
-    why_not = _against_kernels(wanted)
+    why_not = against_kernels(wanted)
     if not why_not:
         memory = Memory(checkpoint, wanted)
         if (model := recall(memory, checkpoint, wanted)) is not None:
@@ -176,7 +160,7 @@ def _on_cpu(
         kind = skeleton.model.config.model_type
         outline = memory.outline(skeleton)
         try:
-            model = _assemble(
+            model = assembled(
                 in_blocks(skeleton, kept, wanted.weights),
                 checkpoint,
                 wanted,
@@ -195,12 +179,12 @@ def _on_cpu(
                 "way that they do not know"
             )
     if wanted.stage is None:
-        refuse_without_kernels(_model_type(checkpoint), checkpoint.source, why_not)
+        refuse_without_kernels(model_type(checkpoint), checkpoint.source, why_not)
     wanted.refuse_placement(checkpoint.source, why_not)
     if wanted.rounded or wanted.backend == "kernels":
         try_library(skeleton_of(), checkpoint, wanted)  # no remedy leads to a refusal
         wanted.refuse_library(checkpoint.source, why_not)
-    model = _assemble(skeleton_of(), checkpoint, wanted, kernels=False, choice=why_not)
+    model = assembled(skeleton_of(), checkpoint, wanted, kernels=False, choice=why_not)
     if wanted.backend == "auto":
         log.warning("%s: the library computes it, because %s", checkpoint.source, why_not)
     return model
@@ -232,70 +216,6 @@ def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
         )
 
 
-def _model_type(checkpoint: Checkpoint) -> str:
-    """The model type of what is decoded of a checkpoint."""
-    return str(text_part(read_json(checkpoint.folder / "config.json")).get("model_type"))
-
-
-def _against_kernels(wanted: Wanted) -> str:
-    """Why the kernels are not to be tried, empty if they are."""
-    if wanted.backend == "library":
-        return "the settings say so"
-    if wanted.weights not in KINDS:
-        return f"{wanted.weights} is the library's"
-    if (
-        wanted.asked == "bf16"
-        and wanted.backend == "auto"
-        and not reason_against(CANDIDATES["bf16"][0])
-    ):
-        return "oneDNN multiplies bf16 with instructions that the kernels do not use"
-    return packing.reason_against(KINDS[wanted.weights])
-
-
-def _assemble(
-    skeleton: Skeleton,
-    checkpoint: Checkpoint,
-    wanted: Wanted,
-    *,
-    kernels: bool,
-    choice: str,
-) -> LanguageModel:
-    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
-        return _open_back_end(model, plan, wanted, kernels=kernels)
-
-    return assemble(
-        skeleton,
-        checkpoint,
-        weights=wanted.weights,
-        choice=choice,
-        inflate_bytes=wanted.inflate_bytes,
-        open_back_end=open_back_end,
-    )
-
-
-def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bool) -> BackEnd:
-    if kernels and wanted.stage is not None:
-        matrices = Matrices(planned_shapes(model, plan), expert_shapes(model))
-        staging = wanted.stage(model.config.to_dict(), wanted.weights, matrices)
-        opened = Staged if staging.draft is None else ResidentDraft
-        return opened(
-            model,
-            KINDS[wanted.weights],
-            context=context_of(model.config),
-            staging=staging,
-            cache=wanted.cache_type,
-        )
-    if kernels:
-        return Kernels(
-            model,
-            KINDS[wanted.weights],
-            context=context_of(model.config),
-            cache=wanted.cache_type,
-        )
-    selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
-    return Library(selection, device=torch.device("cpu"), oracle=oracle_of(model))
-
-
 def _free_bytes(device: torch.device) -> int | None:
     """Return how much memory is free on a device; None where torch cannot tell."""
     tell = getattr(torch.get_device_module(device), "mem_get_info", None)
@@ -308,7 +228,7 @@ def _on_gpu(
     """Load a model as transformers computes it, in one type; a draft as the kernels describe it,
     where they do."""
     where = f"the settings say device {device}; leave that out"
-    refuse_without_kernels(_model_type(checkpoint), checkpoint.source, where)
+    refuse_without_kernels(model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
         raise CheckpointError(
             f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "
@@ -369,7 +289,7 @@ def _on_gpu(
 def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:
     """Load a draft all layers of which are on its device, described as the kernels' are; or say why
     it is not."""
-    if why_not := _against_kernels(wanted):
+    if why_not := against_kernels(wanted):
         return why_not
 
     def stage(config: Mapping[str, Any], *_: Any) -> Staging:
@@ -379,7 +299,7 @@ def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> Language
     skeleton = open_skeleton(checkpoint)
     kind = skeleton.model.config.model_type
     try:
-        model = _assemble(
+        model = assembled(
             skeleton,
             checkpoint,
             replace(wanted, stage=stage),
@@ -408,22 +328,3 @@ def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, f
         f"its weights take {size / 1e9:.3g} GB of {device} as {weights}, of which "
         f"{free / 1e9:.3g} GB are free: {remedy}"
     )
-
-
-def try_library(skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted) -> None:
-    """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32
-    either."""
-
-    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
-        selection = select(planned_shapes(model, plan), weights="fp32", profile=wanted.profile)
-        return Trial(selection, device=torch.device("cpu"), oracle=oracle_of(model))
-
-    with contextlib.suppress(TriedError):
-        assemble(
-            skeleton,
-            checkpoint,
-            weights="fp32",
-            choice="",
-            inflate_bytes=0,
-            open_back_end=open_back_end,
-        )

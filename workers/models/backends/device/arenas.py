@@ -27,7 +27,7 @@ class Arena:
     rows: Tensor
     """[layers, 2, kv_heads, slots, head_dim]"""
     captured: dict[Hashable, Any] = field(default_factory=dict)
-    """What has been captured over its addresses, by whatever tells that apart."""
+    """The passes that have been captured over its addresses, by whatever tells them apart."""
 
 
 class Arenas:

@@ -5,7 +5,7 @@ Rows are padded to a power of two, and attention reads slots in multiples of `SL
 rows and slots; nothing of drafts or sessions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.arenas import ArenaCache
+from dovetail.workers.models.backends.device.packed import Packed
 from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.segment import Segment
 
@@ -45,30 +46,35 @@ def has_fixed_shapes(plan: LayerPlan) -> bool:
     )
 
 
-class _Inputs:
-    """The inputs of a level: views of one buffer, so that one copy brings all of them."""
+class _Inputs(Packed):
+    """The inputs of a level; masks [T, S] of 0 and -inf are named by the windows of layers."""
 
     def __init__(
         self, rows: int, slots: int, hidden: int, windows: Sequence[int], device: torch.device
     ) -> None:
-        sizes = [8 * rows, 8 * rows, 4 * rows * hidden, *(4 * rows * slots for _ in windows)]
-        self.buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        positions, placed, states, *masks = torch.split(self.buffer, sizes)
-        self.positions, self.slots = positions.view(torch.long), placed.view(torch.long)
-        self.states = states.view(torch.float32).view(rows, hidden)
-        self.masks = {
-            window: mask.view(torch.float32).view(rows, slots)
-            for window, mask in zip(windows, masks, strict=True)
+        self._masks = {window: f"mask {window}" for window in windows}
+        shapes = {
+            "positions": (torch.long, (rows,)),
+            "slots": (torch.long, (rows,)),
+            "states": (torch.float32, (rows, hidden)),
+            **dict.fromkeys(self._masks.values(), (torch.float32, (rows, slots))),
         }
-        """By window: [T, S] of 0 and -inf."""
+        super().__init__(shapes, device)
+
+    @property
+    def masks(self) -> Mapping[int, Tensor]:
+        """Return the masks by window."""
+        return {window: self[name] for window, name in self._masks.items()}
 
     def fill(self, states: Tensor, positions: Tensor, segment: Segment) -> None:
         """Write the rows of a segment. Those of padding are the last one once more: they write the
         same to the same slot."""
         paths, count = segment.paths, segment.count
         assert paths is not None
-        self.states[:count], self.positions[:count] = states, positions
-        self.slots[:count] = torch.arange(segment.start, segment.start + count)
+        slots = torch.arange(segment.start, segment.start + count)
+        for name, content in (("states", states), ("positions", positions), ("slots", slots)):
+            self[name][:count] = content
+            self[name][count:] = content[-1]
         lengths = np.diff(paths.offsets)
         which = np.repeat(np.arange(count), lengths)
         at = np.concatenate([paths.prefix + np.arange(length) for length in lengths])
@@ -81,8 +87,6 @@ class _Inputs:
             inside = at >= oldest[which]
             mask[which[inside], paths.slots[inside]] = 0.0
             mask[count:] = mask[count - 1]
-        for tensor in (self.states, self.positions, self.slots):
-            tensor[count:] = tensor[count - 1]
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Levels:
         stop = max(segment.start + count, int(paths.slots.max()) + 1)
         level = self._of(cache, rows, min(-(-stop // SLOTS) * SLOTS, cache.rows.shape[3]))
         level.here.fill(states, positions, segment)
-        level.there.buffer.copy_(level.here.buffer)
+        level.there.copy_(level.here)
         return level.replay()[:count].clone()
 
     def _of(self, cache: ArenaCache, rows: int, slots: int) -> _Level:
@@ -155,7 +159,7 @@ class Levels:
         )
         written, last = cache.rows, slots - 1
         # while this is captured, all rows write the last slot, which nobody else does, and see it
-        there.slots.fill_(last)
+        there["slots"].fill_(last)
         for mask in there.masks.values():
             mask[:, :last] = float("-inf")
         held = written[:, :, :, last].clone()
@@ -163,13 +167,13 @@ class Levels:
 
         def run() -> Tensor:
             seen = FixedRows(
-                self.turn(there.positions),
+                self.turn(there["positions"]),
                 written,
-                there.slots,
+                there["slots"],
                 {window: mask.repeat(groups, 1) for window, mask in there.masks.items()},
                 by=self.by,
             )
-            passing = there.states.clone()
+            passing = there["states"].clone()
             for layer in self.layers:
                 layer(seen, passing)
             return self.logits(passing)
