@@ -364,9 +364,7 @@ def test_each_shape_that_a_bin_leads_to_is_captured_once_and_one_for_all_where_t
 ) -> None:
     folder = str(write_head(tmp_path, "eagle"))
     one, other = (
-        open_head(
-            folder, target=str(llama_folder), weights="fp32", device="cpu", backend="library"
-        )
+        open_head(folder, target=str(llama_folder), weights="fp32", device="cpu", backend="library")
         for _ in range(2)
     )
     captured, asked = shapes_of(one, "compute", bounds)
