@@ -4,7 +4,7 @@ C++ kernels give it, alone and beside others. And compiled for every GPU that th
 import json
 import stat
 from collections.abc import Iterator, Sequence
-from ctypes import CDLL, c_int64
+from ctypes import CDLL, byref, c_int64, c_void_p
 from pathlib import Path
 
 import pytest
@@ -279,6 +279,22 @@ def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
     driver.stream_of_last.restype = c_int64
     assert driver.stream_of_last() == (7 << 40) + 1
     assert driver.contexts_left() == 0
+
+
+@needs_kernels
+def test_a_launch_takes_the_context_that_a_thread_has(driver: CDLL) -> None:
+    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0)
+    assert isinstance(functions, Functions)
+    matrix, x = packed(Kind.FP16, 100, 33), inputs(5, 33)
+    own = own_matrix(functions, *lying(matrix))
+    own(x)
+    pushes = driver.times_pushed()
+    driver.cuCtxPushCurrent_v2(functions._context)
+    assert torch.equal(own(x), matrix.linear(x))
+    assert (driver.times_pushed(), driver.contexts_left()) == (pushes + 1, 1)
+    driver.cuCtxPopCurrent_v2(byref(c_void_p()))
+    assert torch.equal(own(x), matrix.linear(x))
+    assert (driver.times_pushed(), driver.contexts_left()) == (pushes + 2, 0)
 
 
 def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:

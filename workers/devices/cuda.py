@@ -128,7 +128,7 @@ def program(device: torch.device, source: str) -> Functions | str:
         code,
         device.index,
         library(device.index),
-        lambda: torch.cuda.current_stream(device).cuda_stream,
+        partial(torch._C._cuda_getCurrentRawStream, device.index),
     )
 
 

@@ -2,7 +2,7 @@
 // that is compiled beside it, and a launch runs them at once. It refuses a launch without a context, and counts what is pushed and not popped.
 #include <dlfcn.h>
 
-static int pushed = 0, refusing = 0;
+static int pushed = 0, pushes = 0, refusing = 0;
 static int64_t last_stream = -1;
 
 // The driver knows from the machine code how many arguments a function takes.
@@ -20,8 +20,13 @@ int cuDevicePrimaryCtxRetain(void** context, int) {
     *context = (void*)&pushed;
     return 0;
 }
+int cuCtxGetCurrent(void** context) {
+    *context = pushed ? (void*)&pushed : nullptr;
+    return 0;
+}
 int cuCtxPushCurrent_v2(void* context) {
     pushed += context == (void*)&pushed;
+    pushes++;
     return 0;
 }
 int cuCtxPopCurrent_v2(void** context) {
@@ -57,6 +62,7 @@ int cuGetErrorString(int error, const char** words) {
 }
 
 int contexts_left() { return pushed; }
+int times_pushed() { return pushes; }
 int64_t stream_of_last() { return last_stream; }
 void refuse(int whether) { refusing = whether; }
 }

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, addressof, byref, c_char_p, c_int, c_uint64, c_void_p
 from functools import cache
+from threading import Lock
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ ARGUMENTS = {
     "cuInit": (c_int,),
     "cuDeviceGet": (c_void_p, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
+    "cuCtxGetCurrent": (c_void_p,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (c_void_p,),
     "cuModuleLoadData": (c_void_p, c_char_p),
@@ -24,6 +26,15 @@ ARGUMENTS = {
 
 class DriverError(RuntimeError):
     """The driver refused something."""
+
+
+class _Function:
+    """A function of the driver's, and where its arguments stand."""
+
+    def __init__(self, handle: c_void_p, count: int) -> None:
+        self.handle, self.numbers = handle, (c_uint64 * count)()
+        start = addressof(self.numbers)
+        self.places = (c_void_p * count)(*range(start, start + 8 * count, 8))
 
 
 class Functions:
@@ -42,7 +53,9 @@ class Functions:
     ) -> None:
         self.about, self.key = about, key
         self._driver, self._module, self._context, self._stream = driver, module, context, stream
-        self._functions: dict[str, c_void_p] = {}
+        self._functions: dict[str, _Function] = {}
+        self._current = c_void_p()
+        self._lock = Lock()
 
     def launch(
         self,
@@ -51,29 +64,41 @@ class Functions:
         threads: int,
         arguments: Sequence[Tensor | int | None],
     ) -> None:
-        """Launch a function on torch's stream. A thread that has not computed with this GPU yet has
-        no context, and gets it for the launch."""
-        numbers = (c_uint64 * len(arguments))(*map(_number, arguments))
-        start = addressof(numbers)
-        places = (c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
+        """Launch a function on torch's stream. A thread that has not computed with this GPU yet, or
+        computes with another one, has its context for the launch."""
         stream = self._stream()
-        function = self._functions.get(name)
-        _check(self._driver, "cuCtxPushCurrent_v2", self._context)
-        try:
-            if function is None:
-                function = self._functions[name] = self._find(name)
-            _check(
-                *(self._driver, "cuLaunchKernel", function),
-                *(*grid, 1, threads, 1, 1, 0),
-                *(stream, addressof(places), None),
-            )
-        finally:
-            _check(self._driver, "cuCtxPopCurrent_v2", byref(c_void_p()))
+        with self._lock:
+            _check(self._driver, "cuCtxGetCurrent", byref(self._current))
+            if self._current.value == self._context.value:
+                self._launch(name, grid, threads, arguments, stream)
+                return
+            _check(self._driver, "cuCtxPushCurrent_v2", self._context)
+            try:
+                self._launch(name, grid, threads, arguments, stream)
+            finally:
+                _check(self._driver, "cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def _launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | int | None],
+        stream: int,
+    ) -> None:
+        if (function := self._functions.get(name)) is None:
+            function = self._functions[name] = _Function(self._find(name), len(arguments))
+        function.numbers[:] = [_number(argument) for argument in arguments]
+        _check(
+            *(self._driver, "cuLaunchKernel", function.handle),
+            *(*grid, 1, threads, 1, 1, 0),
+            *(stream, function.places, None),
+        )
 
     def _find(self, name: str) -> c_void_p:
-        function = c_void_p()
-        _check(self._driver, "cuModuleGetFunction", byref(function), self._module, name.encode())
-        return function
+        handle = c_void_p()
+        _check(self._driver, "cuModuleGetFunction", byref(handle), self._module, name.encode())
+        return handle
 
 
 def load_functions(

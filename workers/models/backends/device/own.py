@@ -11,19 +11,68 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dovetail.workers import kernels
 from dovetail.workers.devices import Program
 from dovetail.workers.kernels import ALIGNMENT, Kind
 from dovetail.workers.kernels.coded import GROUP, CodedMatrix
-from dovetail.workers.models.backends.blob import ELEMENTS, PANEL, STEP, VECTOR, Lying
+from dovetail.workers.models.backends.blob import ELEMENTS, STEP, VECTOR, Lying
 
 FOLDER = Path(kernels.__file__).parent / "cuda"
-SOURCE = (FOLDER / "products.cu").read_text(encoding="utf-8")
-TILES = (4, 16, 32, 64)
-"""Rows that a block computes; the smallest that holds all rows is taken."""
-THREADS = 192
-CODE_ROWS, CODE_THREADS = 8, 128
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of threads, by what it computes of a product; see `products.cu`."""
+
+    vectors: int
+    """Vectors of 16 outputs: 1, or 3, which are a panel."""
+    columns: int
+    """Outputs of a thread."""
+    rows: int
+    """Rows of a thread."""
+    groups: int
+    """Threads with the same outputs."""
+    steps: int
+    """Inputs that come together."""
+
+    @property
+    def tile(self) -> int:
+        """Rows of the block."""
+        return self.rows * self.groups
+
+    @property
+    def outputs(self) -> int:
+        return self.vectors * VECTOR
+
+    @property
+    def threads(self) -> int:
+        return self.outputs // self.columns * self.groups
+
+    def defined(self, kind: Kind) -> str:
+        """Return the line of C++ that makes the function for a type of weights."""
+        sizes = (self.tile, self.vectors, self.columns, self.rows, self.groups, self.steps)
+        return f"DT_PRODUCT({kind.name.lower()}, {kind.name}, {', '.join(map(str, sizes))})\n"
+
+
+BLOCKS = (
+    Block(1, 1, 1, 4, 64),
+    Block(1, 2, 1, 8, 64),
+    Block(1, 2, 2, 8, 64),
+    Block(1, 2, 4, 8, 64),
+    Block(3, 4, 8, 8, 32),
+)
+"""The smallest that holds all rows is taken. Of few rows narrow ones: every multiprocessor shall
+have some, since a chain of fma takes its time however fast the memory is."""
+SOURCE = (FOLDER / "products.cu").read_text(encoding="utf-8") + "".join(
+    block.defined(kind) for kind in (Kind.FP16, Kind.BF16, Kind.INT8) for block in BLOCKS
+)
+WORDS = 4
+"""Rows of x begin at multiples of so many words."""
+ROW_THREADS, GROUP_THREADS = 512, 128
+"""Threads of a block that rounds a row, or groups of rows, a warp each."""
+CODE_ROWS, CODE_THREADS = 8, 256
 """Rows and threads of a block over codes."""
 WARP = 32
 
@@ -44,22 +93,27 @@ class OwnMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
-        rows, x = x.shape[0], x.contiguous()
+        rows = x.shape[0]
         y = x.new_empty(rows, self.n)
         if not rows:
             return y
         steps, row_scales = self.k, None
         if self.kind is Kind.INT8:
-            steps = -(-self.k // STEP)
-            words = x.new_empty(rows, steps, dtype=torch.int32)
+            steps, x = -(-self.k // STEP), x.contiguous()
+            words = x.new_empty(rows, -(-steps // WORDS) * WORDS, dtype=torch.int32)
             row_scales = x.new_empty(rows)
-            self.program.launch("round_rows", (rows, 1), THREADS, (x, words, row_scales, self.k))
+            arguments = (x, words, row_scales, self.k)
+            self.program.launch("round_rows", (rows, 1), ROW_THREADS, arguments)
             x = words
-        tile = next((tile for tile in TILES if rows <= tile), TILES[-1])
+        elif self.k % WORDS or x.storage_offset() % WORDS:
+            x = pad(x, (0, -self.k % WORDS))
+        else:
+            x = x.contiguous()
+        block = next((block for block in BLOCKS if rows <= block.tile), BLOCKS[-1])
         self.program.launch(
-            f"{self.kind.name.lower()}_{tile}",
-            (-(-self.n // PANEL), -(-rows // tile)),
-            THREADS,
+            f"{self.kind.name.lower()}_{block.tile}",
+            (-(-self.n // block.outputs), -(-rows // block.tile)),
+            block.threads,
             (self.packed, x, row_scales, self.scales, self.bias, y, self.n, steps, rows),
         )
         return y
@@ -101,8 +155,8 @@ class OwnCodes:
             return y
         self.program.launch(
             "round_groups",
-            (-(-rows * groups // (CODE_THREADS // WARP)), 1),
-            CODE_THREADS,
+            (-(-rows * groups // (GROUP_THREADS // WARP)), 1),
+            GROUP_THREADS,
             (x, words, abouts, self.k, groups, rows),
         )
         self.program.launch(
