@@ -79,18 +79,13 @@ class Candidate:
         return Draft(
             name,
             level_s,
-            self._own_bytes,
+            self.size.shared_bytes,
             0,
             self.acceptance.tokens,
             self.trees,
             proposal_s,
             shares=True,
         )
-
-    def _own_bytes(self, resident: int) -> int:
-        """Return the bytes that a worker leaves room for, whatever stays there of the target
-        (`workers/serving/spread.py`)."""
-        return self.size.shared_bytes
 
 
 def trees_of(kind: str, acceptance: Acceptance, width: int) -> list[Tree]:

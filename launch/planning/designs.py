@@ -5,7 +5,7 @@ Knows shapes and bytes; no costs, no devices.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -253,9 +253,9 @@ class DraftSize:
     other_bytes: int
     beside_bytes: int
     """Bytes that are not read in every pass: embedding, keys and values, a pass."""
-    shared_bytes: int = 0
-    """Bytes that a substitute takes in one process with its target, whose worker leaves room for so
-    much."""
+    shared_bytes: Callable[[int], int] = lambda _resident: 0
+    """Returns the bytes that a substitute takes in one process with its target, of which so many
+    layers are resident, and whose worker leaves room for so much."""
 
     @property
     def pass_bytes(self) -> int:
@@ -296,7 +296,7 @@ def substitute_size(target: Design, bits: int, weights: str, cache: str = "fp32"
     target's."""
     layer_bytes = round(target.block * (bits + GROUP_BITS) / 8)
     own = "int8" if weights in (FILE, INT4) else weights
-    shared = coded_bytes(sizes_of(target.config, own, cache), own, bits)
+    shared = partial(coded_bytes, sizes_of(target.config, own, cache), own, bits)
     beside = (
         substitute_bytes(sizes_of(target.config, "half"), bits, DEVICE)
         - target.layers * layer_bytes

@@ -102,6 +102,7 @@ def prepare(
                 device="cpu",
                 inflate_bytes=byte_count(inflate) if inflate else 0,
                 stage=spread.stage,
+                cache=spread.cache,
             )
             loaded = anonymous_bytes() - before
             work(Verifier(model, Spans()), model.context, model.vocabulary_size)

@@ -76,6 +76,8 @@ SMALL_BEAM = TreeSettings(
     policy="beam", insist=True, gamma=24, depth=6, width=4, sharpening=SUBSTITUTE_SHARPENING
 )
 KEY = bytes(16)
+CACHE = "half"
+"""The type of keys and values that target.cache is with weights of 16 bits."""
 LOOP = 20
 """Tokens; of longer replies that repeat so many the rest does not count."""
 
@@ -290,7 +292,9 @@ class Bench:
         def stage(config: Any, *_: Any) -> Staging:
             return Staging([Place.STREAMED] * config["num_hidden_layers"], self.transfer)
 
-        return load_language_model(str(folder), weights="half", device="cpu", stage=stage)
+        return load_language_model(
+            str(folder), weights="half", device="cpu", stage=stage, cache=CACHE
+        )
 
     def _timed(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -372,11 +376,11 @@ def _cap(device: Device, cap: float) -> None:
 
 
 def _under(bench: Bench, cap: float) -> None:
-    """All figures of one cap of the device's memory; on the CPU so many hundredths of the layers
-    stay."""
+    """All figures of one cap of the device's memory, of which every layer has its codes from one
+    cap to the next; on the CPU so many hundredths of the layers stay."""
     report, device = bench.report, bench.device
     config = {**bench.staged._model.config.to_dict(), "dtype": "float16"}
-    sizes = sizes_of(config, "fp16")
+    sizes = sizes_of(config, "fp16", CACHE)
     if bench.on_cpu:
         resident = min(len(bench.layers), int(cap) // 4 - 2)
     else:

@@ -198,7 +198,7 @@ def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
     codes = {bits: coded_bytes(sizes, "fp16", bits) - trees for bits in (2, 4, 8)}
     assert codes[4] == codes[2] == codes[8] // 2
     assert codes[4] == pytest.approx(weights * 4.5 / 8, rel=0.1)
-    limit = needed_bytes(sizes, 8, 6, "cpu") + trees
+    limit = needed_bytes(sizes, 8, 5, "cpu") + trees
     memory, cpu = MemorySettings(vram=f"{limit}B"), open_device("cpu", 1)
     alone, beside = (
         spread_of(
@@ -211,4 +211,14 @@ def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
         for spread in (alone, beside)
         if spread is not None
     ]
-    assert 6 > resident[0] > resident[1]
+    assert 5 > resident[0] > resident[1]
+
+
+def test_a_layer_that_stays_on_the_device_leaves_no_room_to_codes() -> None:
+    sizes = sizes_of(CONFIG, "fp16")
+    trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS
+    memory = MemorySettings(vram=f"{needed_bytes(sizes, 8, 8, 'cpu') + trees}B")
+    target = TargetSettings(split=SplitSettings(device="cpu", layers=8))
+    spread = spread_of(target, memory, open_device("cpu", 1), 1, beside=8)
+    assert spread is not None
+    assert spread.stage(CONFIG, "fp16").places.count(Place.RESIDENT) == 8

@@ -21,6 +21,7 @@ from dovetail.workers.models.backends.placement import (
     BUFFERS,
     Demand,
     Place,
+    coded_bytes,
     needed_bytes,
     place_layers,
 )
@@ -32,6 +33,7 @@ from dovetail.workers.models.backends.sizes import (
     sizes_of,
 )
 from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.context import LONGEST
 from dovetail.workers.models.loading import load_language_model
 from support.architectures import VARIED, write_tiny
 from support.kernels import needs_kernels
@@ -131,6 +133,47 @@ def test_a_7b_model_has_the_sizes_that_it_is_known_for() -> None:
     assert int8.layer == pytest.approx(202_383_360, rel=3e-3)
     assert half.row == 2 * 4096 * 4
     assert half.layers * half.layer + half.head + half.embedding == pytest.approx(13.5e9, rel=0.01)
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "dtype": "bfloat16",
+}
+LLAMA_8B = {
+    **LLAMA_7B,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+HALF_AS_MANY_HEADS = {**LLAMA_7B, "num_key_value_heads": 16, "vocab_size": 4096}
+"""The large target of `tests/gpu`."""
+
+
+@pytest.mark.parametrize(
+    "config", [QWEN_7B, LLAMA_8B, HALF_AS_MANY_HEADS], ids=["Qwen2.5-7B", "Llama-3.1-8B", "grown"]
+)
+def test_the_models_of_subspec_fit_into_8_gb_with_their_substitutes(
+    config: Mapping[str, Any],
+) -> None:
+    sizes = sizes_of(config, "half", cache_of("auto", "half"))
+    room = 8 * 10**9 - coded_bytes(sizes, "half", 4)
+    assert place_layers(sizes, Demand("cuda:0", device_bytes=room)).device_bytes <= room
+
+
+def test_a_shorter_context_leaves_more_room_to_layers() -> None:
+    whole, short = (sizes_of({**LLAMA_7B, LONGEST: longest}, "half") for longest in (None, 1024))
+    assert (whole.context, short.context) == (4096, 1024)
+    saved = needed_bytes(whole, 32, 0) - needed_bytes(short, 32, 0)
+    assert saved >= 32 * whole.row * 3072
 
 
 def test_a_configuration_without_sizes_is_told_from_one_with_them() -> None:

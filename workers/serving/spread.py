@@ -27,6 +27,7 @@ from dovetail.workers.models.backends.placement import (
     Demand,
     Placement,
     all_on_cpu,
+    code_bytes,
     coded_bytes,
     needed_bytes,
     place_layers,
@@ -42,6 +43,7 @@ from dovetail.workers.models.backends.sizes import (
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.architecture import KERNELS_ALONE
 from dovetail.workers.models.checkpoints.configured import full_config
+from dovetail.workers.models.checkpoints.context import LONGEST
 from dovetail.workers.models.checkpoints.hub import find_folder
 
 NO_MATRICES = Matrices(())
@@ -69,8 +71,8 @@ class Spread:
     cache: str = "fp32"
     """The type of keys and values."""
     beside: int = 0
-    """Bits of the codes of a substitute of all layers that the device has to hold too; 0: there is
-    none."""
+    """Bits of the codes of a substitute that the device has to hold too, of the layers that it does
+    not keep; 0: there is none."""
 
     def stage(
         self, config: Mapping[str, Any], weights: str, matrices: Matrices = NO_MATRICES
@@ -85,8 +87,11 @@ class Spread:
         sizes = mixed(sizes_of(config, weights, self.cache), weights, matrices)
         demand = self.demand
         if demand is not None and self.beside and demand.device_bytes is not None:
+            trees = coded_bytes(sizes, weights, self.beside, resident=sizes.layers)
             demand = replace(
-                demand, device_bytes=demand.device_bytes - coded_bytes(sizes, weights, self.beside)
+                demand,
+                device_bytes=demand.device_bytes - trees,
+                codes=code_bytes(sizes, weights, self.beside),
             )
         self.placement = (
             all_on_cpu(sizes, self.host_room) if demand is None else place_layers(sizes, demand)
@@ -255,7 +260,7 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
         return False
     if config.get("model_type") in KERNELS_ALONE:
         return True
-    sizes = sizes_of(config, settings.weights, settings.cached)
+    sizes = sizes_of({**config, LONGEST: settings.longest}, settings.weights, settings.cached)
     if count_experts(config)[0] > 1:
         sizes = mixed(sizes, settings.weights, read_design(settings).matrices)
     return needed_bytes(sizes, sizes.layers, sizes.layers, device.name) > _room(memory, device)

@@ -65,6 +65,9 @@ class Demand:
     host_bytes: int | None = None
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
+    codes: int = 0
+    """Bytes of a layer's codes, which the device has beside its weights unless the layer stays
+    there: those of a substitute that shares what stays."""
 
 
 @dataclass(frozen=True)
@@ -135,18 +138,20 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
         for i in range(computed)
     ]
     places = (*[Place.CPU] * (sizes.layers - computed), *on_device)
-    needed = needed_bytes(sizes, computed, resident, demand.device)
+    needed = _with_codes(sizes, demand, computed, resident)
     if demand.device_bytes is not None and needed > demand.device_bytes:
+        codes = "codes of the others, " if demand.codes else ""
         raise SettingsError(
             f"{demand.device} would need {_gb(needed)} for {resident} of {computed} layers "
-            f"resident, the head, a pass and {_rows(sizes)} tokens, "
+            f"resident, {codes}the head, a pass and {_rows(sizes)} tokens, "
             f"and memory.vram leaves {_gb(demand.device_bytes)}: give the device fewer layers "
-            "(target.split.layers, target.resident), or raise memory.vram"
+            "(target.split.layers, target.resident) or shorter texts (target.context), "
+            "or raise memory.vram"
         )
     return Placement(
         demand.device,
         places,
-        needed,
+        needed_bytes(sizes, computed, resident, demand.device),
         _on_host(sizes, computed, resident, demand.host_bytes),
         demand.host_experts,
     )
@@ -182,6 +187,12 @@ def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda
         + computed * cache_bytes(sizes)
         + pass_bytes(sizes, device)
     )
+
+
+def _with_codes(sizes: Sizes, demand: Demand, computed: int, resident: int) -> int:
+    """Return what the device needs, the codes of layers that it does not keep included."""
+    codes = (computed - resident) * demand.codes
+    return needed_bytes(sizes, computed, resident, demand.device) + codes
 
 
 def cache_bytes(sizes: Sizes) -> int:
@@ -227,14 +238,18 @@ def _rows(sizes: Sizes) -> int:
     return min(CACHED_ROWS, sizes.context)
 
 
-def coded_bytes(sizes: Sizes, weights: str, bits: int) -> int:
-    """Return what a substitute takes that shares the target's layers, cache and head: the codes of
-    all layers, 4 bits a weight or twice that, and for each 4 bits of 64 weights two numbers of 16;
-    and the rows of its trees, which grow ahead."""
-    number = sizes.layers * sizes.layer // WEIGHT_BYTES[weights]
-    return (
-        number // 64 * (32 + 4) * (1 if bits <= 4 else 2)
-        + sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
+def code_bytes(sizes: Sizes, weights: str, bits: int) -> int:
+    """Return what the codes of one layer take: 4 bits a weight or twice that, and for each 4 bits
+    of 64 weights two numbers of 16."""
+    number = sizes.layer // WEIGHT_BYTES[weights]
+    return -(-number // 64) * (32 + 4) * (1 if bits <= 4 else 2)
+
+
+def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int:
+    """Return what a substitute takes that shares the target's cache, its head, and `resident` of
+    its layers: the codes of the others, and the rows of its trees, which grow ahead."""
+    return (sizes.layers - resident) * code_bytes(sizes, weights, bits) + (
+        sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
     )
 
 
@@ -281,7 +296,7 @@ def _computed(sizes: Sizes, demand: Demand) -> int:
     keeps = demand.resident is None
 
     def needed(n: int) -> int:
-        return needed_bytes(sizes, n, n if keeps else min(n, demand.resident or 0), demand.device)
+        return _with_codes(sizes, demand, n, n if keeps else min(n, demand.resident or 0))
 
     return max(
         (n for n in range(1, sizes.layers + 1) if needed(n) <= demand.device_bytes), default=1
@@ -302,7 +317,7 @@ def _resident(sizes: Sizes, demand: Demand, computed: int) -> int:
         (
             n
             for n in range(computed + 1)
-            if needed_bytes(sizes, computed, n, demand.device) <= demand.device_bytes
+            if _with_codes(sizes, demand, computed, n) <= demand.device_bytes
         ),
         default=0,
     )
