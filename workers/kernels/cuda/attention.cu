@@ -156,22 +156,35 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
             }
         }
         if (slot < 0) continue;
-        const int there = smaller(SLOTS, slots - slot);
+        // weights behind the last slot are 0, and change neither a sum nor a chain
         if (sums_weights) {
-            if (word < count)
-                for (int s = 0; s < there; s++) total = __fadd_rn(total, weight_numbers[word * SLOTS + s]);
+            for (int four = 0; four < SLOTS / 4 && word < count; four++) {
+                const uint4 bits = weight_tile[word * SLOTS / 4 + four];
+                total = __fadd_rn(__fadd_rn(total, __uint_as_float(bits.x)), __uint_as_float(bits.y));
+                total = __fadd_rn(__fadd_rn(total, __uint_as_float(bits.z)), __uint_as_float(bits.w));
+            }
             continue;
         }
 #pragma unroll 4
-        for (int s = 0; s < there; s++) {
-            const unsigned both = value_words[s * (COLUMNS / 2) + word];
-            const float low = half_to_float(both & 0xffffu), high = half_to_float(both >> 16);
+        for (int four = 0; four < SLOTS / 4; four++) {
+            float own_weights_of[2][4];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float weight = weight_numbers[(2 * warp + r) * SLOTS + s];
-                if (weight == 0.0f) continue;  // adding 0 would turn -0 into 0
-                sums[r][0] = __fmaf_rn(weight, low, sums[r][0]);
-                sums[r][1] = __fmaf_rn(weight, high, sums[r][1]);
+                const uint4 bits = weight_tile[((2 * warp + r) * SLOTS) / 4 + four];
+                own_weights_of[r][0] = __uint_as_float(bits.x), own_weights_of[r][1] = __uint_as_float(bits.y);
+                own_weights_of[r][2] = __uint_as_float(bits.z), own_weights_of[r][3] = __uint_as_float(bits.w);
+            }
+#pragma unroll
+            for (int s = 0; s < 4; s++) {
+                const unsigned both = value_words[(4 * four + s) * (COLUMNS / 2) + word];
+                const float low = half_to_float(both & 0xffffu), high = half_to_float(both >> 16);
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // adding 0 would turn -0 into 0; chosen, not branched on: the chains of a warp go on side by side
+                    const float weight = own_weights_of[r][s];
+                    const float first = __fmaf_rn(weight, low, sums[r][0]), second = __fmaf_rn(weight, high, sums[r][1]);
+                    sums[r][0] = weight == 0.0f ? sums[r][0] : first;
+                    sums[r][1] = weight == 0.0f ? sums[r][1] : second;
+                }
             }
         }
     }
