@@ -64,6 +64,9 @@ from dovetail.workers.models.weight_types import (
 
 log = logging.getLogger(__name__)
 
+RESIDENT_TYPES = {**GPU_TYPES, "int8": torch.int8}
+"""The types of weights of a draft on a GPU, and of a number of them."""
+
 
 def load_language_model(
     source: str,
@@ -225,14 +228,22 @@ def _free_bytes(device: torch.device) -> int | None:
 def _on_gpu(
     checkpoint: Checkpoint, wanted: Wanted, device: torch.device, draft: Device | None
 ) -> LanguageModel:
-    """Load a model as transformers computes it, in one type; a draft as the kernels describe it,
-    where they do."""
+    """Load a draft as the kernels describe it, where they do; anything else as transformers
+    computes it, in one type."""
+    why_not = ""
+    if draft is not None and wanted.weights in RESIDENT_TYPES:
+        _check_fits(checkpoint, wanted.weights, device)
+        found = _resident(checkpoint, wanted, draft)
+        if isinstance(found, LanguageModel):
+            return found
+        why_not = found
     where = f"the settings say device {device}; leave that out"
     refuse_without_kernels(model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
+        because = f", because {why_not}" if why_not else ""
         raise CheckpointError(
             f"{checkpoint.source}: on {device} there are no {wanted.weights} weights with back "
-            f"end {wanted.backend}; use weights fp32"
+            f"end {wanted.backend}{because}; use weights fp32"
         )
     own = CACHE_NAMES[GPU_TYPES[wanted.weights]]
     if wanted.cache not in ("auto", own):
@@ -240,17 +251,11 @@ def _on_gpu(
             f"{checkpoint.source}: on {device} keys and values have the type of the weights "
             f"({own}), and target.cache = {wanted.cache!r}: leave it out"
         )
-    if (free := _free_bytes(device)) is not None and (
-        why := against_device(checkpoint, wanted.weights, device, free)
-    ):
-        raise CheckpointError(f"{checkpoint.source}: {why}")
-    if draft is not None:
-        found = _resident(checkpoint, replace(wanted, cache=own), draft)
-        if isinstance(found, LanguageModel):
-            return found
+    _check_fits(checkpoint, wanted.weights, device)
+    if why_not:
         log.warning(
             "%s: the library computes it on %s, one operation at a time, because %s",
-            *(checkpoint.source, device, found),
+            *(checkpoint.source, device, why_not),
         )
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
     real: Sequence[int] = range(len(decoder_layers(model)[1]))
@@ -286,6 +291,13 @@ def _on_gpu(
     return language_model
 
 
+def _check_fits(checkpoint: Checkpoint, weights: str, device: torch.device) -> None:
+    """`CheckpointError` where a device has too little memory for weights of a type."""
+    free = _free_bytes(device)
+    if free is not None and (why := against_device(checkpoint, weights, device, free)):
+        raise CheckpointError(f"{checkpoint.source}: {why}")
+
+
 def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:
     """Load a draft all layers of which are on its device, described as the kernels' are; or say why
     it is not."""
@@ -302,7 +314,7 @@ def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> Language
         model = assembled(
             skeleton,
             checkpoint,
-            replace(wanted, stage=stage),
+            replace(wanted, stage=stage, cache="fp32" if wanted.weights == "fp32" else "half"),
             kernels=True,
             choice=f"torch computes the kernels' layers on {draft.name}",
         )
@@ -315,10 +327,10 @@ def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> Language
 
 
 def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, free: int) -> str:
-    """Return why all of a checkpoint in a type of GPU_TYPES does not fit into the `free` bytes of a
-    device, and what would; empty if it does."""
+    """Return why all of a checkpoint in a type of `RESIDENT_TYPES` does not fit into the `free`
+    bytes of a device, and what would; empty if it does."""
     numbers = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values())
-    size = numbers * GPU_TYPES[weights].itemsize
+    size = numbers * RESIDENT_TYPES[weights].itemsize
     if size <= free:
         return ""
     kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}
