@@ -20,6 +20,10 @@ struct Index {
 struct alignas(8) uint2 {
     unsigned x, y;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
@@ -59,12 +63,13 @@ constexpr size_t STACK_BYTES = 64 << 10;
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(STACK_BYTES);
-    bool done;
+    bool waiting, done;  // waiting: at a barrier
+    unsigned turn;       // of exchanges
 };
 
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
-static unsigned current, exchanged[1024];
+static unsigned current, exchanged[2][1024];
 static void (*function)(int64_t, ...);
 static const int64_t* arguments;
 
@@ -77,32 +82,40 @@ static void run_thread() {
 
 static void pause() { swapcontext(&fibers[current].context, &scheduler); }
 
-// Every thread of a block, to its next pause; false if none is left.
+// Every thread of a block, to its next pause; past a barrier when all are there. False if none is left.
 static bool advance(unsigned threads, bool backwards) {
-    bool left = false;
+    bool left = false, ran = false;
     for (unsigned i = 0; i < threads; i++) {
         current = backwards ? threads - 1 - i : i;
         Fiber& fiber = fibers[current];
         if (fiber.done) continue;
+        left = true;
+        if (fiber.waiting) continue;
+        ran = true;
         threadIdx = {current, 0, 0};
         swapcontext(&scheduler, &fiber.context);
-        left = left || !fiber.done;
     }
+    if (!ran)
+        for (unsigned i = 0; i < threads; i++) fibers[i].waiting = false;
     return left;
+}
+
+static unsigned exchange(unsigned value, unsigned from) {
+    unsigned* const place = exchanged[fibers[current].turn++ % 2];  // the next exchange has another one, as some threads are there before others have read
+    place[current] = value;
+    pause();
+    return place[from];
 }
 
 }  // namespace cpu
 
-static inline void __syncthreads() { cpu::pause(); }
-
-static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int by) {
-    const unsigned own = threadIdx.x;
-    cpu::exchanged[own] = value;
+static inline void __syncthreads() {
+    cpu::fibers[cpu::current].waiting = true;
     cpu::pause();
-    const unsigned other = cpu::exchanged[own ^ (unsigned)by];
-    cpu::pause();
-    return other;
 }
+
+static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int by) { return cpu::exchange(value, threadIdx.x ^ (unsigned)by); }
+static inline unsigned __shfl_sync(unsigned, unsigned value, int lane) { return cpu::exchange(value, threadIdx.x / 32 * 32 + (unsigned)lane); }
 
 // Run a kernel that takes up to ten addresses or integers.
 extern "C" void launch(void* function, const int64_t* arguments, int64_t columns, int64_t rows, int64_t threads) {
@@ -119,7 +132,8 @@ extern "C" void launch(void* function, const int64_t* arguments, int64_t columns
                 fiber.context.uc_stack.ss_sp = fiber.stack.data();
                 fiber.context.uc_stack.ss_size = fiber.stack.size();
                 fiber.context.uc_link = &cpu::scheduler;
-                fiber.done = false;
+                fiber.waiting = fiber.done = false;
+                fiber.turn = 0;
                 makecontext(&fiber.context, cpu::run_thread, 0);
             }
             while (cpu::advance((unsigned)threads, backwards)) {

@@ -278,8 +278,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) round_rows(const float
 constexpr int GROUP = 64, GROUP_STEPS = GROUP / 4;
 constexpr int ROUND_THREADS = 128;
 
-// x [rows, k] -> for each row and group 16 words of four int8, zeros behind the last input, and of it {scale, scale times the sum of the int8, that sum, 0};
-// a warp a row and group.
+// x [rows, k] -> for each row and group 16 words of four int8, zeros behind the last input, every fourth step side by side, which a lane of `coded` reads at
+// once; and of the group {scale, scale times the sum of the int8, that sum, 0}. A warp a row and group.
 extern "C" __global__ void __launch_bounds__(ROUND_THREADS) round_groups(const float* x, unsigned short* pairs, uint4* abouts, Int k, Int groups, Int rows) {
     const int lane = (int)(threadIdx.x % 32);
     const Int which = (Int)blockIdx.x * (ROUND_THREADS / 32) + threadIdx.x / 32;
@@ -289,97 +289,118 @@ extern "C" __global__ void __launch_bounds__(ROUND_THREADS) round_groups(const f
     const unsigned a = magnitude(first), b = magnitude(second);
     const RowScale scale = row_scale(largest_of_warp(a > b ? a : b));
     const signed char low = (signed char)rounded(first, scale.to), high = (signed char)rounded(second, scale.to);
-    pairs[which * (GROUP / 2) + lane] = (unsigned short)(((unsigned)low & 255u) | ((unsigned)high & 255u) << 8);
+    const int place = lane / 2 % 4 * 8 + lane / 8 * 2 + lane % 2;
+    pairs[which * (GROUP / 2) + place] = (unsigned short)(((unsigned)low & 255u) | ((unsigned)high & 255u) << 8);
     int sum = (int)low + (int)high;
     for (int by = 16; by > 0; by /= 2) sum += (int)__shfl_xor_sync(0xffffffffu, (unsigned)sum, by);
     if (lane == 0) abouts[which] = make_uint4(__float_as_uint(scale.from), __float_as_uint(__fmul_rn(scale.from, __int2float_rn(sum))), (unsigned)sum, 0u);
 }
 
-// A word of the plane of so many bits at a step: the codes of four inputs of one output.
-template <int BITS>
-static __device__ unsigned code_word(const unsigned* plane, int step) {
-    constexpr int LOADS = 2 * BITS;  // words of an output in the plane of a block
-    constexpr unsigned MASK = BITS == 8 ? 0xffffffffu : ((1u << BITS) - 1) * 0x01010101u;
-    return plane[step % LOADS] >> step / LOADS * BITS & MASK;
+// sums [16 x 8] += codes [16 x 32] times values [32 x 8], by a warp: m16n8k32 of the matrix units, whose manual says which numbers a lane holds. Lane 4 i + j
+// has four codes of each of the rows i and i + 8 at inputs 4 j and 16 + 4 j, as many values of column i, and the sums of those rows with columns 2 j and
+// 2 j + 1.
+static __device__ void add_product(int* sums, const unsigned* codes, const unsigned* codes_below, unsigned first, unsigned second) {
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(codes[0]), "r"(codes_below[0]), "r"(codes[1]), "r"(codes_below[1]), "r"(first), "r"(second));
+#else
+    const int lane = (int)(threadIdx.x % 32), row = lane / 4 * 4, column = lane % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const unsigned above = __shfl_sync(0xffffffffu, codes[half], row + j), below = __shfl_sync(0xffffffffu, codes_below[half], row + j);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const unsigned value = __shfl_sync(0xffffffffu, half == 0 ? first : second, column + 4 * c + j);
+                sums[c] = dot_codes(value, above, sums[c]);
+                sums[2 + c] = dot_codes(value, below, sums[2 + c]);
+            }
+        }
+#endif
 }
 
-constexpr int CODE_ROWS = 8;  // of a block
+constexpr int CODE_ROWS = 8, AT_ONCE = 32, OF_WARP = 32 / CODE_ROWS;  // rows of a block, and groups at a time: of a block, and of a warp of it
+constexpr int CODE_THREADS = AT_ONCE / OF_WARP * 32;
 
-// A block computes one vector of outputs for CODE_ROWS rows, AT_ONCE groups at a time: each thread the integer sums of one group and two outputs, for all
-// rows, which it reads from memory, as nobody else needs them; then each the chain of one row and output over these groups.
-template <int BITS, int AT_ONCE>
-static __device__ void coded(const char* packed, const uint4* x, const uint4* abouts, const float* bias, float* y, Int n, Int groups, Int rows) {
-    constexpr int WORDS = 2 * BITS, BLOCK_BYTES = 4 * VECTOR + WORDS * 64, MIDDLE = 1 << (BITS - 1), PAIRS = VECTOR / 2, FOURS = GROUP_STEPS / 4;
-    static_assert(AT_ONCE * PAIRS >= CODE_ROWS * VECTOR, "there is a thread for every row and output");
+// A block computes one vector of outputs for CODE_ROWS rows, AT_ONCE groups at a time: each warp the integer sums of some groups, from codes and rows that
+// have come into its registers meanwhile; then each thread the chain of one row and output over these groups.
+template <int BITS>
+static __device__ void coded(const char* packed, const uint4* x, const uint4* abouts, const float* bias, float* y, Int n, Int all_groups, Int rows) {
+    constexpr int WORDS = BITS == 3 ? 2 : BITS / 2;  // of an output and lane
+    constexpr int BLOCK_BYTES = 4 * VECTOR + BITS * 128, MIDDLE = 1 << (BITS - 1), PAIRS = VECTOR / 2;
+    constexpr unsigned MASK = BITS == 8 ? 0xffffffffu : ((1u << BITS) - 1) * 0x01010101u;
     __shared__ uint4 about[CODE_ROWS][AT_ONCE];
-    __shared__ float scaled[AT_ONCE][CODE_ROWS + 1][VECTOR];  // one more: neighbouring groups lie in other banks
-    __shared__ float offsets[AT_ONCE][VECTOR];
-    const int thread = (int)threadIdx.x, slot = thread / PAIRS, pair = thread % PAIRS;
+    __shared__ float2 scaled[AT_ONCE][CODE_ROWS][PAIRS + 2];  // two more: the lanes of a warp write to different banks
+    __shared__ float2 offsets[AT_ONCE][PAIRS];
+    const int thread = (int)threadIdx.x, lane = thread % 32, pair = lane / 4, quarter = lane % 4, slot = thread / 32 * OF_WARP;
     const int of_row = thread / AT_ONCE, of_group = thread % AT_ONCE;  // the about that it brings
     const int row = thread / VECTOR, column = thread % VECTOR;         // the chain that it computes
     const Int first_row = (Int)blockIdx.y * CODE_ROWS;
-    const int count = smaller(CODE_ROWS, rows - first_row);
-    const char* const blocks = packed + (Int)blockIdx.x * groups * BLOCK_BYTES;
-    unsigned next[2][WORDS], next_scales = 0, next_offsets = 0;
-    uint4 next_about = make_uint4(0, 0, 0, 0);
+    const int count = smaller(CODE_ROWS, rows - first_row), groups = (int)all_groups;
+    // where the next ones lie
+    const char* block = packed + ((Int)blockIdx.x * all_groups + slot) * BLOCK_BYTES + 4 * pair;
+    const uint4* own_x = x + ((first_row + pair) * all_groups + slot) * (GROUP_STEPS / 4) + quarter;
+    const uint4* of_rows[2] = {abouts + (first_row + 2 * quarter) * all_groups + slot, abouts + (first_row + 2 * quarter + 1) * all_groups + slot};
+    const uint4* own_about = abouts + (first_row + of_row) * all_groups + of_group;
+    unsigned words[OF_WARP][2][WORDS], scales[OF_WARP], starts[OF_WARP];  // of two outputs; scales and offsets as they lie
+    uint4 values[OF_WARP], next_about = make_uint4(0, 0, 0, 0);
+    unsigned whole[OF_WARP][2];  // of two rows, their sums
     float sum = 0.0f;
-    for (Int tile = -AT_ONCE; tile < groups; tile += AT_ONCE) {
-        unsigned codes[2][GROUP_STEPS];
-        const unsigned both_scales = next_scales, both_offsets = next_offsets;
+    for (int tile = -AT_ONCE; tile < groups; tile += AT_ONCE) {
         if (tile >= 0) {
             about[of_row][of_group] = next_about;
 #pragma unroll
-            for (int c = 0; c < 2; c++)
+            for (int i = 0; i < OF_WARP; i++) {
+                if (tile + slot + i >= groups) continue;
+                unsigned codes[2][4];  // of a step each: quarter, and every fourth behind it
 #pragma unroll
-                for (int step = 0; step < GROUP_STEPS; step++)
-                    codes[c][step] = BITS == 3 ? code_word<2>(next[c], step) | code_word<1>(next[c] + 4 * (BITS == 3), step) << 2 : code_word<BITS>(next[c], step);
-        }
-        const Int ahead = tile + AT_ONCE;
-        if (ahead + slot < groups) {
-            const unsigned* const block = (const unsigned*)(blocks + (ahead + slot) * BLOCK_BYTES);
-            next_scales = block[pair], next_offsets = block[PAIRS + pair];
+                for (int c = 0; c < 2; c++)
 #pragma unroll
-            for (int i = 0; i < WORDS; i++) {
-                const uint2 two = ((const uint2*)(block + VECTOR))[i * PAIRS + pair];
-                next[0][i] = two.x, next[1][i] = two.y;
+                    for (int j = 0; j < 4; j++) {
+                        const unsigned* const own = words[i][c];
+                        if constexpr (BITS == 3) codes[c][j] = (own[0] >> 2 * j & 0x03030303u) | (own[1] >> (quarter / 2 + 2 * j) & 0x01010101u) << 2;
+                        else codes[c][j] = own[j % WORDS] >> j / WORDS * BITS & MASK;
+                    }
+                const int left = -MIDDLE * (int)whole[i][0], right = -MIDDLE * (int)whole[i][1];
+                int sums[4] = {left, right, left, right};
+                add_product(sums, codes[0], codes[1], values[i].x, values[i].y);
+                add_product(sums, codes[0] + 2, codes[1] + 2, values[i].z, values[i].w);
+                const float first = half_to_float(scales[i] & 0xffffu), second = half_to_float(scales[i] >> 16);
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    scaled[slot + i][2 * quarter + r][pair] =
+                        make_float2(__fmul_rn(__int2float_rn(sums[r]), first), __fmul_rn(__int2float_rn(sums[2 + r]), second));
+                if (quarter == 0) offsets[slot + i][pair] = make_float2(half_to_float(starts[i] & 0xffffu), half_to_float(starts[i] >> 16));
             }
         }
-        if (of_row < count && ahead + of_group < groups) next_about = abouts[(first_row + of_row) * groups + ahead + of_group];
+        const int ahead = tile + AT_ONCE;
+#pragma unroll
+        for (int i = 0; i < OF_WARP; i++) {
+            if (ahead + slot + i >= groups) continue;
+            scales[i] = *(const unsigned*)(block + i * BLOCK_BYTES), starts[i] = *(const unsigned*)(block + i * BLOCK_BYTES + 2 * VECTOR);
+            const char* const plane = block + i * BLOCK_BYTES + 4 * VECTOR + 4 * pair;
+#pragma unroll
+            for (int j = 0; j < WORDS; j++) {
+                const uint2 both = *(const uint2*)(plane + 64 * (BITS == 3 && j == 1 ? 4 + quarter % 2 : quarter + 4 * j));
+                words[i][0][j] = both.x, words[i][1][j] = both.y;
+            }
+            values[i] = pair < count ? own_x[i * (GROUP_STEPS / 4)] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int r = 0; r < 2; r++) whole[i][r] = 2 * quarter + r < count ? of_rows[r][i].z : 0;
+        }
+        if (of_row < count && ahead + of_group < groups) next_about = *own_about;
+        block += AT_ONCE * BLOCK_BYTES, own_x += AT_ONCE * (GROUP_STEPS / 4), of_rows[0] += AT_ONCE, of_rows[1] += AT_ONCE, own_about += AT_ONCE;
         if (tile < 0) continue;
         __syncthreads();
         const int there = smaller(AT_ONCE, groups - tile);
-        if (slot < there) {
-            const float first = half_to_float(both_scales & 0xffffu), second = half_to_float(both_scales >> 16);
-            offsets[slot][2 * pair] = half_to_float(both_offsets & 0xffffu), offsets[slot][2 * pair + 1] = half_to_float(both_offsets >> 16);
-#pragma unroll 2
-            for (int r = 0; r < count; r++) {
-                const uint4* const values = x + ((first_row + r) * groups + tile + slot) * FOURS;
-                uint4 fours[FOURS];
-#pragma unroll
-                for (int i = 0; i < FOURS; i++) fours[i] = values[i];
-                int sums[2];
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    sums[c] = -MIDDLE * (int)about[r][slot].z;
-#pragma unroll
-                    for (int i = 0; i < FOURS; i++) {
-                        sums[c] = dot_codes(fours[i].x, codes[c][4 * i], sums[c]);
-                        sums[c] = dot_codes(fours[i].y, codes[c][4 * i + 1], sums[c]);
-                        sums[c] = dot_codes(fours[i].z, codes[c][4 * i + 2], sums[c]);
-                        sums[c] = dot_codes(fours[i].w, codes[c][4 * i + 3], sums[c]);
-                    }
-                }
-                scaled[slot][r][2 * pair] = __fmul_rn(__int2float_rn(sums[0]), first);
-                scaled[slot][r][2 * pair + 1] = __fmul_rn(__int2float_rn(sums[1]), second);
-            }
-        }
-        __syncthreads();
         if (row < count)
-#pragma unroll 4
+#pragma unroll 8
             for (int group = 0; group < there; group++) {
                 const uint4 found = about[row][group];
-                sum = __fmaf_rn(scaled[group][row][column], __uint_as_float(found.x), sum);
-                sum = __fmaf_rn(offsets[group][column], __uint_as_float(found.y), sum);
+                sum = __fmaf_rn(((const float*)scaled[group][row])[column], __uint_as_float(found.x), sum);
+                sum = __fmaf_rn(((const float*)offsets[group])[column], __uint_as_float(found.y), sum);
             }
         __syncthreads();
     }
@@ -387,13 +408,13 @@ static __device__ void coded(const char* packed, const uint4* x, const uint4* ab
     if (row < count && output < n) y[(first_row + row) * n + output] = bias == nullptr ? sum : __fadd_rn(sum, bias[output]);
 }
 
-#define DT_CODED(BITS, AT_ONCE)                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(AT_ONCE * VECTOR / 2) codes##BITS(const char* packed, const uint4* x, const uint4* abouts,             \
-                                                                                   const float* bias, float* y, Int n, Int groups, Int rows) {          \
-        coded<BITS, AT_ONCE>(packed, x, abouts, bias, y, n, groups, rows);                                                                              \
+#define DT_CODED(BITS)                                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(CODE_THREADS) codes##BITS(const char* packed, const uint4* x, const uint4* abouts, const float* bias,  \
+                                                                           float* y, Int n, Int groups, Int rows) {                                     \
+        coded<BITS>(packed, x, abouts, bias, y, n, groups, rows);                                                                                       \
     }
 
-DT_CODED(8, 32)
-DT_CODED(4, 32)
-DT_CODED(3, 32)
-DT_CODED(2, 32)
+DT_CODED(8)
+DT_CODED(4)
+DT_CODED(3)
+DT_CODED(2)
