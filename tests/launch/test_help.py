@@ -120,7 +120,7 @@ def test_an_option_that_nobody_has_is_answered_as_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.run(("serve", "--no-such-option")) == 2
-    assert "No such option '--no-such-option'" in capsys.readouterr().err
+    assert re.search("No such option.*--no-such-option", capsys.readouterr().err)
 
 
 def test_the_hints_name_options_and_commands_that_there_are() -> None:
