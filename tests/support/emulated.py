@@ -24,7 +24,7 @@ MOST_ARGUMENTS = 10
 class Emulated:
     """Functions of ours that the CPU computes. A `Program`."""
 
-    about, key, timed = "the CPU in place of a GPU", "emulated", False
+    about, key, timed, units = "the CPU in place of a GPU", "emulated", False, 16
 
     def __init__(self, library: CDLL) -> None:
         self._library = library

@@ -267,7 +267,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
 @needs_kernels
 def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
     """Products through the driver's own interface: contexts, streams, names, arguments."""
-    functions = load_functions(b"\x7fELF\0 and more", 0, "a chip", lambda: (7 << 40) + 1)
+    functions = load_functions(b"\x7fELF\0 and more", 0, "a chip", lambda: (7 << 40) + 1, 4)
     assert isinstance(functions, Functions)
     for kind in (Kind.FP16, Kind.INT8):
         matrix, x = packed(kind, 100, 33), inputs(5, 33)
@@ -283,7 +283,7 @@ def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
 
 @needs_kernels
 def test_a_launch_takes_the_context_that_a_thread_has(driver: CDLL) -> None:
-    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0)
+    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0, 4)
     assert isinstance(functions, Functions)
     matrix, x = packed(Kind.FP16, 100, 33), inputs(5, 33)
     own = own_matrix(functions, *lying(matrix))
@@ -299,13 +299,13 @@ def test_a_launch_takes_the_context_that_a_thread_has(driver: CDLL) -> None:
 
 def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
     refused = "NVIDIA's driver: {}: error {}"
-    assert load_functions(b"", 0, "", lambda: 0) == refused.format(
+    assert load_functions(b"", 0, "", lambda: 0, 4) == refused.format(
         "cuModuleLoadData", "200, device kernel image is invalid"
     )
-    assert load_functions(b"\x7fELF\0", 1, "", lambda: 0) == refused.format(
+    assert load_functions(b"\x7fELF\0", 1, "", lambda: 0, 4) == refused.format(
         "cuDeviceGet", "101, invalid device ordinal"
     )
-    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0)
+    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0, 4)
     assert isinstance(functions, Functions)
     with pytest.raises(DriverError, match="named symbol not found"):
         functions.launch("nothing", (1, 1), 32, ())
@@ -325,7 +325,7 @@ def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     code = COMPILER.compile(SOURCE, architecture)
     assert isinstance(code, bytes), code
     assert code.startswith(b"\x7fELF")
-    for name in ("fp16_4", "int8_64", "round_rows", "codes4", "round_groups"):
+    for name in ("fp16_4", "int8_32", "round_rows", "codes4", "round_groups"):
         assert name.encode() in code
 
 

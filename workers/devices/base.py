@@ -50,6 +50,8 @@ class Program(Protocol):
     """The compiler and the chip, in words."""
     key: str
     """A digest of all that decides how fast the functions are: source, compiler, chip, torch."""
+    units: int
+    """The multiprocessors of the device."""
     timed: bool
     """False: times mean nothing here, as where the CPU stands for a GPU."""
 

@@ -129,6 +129,7 @@ def program(device: torch.device, source: str) -> Functions | str:
         device.index,
         library(device.index),
         partial(torch._C._cuda_getCurrentRawStream, device.index),
+        torch.cuda.get_device_properties(device).multi_processor_count,
     )
 
 

@@ -50,8 +50,9 @@ class Functions:
         about: str,
         key: str,
         stream: Callable[[], int],
+        units: int,
     ) -> None:
-        self.about, self.key = about, key
+        self.about, self.key, self.units = about, key, units
         self._driver, self._module, self._context, self._stream = driver, module, context, stream
         self._functions: dict[str, _Function] = {}
         self._current = c_void_p()
@@ -102,10 +103,11 @@ class Functions:
 
 
 def load_functions(
-    code: bytes, index: int, about: str, stream: Callable[[], int]
+    code: bytes, index: int, about: str, stream: Callable[[], int], units: int
 ) -> Functions | str:
     """Return machine code loaded for GPU `index`; or why it cannot be. `about`: the libraries and
-    the chip. `stream`: the stream on which torch computes now, as the driver knows it."""
+    the chip. `stream`: the stream on which torch computes now, as the driver knows it. `units`:
+    multiprocessors of the GPU."""
     driver = _driver()
     if isinstance(driver, str):
         return driver
@@ -122,7 +124,7 @@ def load_functions(
             _check(driver, "cuCtxPopCurrent_v2", byref(c_void_p()))
     except DriverError as error:
         return str(error)
-    return Functions(driver, module, context, about, key, stream)
+    return Functions(driver, module, context, about, key, stream, units)
 
 
 @cache

@@ -214,9 +214,9 @@ static __device__ void product(const char* packed, const unsigned* x, const floa
         }
 }
 
-#define DT_PRODUCT(NAME, KIND, TILE, VECTORS, COLUMNS, ROWS, GROUPS, STEPS)                                                                             \
+#define DT_PRODUCT(NAME, KIND, VECTORS, COLUMNS, ROWS, GROUPS, STEPS)                                                                             \
     extern "C" __global__ void __launch_bounds__(VECTORS * VECTOR / COLUMNS * GROUPS)                                                                   \
-        NAME##_##TILE(const char* packed, const unsigned* x, const float* row_scales, const float* scales, const float* bias, float* y, Int n, Int steps, \
+        NAME(const char* packed, const unsigned* x, const float* row_scales, const float* scales, const float* bias, float* y, Int n, Int steps, \
                       Int rows) {                                                                                                                       \
         product<KIND, VECTORS, COLUMNS, ROWS, GROUPS, STEPS>(packed, x, row_scales, scales, bias, y, n, steps, rows);                                    \
     }

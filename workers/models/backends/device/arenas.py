@@ -37,19 +37,16 @@ class Arenas:
         self._multiple = multiple
         self._spare: list[Arena] = []
 
-    def take(self, shape: tuple[int, int, int], capacity: int, like: torch.Tensor) -> Arena:
+    def take(self, shape: tuple[int, int, int], capacity: int, like: Tensor) -> Arena:
         """Return zeros [layers, 2, kv_heads, at least `capacity`, head_dim] of the type of `like`
         on its device. What is spare and does not fit is let go first."""
         layers, kv_heads, head_dim = shape
         capacity = -(-capacity // self._multiple) * self._multiple
-        for arena in self._spare:
+        for arena in sorted(self._spare, key=lambda arena: -len(arena.captured)):
             *outer, slots, width = arena.rows.shape
             fits = capacity <= slots <= SLACK * max(1, capacity)
-            if fits and (outer, width, arena.rows.dtype) == (
-                [layers, 2, kv_heads],
-                head_dim,
-                like.dtype,
-            ):
+            same = (outer, width, arena.rows.dtype) == ([layers, 2, kv_heads], head_dim, like.dtype)
+            if fits and same:
                 self._spare.remove(arena)
                 arena.rows.zero_()
                 return arena
@@ -57,8 +54,9 @@ class Arenas:
         return Arena(like.new_zeros(layers, 2, kv_heads, capacity, head_dim))
 
     def give(self, held: list[Arena]) -> None:
-        """Take back what a cache has held."""
-        self._spare = [*held, *self._spare][:MOST_SPARE]
+        """Take back what a cache has held; those over which nothing is captured go first."""
+        spare = sorted([*held, *self._spare], key=lambda arena: -len(arena.captured))
+        self._spare = spare[:MOST_SPARE]
         held.clear()
 
 
@@ -93,9 +91,15 @@ class ArenaCache(KVCache):
         return self._held[0].rows
 
     def resize(self, capacity: int) -> None:
+        """Have slots for `capacity` rows; what is kept of a session that has ended takes no more
+        than it needs, and leaves its arena to the next one."""
         if has_to_move(self, self._slots, capacity):
-            before = self._held.copy()
-            self._held[:] = [self._arenas.take(self._shape, capacity, before[0].rows)]
-            self.rows[..., : self.length, :] = before[0].rows[..., : self.length, :]
+            before, kept = self._held.copy(), self.rows[..., : self.length, :]
+            if capacity < self._slots:
+                *outer, _, head_dim = kept.shape
+                self._held[:] = [Arena(kept.new_zeros(*outer, capacity, head_dim))]
+            else:
+                self._held[:] = [self._arenas.take(self._shape, capacity, self.rows)]
+            self.rows[..., : self.length, :] = kept
             self._arenas.give(before)
         self.capacity = capacity

@@ -202,7 +202,7 @@ def _over(cache: Tensor, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
     query = x.view(len(x), heads, -1, width).transpose(0, 1).reshape(1, heads, -1, width)
     mask = torch.zeros(query.shape[2], slots, device=x.device)
     found = attend(query, cache[0], cache[1], mask, width**-0.5, sinks=None)
-    return found.view(heads, len(x), -1).transpose(0, 1).reshape(x.shape)
+    return found.reshape(heads, len(x), -1).transpose(0, 1).reshape(x.shape)
 
 
 def _by_torch(

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache, partial
 
@@ -215,7 +215,9 @@ def against_matrix(kind: Kind, program: Program, device: torch.device) -> str:
     matrix.pack(torch.randn(SHAPE, generator=generator).to(STORED[kind]))
     memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes].to(device)
     own = own_matrix(program, Lying(kind, *SHAPE, 0, matrix.nbytes, True), memory)
-    return against_kernels(own, matrix, device)
+    return against_kernels(own, matrix, device) or against_kernels(
+        replace(own, wide=not own.wide), matrix, device
+    )
 
 
 def against_kernels(own: Product, matrix: PackedMatrix, device: torch.device) -> str:

@@ -50,23 +50,38 @@ class Block:
     def threads(self) -> int:
         return self.outputs // self.columns * self.groups
 
+    def name(self, kind: Kind) -> str:
+        """Return the name of the function for a type of weights."""
+        return f"{kind.name.lower()}_{self.tile}{'_wide' if self.vectors > 1 else ''}"
+
     def defined(self, kind: Kind) -> str:
         """Return the line of C++ that makes the function for a type of weights."""
-        sizes = (self.tile, self.vectors, self.columns, self.rows, self.groups, self.steps)
-        return f"DT_PRODUCT({kind.name.lower()}, {kind.name}, {', '.join(map(str, sizes))})\n"
+        sizes = (
+            self.name(kind),
+            kind.name,
+            self.vectors,
+            self.columns,
+            self.rows,
+            self.groups,
+            self.steps,
+        )
+        return f"DT_PRODUCT({', '.join(map(str, sizes))})\n"
 
 
 BLOCKS = (
-    Block(1, 1, 1, 4, 64),
+    Block(1, 1, 1, 4, 128),
     Block(1, 2, 1, 8, 64),
     Block(1, 2, 2, 8, 64),
     Block(1, 2, 4, 8, 64),
-    Block(3, 4, 8, 8, 32),
 )
-"""The smallest that holds all rows is taken. Of few rows narrow ones: every multiprocessor shall
-have some, since a chain of fma takes its time however fast the memory is."""
+"""The smallest that holds all rows is taken, or the largest again and again. Narrow ones: every
+multiprocessor shall have some, since a chain of fma takes its time however fast the memory is."""
+WIDE = Block(3, 1, 1, 4, 64)
+"""The block of few rows where every multiprocessor has `ENOUGH` of these: it reads whole panels,
+which lie in one piece."""
+ENOUGH = 2
 SOURCE = (FOLDER / "products.cu").read_text(encoding="utf-8") + "".join(
-    block.defined(kind) for kind in (Kind.FP16, Kind.BF16, Kind.INT8) for block in BLOCKS
+    block.defined(kind) for kind in (Kind.FP16, Kind.BF16, Kind.INT8) for block in (*BLOCKS, WIDE)
 )
 WORDS = 4
 """Rows of x begin at multiples of so many words."""
@@ -90,6 +105,8 @@ class OwnMatrix:
     scales: Tensor | None
     """[n] of INT8."""
     bias: Tensor | None
+    wide: bool = False
+    """True if few rows are computed in blocks of whole panels."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
@@ -110,8 +127,10 @@ class OwnMatrix:
         else:
             x = x.contiguous()
         block = next((block for block in BLOCKS if rows <= block.tile), BLOCKS[-1])
+        if self.wide and rows <= WIDE.tile:
+            block = WIDE
         self.program.launch(
-            f"{self.kind.name.lower()}_{block.tile}",
+            block.name(self.kind),
             (-(-self.n // block.outputs), -(-rows // block.tile)),
             block.threads,
             (self.packed, x, row_scales, self.scales, self.bias, y, self.n, steps, rows),
@@ -131,7 +150,8 @@ def own_matrix(program: Program, lying: Lying, memory: Tensor) -> OwnMatrix:
         scales, end = whole[end : end + 4 * lying.n].view(torch.float32), end + 4 * lying.n
     if lying.bias:
         bias = whole[end : end + 4 * lying.n].view(torch.float32)
-    return OwnMatrix(program, lying.kind, lying.n, lying.k, whole[:size], scales, bias)
+    wide = lying.n >= ENOUGH * WIDE.outputs * program.units
+    return OwnMatrix(program, lying.kind, lying.n, lying.k, whole[:size], scales, bias, wide)
 
 
 @dataclass(frozen=True)
