@@ -5,6 +5,7 @@ Each step is a process of its own with a limit of time: one that fails or hangs 
 last words, and the others go on. What they found is written as they find it.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -40,6 +41,10 @@ MOST_GB = 1024
 PRETENDED = "pretended"
 LAST_WORDS = 12
 """Lines of what a failed step said."""
+LAST_OF_TESTS = 80
+"""Lines that pytest said last."""
+MOST_AT_ONCE = 6
+"""Processes with tests on one GPU."""
 TESTS = Path(__file__).resolve().parent.parent
 
 
@@ -265,32 +270,35 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
 
 
 def _tests(report: Report, device: str) -> None:
-    """Every test that is marked gpu; without one that they can be collected."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(TESTS),
-        "-m",
-        "gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
-    if device in ("cpu", PRETENDED):
-        command.append("--collect-only")
-    elif not device.endswith(":0"):
+    """Every test that is marked gpu; without one that they can be collected. A test that fails is
+    named at once, so that it is known where the step is ended."""
+    collected = device in ("cpu", PRETENDED)
+    options = ["-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    side_by_side = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // 2)
+    if collected:
+        options.append("--collect-only")
+    elif side_by_side > 1 and importlib.util.find_spec("xdist") is not None:
+        options += ["-n", str(side_by_side)]
+    if not collected and not device.endswith(":0"):
         report.note("tests", "they are of cuda:0")
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
-    said = found.stdout.strip().splitlines()
+    said: list[str] = []
+    command = [sys.executable, "-m", "pytest", str(TESTS), *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=TESTS.parent
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line.rstrip())
+            if " FAILED " in line:
+                note(line.rstrip())
     report.check(
-        "pytest -m gpu" + (", collected" if device in ("cpu", PRETENDED) else ""),
-        found.returncode == 0,
-        said[-1] if said else found.stderr.strip(),
+        "pytest -m gpu" + (", collected" if collected else ""),
+        process.returncode == 0,
+        said[-1] if said else "no word",
         "all pass",
     )
-    if found.returncode:
-        note("\n".join((*said[-60:], *found.stderr.splitlines()[-10:])))
+    if process.returncode:
+        note("\n".join(said[-LAST_OF_TESTS:]))
 
 
 def _show(done: Sequence[Step]) -> None:

@@ -163,14 +163,17 @@ class Levels:
         for mask in there.masks.values():
             mask[:, :last] = float("-inf")
         held = written[:, :, :, last].clone()
-        groups = self.plans[0].heads // self.plans[0].kv_heads
+        seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in self.plans}
 
         def run() -> Tensor:
             seen = FixedRows(
                 self.turn(there["positions"]),
                 written,
                 there["slots"],
-                {window: mask.repeat(groups, 1) for window, mask in there.masks.items()},
+                {
+                    (window, groups): there.masks[window].repeat(groups, 1)
+                    for window, groups in seeing
+                },
                 by=self.by,
             )
             passing = there["states"].clone()

@@ -76,9 +76,9 @@ class FixedRows:
     """The rows of a `KVCache`."""
     slots: Tensor
     """int64 [T]: where the rows are written; rows that are the same may share one."""
-    masks: Mapping[int, Tensor]
-    """Window of a layer (0: none) -> [groups * T, S] of 0 and -inf for the first S slots, once for
-    each query head of a key head."""
+    masks: Mapping[tuple[int, int], Tensor]
+    """Window of a layer (0: none), and query heads of a key head -> [groups * T, S] of 0 and -inf
+    for the first S slots, once for each query head of a key head."""
     stateful: Sequence[StatefulRows] = ()
     """None: states are not in fixed shapes."""
     by: Attending = by_torch
@@ -92,7 +92,7 @@ class FixedRows:
             keys.index_copy_(1, self.slots, rounded(key, keys.dtype))
             values.index_copy_(1, self.slots, rounded(value, values.dtype))
         heads, rows, size = query.shape
-        mask = self.masks[plan.window]
+        mask = self.masks[plan.window, plan.heads // plan.kv_heads]
         keys, values = keys[:, : mask.shape[1]], values[:, : mask.shape[1]]
         packed = query.reshape(1, plan.kv_heads, -1, size)
         cap = plan.softcap or None
