@@ -131,7 +131,7 @@ class LayerProof:
         others: dict[nn.Module, nn.Module] = {
             part: own
             for name in linears
-            for part, own in zip(linears[name], self._products[name].stand_ins, strict=True)
+            for part, own in zip(linears[name], self._products[name].stand_ins(), strict=True)
         }
         if (gates := parts.gates) is not None:
             others[gates.module] = Joined([others[gates.queries], others[gates.gates]], gates.order)

@@ -35,11 +35,15 @@ class Product:
             self._first.append(first)
             self._samples.append((picked, weight_of(part, picked), bias))
             first += part.out_features
-        self.stand_ins = [
-            _Rows(self, start, part.out_features, None if order is None else order.argsort())
-            for start, part, order in zip(
-                self._first, linears, orders or [None] * len(linears), strict=True
-            )
+        self._counts = [part.out_features for part in linears]
+        self._orders = orders or [None] * len(linears)
+
+    def stand_ins(self) -> list[nn.Module]:
+        """Return a stand-in for each linear. They hold the product and it does not hold them, so
+        that the matrix goes with the last one, and no layer is in memory for longer."""
+        return [
+            _Rows(self, first, count, None if order is None else order.argsort())
+            for first, count, order in zip(self._first, self._counts, self._orders, strict=True)
         ]
 
     def use(self, matrix: PackedMatrix) -> None:
