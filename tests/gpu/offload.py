@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from dovetail.workers.models.backends.sizes import sizes_of
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.backends.stages import reader
 from dovetail.workers.models.backends.stages.cache import StagedCache, StagedPass
-from dovetail.workers.models.backends.stages.engines import KernelEngine, TorchEngine
+from dovetail.workers.models.backends.stages.engines import KernelEngine, RoundedLayer, TorchEngine
 from dovetail.workers.models.backends.stages.reader import Reader
 from dovetail.workers.models.backends.stages.stage import Stage
 from dovetail.workers.models.cache import KVCache
@@ -49,7 +49,6 @@ from dovetail.workers.models.states import Kept
 from dovetail.workers.models.substitutes import kept
 from dovetail.workers.models.substitutes.device_codes import (
     DeviceSubstitute,
-    SharedLayer,
     load_device_substitute,
 )
 from dovetail.workers.models.substitutes.quantize import Codes
@@ -194,7 +193,7 @@ class Bench:
         stage = Stage(0, 0, self.staged.engine, transfer or self.transfer)
         self.own._coded[:] = self._coded
         if self.own.levels is not None:
-            self.own.levels.clear()
+            self.own.levels = replace(self.own.levels)  # with nothing captured
         self.staged._stages[0] = stage
         gc.collect()
         if not self.on_cpu:
@@ -207,7 +206,7 @@ class Bench:
             )
         stage.finish()
         for index, layer in stage.settled.items():
-            self.own._coded[index] = SharedLayer(layer)
+            self.own._coded[index] = RoundedLayer(layer)
 
     @property
     def streamed_bytes(self) -> int:

@@ -92,7 +92,7 @@ def test_what_the_kernels_do_not_describe_is_the_librarys_and_that_is_said(
 
 
 def test_a_session_that_grows_and_shrinks_keeps_what_is_committed(tmp_path: Path) -> None:
-    """Its memory goes to the next one, which finds nothing in it."""
+    """The memory of an ended session goes to the next one, which finds nothing in it."""
     folder = str(tiny_llama(tmp_path, dtype=torch.float16))
     device = open_device("pretended", 1)
     model = load_language_model(folder, weights="fp16", device=device.name, draft=device)
@@ -110,7 +110,7 @@ def test_a_session_that_grows_and_shrinks_keeps_what_is_committed(tmp_path: Path
 
 
 def test_levels_are_captured_for_the_first_session_and_not_for_the_next(tmp_path: Path) -> None:
-    """Though something of the first one is kept."""
+    """The levels of a first session serve a second one, though rows of the first are kept."""
     folder = str(tiny_llama(tmp_path, dtype=torch.float16))
     opened = open_device("pretended", 1)
     captures: list[int] = []

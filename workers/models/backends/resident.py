@@ -15,16 +15,14 @@ from torch import Tensor
 
 from dovetail.workers.devices import Capture
 from dovetail.workers.kernels import Kind
-from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
 from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.levels import SLOTS, Levels, has_fixed_shapes
 from dovetail.workers.models.backends.device.own import OwnMatrix
-from dovetail.workers.models.backends.device.products import rounded_product
 from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
 from dovetail.workers.models.backends.stages.cache import part_of
-from dovetail.workers.models.backends.stages.engines import SettledLayer, TorchEngine
+from dovetail.workers.models.backends.stages.engines import RoundedLayer, TorchEngine
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import Kept
 
@@ -43,17 +41,6 @@ class RoundingEngine(TorchEngine):
         return unpack(lying, memory) if lying.kind in SIXTEEN else super().lay_out(lying, memory)
 
 
-class _RoundedLayer:
-    """A layer that stays on the device, whose products may round."""
-
-    def __init__(self, settled: SettledLayer) -> None:
-        self._settled = settled
-
-    def __call__(self, rows: Any, states: Tensor) -> None:
-        matrices = self._settled.matrices
-        self._settled.layer.run(rows, states, lambda name, x: rounded_product(matrices[name], x))
-
-
 class ResidentDraft(Staged):
     """All layers, norm and head on one device. A `BackEnd`; logits stay on the device."""
 
@@ -64,7 +51,6 @@ class ResidentDraft(Staged):
         assert staging.draft is not None
         self._capture: Capture | None = staging.draft.capture
         self._levels: Levels | None = None
-        self._plans: list[LayerPlan] = []
 
     def _open_engine(self, staging: Staging) -> TorchEngine:
         assert staging.transfer is not None
@@ -75,22 +61,19 @@ class ResidentDraft(Staged):
         """Return whether levels of a tree are captured."""
         return self._levels is not None
 
-    def _take(self, plan: LayerPlan) -> None:
-        super()._take(plan)
-        self._plans.append(plan)
-
     def finish(self, model: Any) -> None:
         super().finish(model)
         engine, stage = self.engine, self._stages[0]
         assert isinstance(engine, TorchEngine)
-        if self._capture is None or not self.direct or not all(map(has_fixed_shapes, self._plans)):
+        plans = stage.layout.plans
+        if self._capture is None or not self.direct or not all(map(has_fixed_shapes, plans)):
             return
         self._levels = Levels(
             capture=self._capture,
             device=engine.device,
             hidden=model.config.hidden_size,
-            plans=stage.layout.plans,
-            layers=[_RoundedLayer(layer) for _, layer in sorted(stage.settled.items())],
+            plans=plans,
+            layers=[RoundedLayer(layer) for _, layer in sorted(stage.settled.items())],
             turn=engine.turn,
             by=engine.by,
             logits=self._logits,
@@ -105,7 +88,7 @@ class ResidentDraft(Staged):
         kept: Kept,
     ) -> Tensor:
         own = [replace(segment, cache=part_of(segment.cache, 0)) for segment in segments]
-        if self._levels is None or kept.wanted or not self._levels.take(own):
+        if self._levels is None or kept.wanted or not self._levels.cover(own):
             logits = super().compute(tokens, positions, segments, rows, kept)
             return logits.to(self.engine.device)
         logits = self._levels.compute(self._embedded(tokens).float(), positions, own[0])

@@ -25,11 +25,10 @@ from dovetail.workers.models.backends.device.choice import Product
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.levels import Levels
 from dovetail.workers.models.backends.device.own import OwnCodes
-from dovetail.workers.models.backends.device.products import rounded_product
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.staged import DeviceHead, Staged
-from dovetail.workers.models.backends.stages.engines import SettledLayer, TorchEngine
+from dovetail.workers.models.backends.stages.engines import RoundedLayer, TorchEngine
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
@@ -58,18 +57,6 @@ class CodedLayer:
 
     def __call__(self, rows: Any, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: self.products[name](x))
-
-
-@dataclass(frozen=True)
-class SharedLayer:
-    """A layer that the target keeps on the device; a draft may round what meets its weights."""
-
-    settled: SettledLayer
-
-    def __call__(self, rows: Any, states: Tensor) -> None:
-        self.settled.layer.run(
-            rows, states, lambda name, x: rounded_product(self.settled.matrices[name], x)
-        )
 
 
 class _Nothing(PackedMatrix):
@@ -114,7 +101,7 @@ class DeviceSubstitute(Kernels):
         self._embed = target._model.get_input_embeddings()
         self._codes: Mapping[nn.Linear, Codes] = {}
         self._products: list[Product] = []
-        self._coded: list[CodedLayer | SharedLayer] = []
+        self._coded: list[CodedLayer | RoundedLayer] = []
         self._plans: list[LayerPlan] = []
         self.levels: Levels | None = None
         if capture is not None:
@@ -132,7 +119,7 @@ class DeviceSubstitute(Kernels):
     @property
     def shared(self) -> int:
         """Return how many layers are the target's own."""
-        return sum(isinstance(layer, SharedLayer) for layer in self._coded)
+        return sum(isinstance(layer, RoundedLayer) for layer in self._coded)
 
     def _lacking(self, spec: LayerSpec) -> str:
         return why_not_coded_apart(spec)
@@ -168,7 +155,7 @@ class DeviceSubstitute(Kernels):
     ) -> Tensor:
         """Logits [R, V] of a pass, on the device."""
         states = self._embedded(tokens).float()
-        if self.levels is not None and self.levels.take(segments) and not kept.wanted:
+        if self.levels is not None and self.levels.cover(segments) and not kept.wanted:
             logits = self.levels.compute(states, positions, segments[0])
             return logits if rows is None else logits[rows.to(self.device)]
         states = states.to(self.device)
@@ -203,7 +190,7 @@ class DeviceSubstitute(Kernels):
     def _take(self, plan: LayerPlan) -> None:
         """The layer whose matrices have just been laid out, in the order of a plan."""
         if plan.index in self._target.settled:
-            self._coded.append(SharedLayer(self._target.settled[plan.index]))
+            self._coded.append(RoundedLayer(self._target.settled[plan.index]))
         else:
             self._engine.take(plan)
             products = dict(zip(("qkv", "output", "gate_up", "down"), self._products, strict=True))

@@ -98,7 +98,7 @@ class _Level:
     replay: Callable[[], Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class Levels:
     """The levels of one model."""
 
@@ -115,14 +115,7 @@ class Levels:
     logits: Callable[[Tensor], Tensor]
     """States [T, hidden] behind the last layer -> logits [T, V] on the device."""
 
-    def __post_init__(self) -> None:
-        self._version = object()
-
-    def clear(self) -> None:
-        """Capture every level anew, as after a change of the layers."""
-        self._version = object()
-
-    def take(self, segments: Sequence[Segment]) -> bool:
+    def cover(self, segments: Sequence[Segment]) -> bool:
         """Return whether a pass of these segments is a level."""
         if len(segments) != 1 or segments[0].paths is None:
             return False
@@ -145,7 +138,7 @@ class Levels:
     def _of(self, cache: ArenaCache, rows: int, slots: int) -> _Level:
         """The pass of so many rows over so many slots of a cache, captured where it has not been
         over that memory."""
-        captured, key = cache.arena.captured, (self._version, rows, slots)
+        captured, key = cache.arena.captured, (self, rows, slots)
         if key not in captured:
             captured[key] = self._open(cache, rows, slots)
         level: _Level = captured[key]

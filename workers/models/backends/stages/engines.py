@@ -33,7 +33,7 @@ from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.own import OwnMatrix
-from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.backends.device.products import product, rounded_product
 from dovetail.workers.models.backends.device.rows import Rows
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import HALF, Heads, KVCache, MixedKVCache
@@ -164,6 +164,19 @@ class SettledLayer:
 
     def __call__(self, rows: Rows, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
+
+
+@dataclass(frozen=True)
+class RoundedLayer:
+    """A layer that stays on a device, for a draft: its products may round to the type of the
+    weights."""
+
+    settled: SettledLayer
+
+    def __call__(self, rows: Any, states: Tensor) -> None:
+        self.settled.layer.run(
+            rows, states, lambda name, x: rounded_product(self.settled.matrices[name], x)
+        )
 
 
 class _TorchReady:
