@@ -37,9 +37,12 @@ LATER = (429, 503)
 answered a little later."""
 
 
-def check_flags(configuration: Configuration) -> None:
+OTHERWISE = "connect to its coordinator (ipc:// or tcp://) instead of its URL"
+
+
+def check_flags(configuration: Configuration, otherwise: str = OTHERWISE) -> None:
     """`UserError` for a setting that only the server can decide on; that no draft is wanted, it can
-    be told."""
+    be told. `otherwise`: what to do where the setting is wanted."""
     for name, origin in configuration.origins.items():
         wish = name == "draft.kind" and configuration.value(name) == "none"
         if (
@@ -50,10 +53,7 @@ def check_flags(configuration: Configuration) -> None:
                 or name in [f"sampling.{field}" for field in SERVERS]
             )
         ):
-            raise UserError(
-                f"the server decides --{name}: leave it out, or connect to its "
-                "coordinator (ipc:// or tcp://) instead of its URL"
-            )
+            raise UserError(f"the server decides --{name}: leave it out, or {otherwise}")
 
 
 def api_key(configuration: Configuration) -> str:
@@ -99,6 +99,17 @@ class Site:
     ) -> Iterator[http.client.HTTPResponse]:
         """Return what the server answers, if it does what it is asked; the connection ends with the
         block."""
+        with self.opened(method, path, body) as response:
+            if response.status != 200:
+                raise _failure(response.status, _object(response.read()), sent_key=bool(self._key))
+            yield response
+
+    @contextmanager
+    def opened(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Return what the server answers, whatever its status; the connection ends with the
+        block."""
         headers = {
             "Content-Type": "application/json",
             **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
@@ -109,10 +120,6 @@ class Site:
                     method, self._parts.path.rstrip("/").removesuffix("/v1") + path, body, headers
                 )
                 with connection.getresponse() as response:
-                    if response.status != 200:
-                        raise _failure(
-                            response.status, _object(response.read()), sent_key=bool(self._key)
-                        )
                     yield response
             except (OSError, http.client.HTTPException) as error:
                 raise DovetailError(

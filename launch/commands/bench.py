@@ -1,5 +1,5 @@
-"""`dovetail bench`: methods side by side, prompt by prompt, in one run; or one method over the
-sizes of its tree.
+"""`dovetail bench`: methods side by side, prompt by prompt, in one run; one method over the sizes
+of its tree; or a server under load.
 
 What is measured is in `bench/methods.py`, how the turns are taken in `bench/turns.py`, what the
 figures mean in `bench/figures.py`.
@@ -10,6 +10,7 @@ figures mean in `bench/figures.py`.
 - A method may be a peer, another engine with the same models on the same cores
   (`bench/assisted.py`). What it can be measured with, it is measured with in turn; its best is its
   row. At temperature 0 its tokens are compared as those of any method; above, it draws by itself.
+- With --concurrency requests go over HTTP, many at once (`bench/load/`).
 """
 
 import json
@@ -25,6 +26,9 @@ from dovetail.launch.bench.contenders import Contender, contenders
 from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
 from dovetail.launch.bench.csv import csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
+from dovetail.launch.bench.load import table as load_table
+from dovetail.launch.bench.load.measured import DEFAULT_LEVELS, DEFAULT_REQUESTS, plan_of
+from dovetail.launch.bench.load.run import measure_and_tell
 from dovetail.launch.bench.methods import (
     NONE,
     Method,
@@ -49,11 +53,25 @@ from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 
+COMPARING = {
+    "methods": "--method",
+    "sweep": "--sweep",
+    "values": "--values",
+    "table": "--csv",
+    "llama_python": "--llama-python",
+    "llama_server": "--llama-server",
+}
+"""The parameters that --concurrency has no use for, and their options."""
+
 
 @click.command(
     cls=HelpCommand,
     epilog="\n\n".join(
-        (explained({**COLUMNS, **SWEPT}), explained(CSV_COLUMNS, "Columns of --csv:"))
+        (
+            explained({**COLUMNS, **SWEPT}),
+            explained(CSV_COLUMNS, "Columns of --csv:"),
+            explained(load_table.COLUMNS, "Columns with --concurrency:"),
+        )
     ),
 )
 @click.option(
@@ -90,6 +108,7 @@ from dovetail.protocol.files import writing
 @click.option(
     "--sweep",
     type=click.Choice(tuple(VALUES)),
+    cls=Rare,
     help="Measure every method that drafts over this size of its tree (of a beam, gamma "
     "follows depth).",
 )
@@ -101,10 +120,29 @@ from dovetail.protocol.files import writing
     f"{'; '.join(f'{name}: {values}' for name, values in VALUES.items())}]",
 )
 @click.option(
+    "--concurrency",
+    metavar="N,N,...",
+    help="Measure a server over HTTP instead, of ours or any other (--url), with so many requests "
+    f"at once: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
+)
+@click.option(
+    "--url",
+    metavar="URL",
+    cls=Rare,
+    help="The server of --concurrency, any that speaks the OpenAI API.  [default: one that is "
+    "started here]",
+)
+@click.option(
+    "--requests",
+    type=COUNT,
+    cls=Rare,
+    help=f"Requests at each --concurrency and with each method.  [default: {DEFAULT_REQUESTS}]",
+)
+@click.option(
     "--plot",
     type=FILE,
     cls=Rare,
-    help="Draw the speed-ups, or the curves of --sweep, into this SVG file.",
+    help="Draw the speed-ups, or the curves of --sweep or --concurrency, into this SVG file.",
 )
 @click.option(
     "--csv",
@@ -133,7 +171,7 @@ from dovetail.protocol.files import writing
     "is continued from there.",
 )
 @json_instead_of("a table")
-@settings_flags(*DECODING_SECTIONS, without=("--temperature",), named=True)
+@settings_flags(*DECODING_SECTIONS, "http.api_key_file", without=("--temperature",), named=True)
 @click.pass_context
 def command(
     context: click.Context,
@@ -146,6 +184,9 @@ def command(
     seed: int,
     sweep: str | None,
     values: str | None,
+    concurrency: str | None,
+    url: str | None,
+    requests: int | None,
     plot: Path | None,
     table: Path | None,
     llama_python: Path | None,
@@ -166,15 +207,30 @@ def command(
 
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
     draft failed. llama.cpp and llama-server compute with types of their own, so their differences
-    are told with their margin and count for nothing.
+    are told with their margin and count for nothing. With --concurrency: exit code 1 if a request
+    failed.
     """
     if values is not None and sweep is None:
         raise UserError(
             "--values belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out"
         )
     _check_outputs(out, plot, table)
-    if configuration.origins["target.model"] == POSITIONAL:
+    if url is None and configuration.origins["target.model"] == POSITIONAL:
         configuration = with_choices(configuration)
+    if concurrency is not None or url is not None:
+        _check_alone(context)
+        plan = plan_of(
+            _sets(files, limit),
+            _heats(configuration, temperatures),
+            concurrency or DEFAULT_LEVELS,
+            requests=requests or DEFAULT_REQUESTS,
+            repeat=repeat,
+            max_tokens=configuration.settings.sampling.max_tokens,
+            seed=seed,
+        )
+        context.exit(measure_and_tell(configuration, url, plan, out, plot, as_json=as_json))
+    if requests is not None:
+        raise UserError("--requests belongs to --concurrency: add it, or leave --requests out")
     if llama_server is not None and not methods:
         methods = beside_llama_server(configuration)
     chosen = read_methods(configuration, methods)
@@ -215,6 +271,16 @@ def command(
     else:
         show(result)
     context.exit(0 if _right(result) else 1)
+
+
+def _check_alone(context: click.Context) -> None:
+    """`UserError` for an option of a comparison prompt by prompt."""
+    for name, option in COMPARING.items():
+        if context.params[name]:
+            raise UserError(
+                f"{option} belongs to a comparison prompt by prompt: leave it out, or "
+                "--concurrency and --url"
+            )
 
 
 @contextmanager

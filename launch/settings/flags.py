@@ -103,7 +103,7 @@ def settings_flags(
             config: Path | None, model: str | None = None, **parameters: Any
         ) -> Any:
             given = take_settings(parameters)
-            local = parameters.get("connect") is None
+            local = parameters.get("connect") is None and parameters.get("url") is None
             return function(
                 configuration=configure(
                     flags=given, file=config, model=model, demo=local, stratified=stratified

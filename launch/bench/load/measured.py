@@ -1,0 +1,182 @@
+"""`dovetail bench --concurrency`: the same requests at every concurrency, decoded with each method
+in turn, over HTTP."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dovetail.launch.bench.load.crew import Load, run
+from dovetail.launch.bench.load.figures import row, with_speedups
+from dovetail.launch.bench.load.request import Reply, ask
+from dovetail.launch.bench.load.served import OTHER, PLAIN, Served
+from dovetail.launch.bench.methods import PromptSet
+from dovetail.launch.bench.turns import rotated
+from dovetail.launch.console.terminal import progress_bar
+from dovetail.protocol.errors import DovetailError, UserError
+
+DEFAULT_LEVELS = "1,2,4,8,16"
+DEFAULT_REQUESTS = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The requests of a run: prompts, loads, sampling."""
+
+    turns: tuple[str, ...]
+    """Prompts, in the order of the requests and from the first again."""
+    prompts: str
+    """Names of their files."""
+    levels: tuple[int, ...]
+    requests: int
+    """Requests at each concurrency, or as many as run at once if that is more."""
+    repeat: int
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def requests_at(self, level: int) -> int:
+        return max(level, self.requests)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The plan, as a result has it."""
+        return {
+            "prompts": self.prompts,
+            "num_prompts": self.requests,
+            "repeat": self.repeat,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+        }
+
+
+@dataclass
+class Findings:
+    """The loads that were run, by method and concurrency, and why no more were."""
+
+    loads: dict[tuple[str, int], list[Load]] = field(default_factory=dict)
+    interrupted: bool = False
+    lost: str = ""
+    """The last words of a process of ours that ended meanwhile."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each concurrency and method."""
+        methods = sorted({method for method, _ in self.loads}, key=lambda name: name != PLAIN)
+        levels = dict.fromkeys(level for _, level in self.loads)
+        keys = [(m, n) for n in levels for m in methods if (m, n) in self.loads]
+        rows = [row(method, level, self.loads[method, level]) for method, level in keys]
+        texts = {key: _texts(self.loads[key]) for key in keys}
+        return with_speedups(rows, texts, PLAIN)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The figures of each request, in seconds."""
+        return [
+            {"method": method, "max_concurrency": level, "run": number, **_told(reply)}
+            for (method, level), loads in self.loads.items()
+            for number, load in enumerate(loads)
+            for reply in load.replies
+        ]
+
+
+def plan_of(
+    sets: Sequence[PromptSet],
+    temperatures: Sequence[float],
+    concurrency: str,
+    *,
+    requests: int,
+    repeat: int,
+    max_tokens: int,
+    seed: int,
+) -> Plan:
+    """The plan of a command line; `UserError` for a --concurrency that is none, and for more than
+    one temperature."""
+    if len(temperatures) > 1:
+        raise UserError("--concurrency is measured at one temperature: give --temperature once")
+    return Plan(
+        turns=tuple(prompt.turns[0] for prompts in sets for prompt in prompts.prompts),
+        prompts=", ".join(prompts.name for prompts in sets),
+        levels=levels_of(concurrency),
+        requests=requests,
+        repeat=repeat,
+        max_tokens=max_tokens,
+        temperature=temperatures[0],
+        seed=seed,
+    )
+
+
+def levels_of(text: str) -> tuple[int, ...]:
+    """The list of --concurrency; `UserError` if it is none."""
+    parts = [part.strip() for part in text.split(",")]
+    levels = tuple(int(part) for part in parts if part.isascii() and part.isdigit())
+    if len(levels) < len(parts) or 0 in levels or len(set(levels)) < len(levels):
+        raise UserError(
+            f"--concurrency {text!r} is not a list of different whole numbers above 0: write one "
+            f"such as {DEFAULT_LEVELS}"
+        )
+    return levels
+
+
+def measure(server: Served, plan: Plan) -> Findings:
+    """Run every load, with the methods in turn, each of them first equally often. Ctrl-C ends it
+    with what there is so far, and so does the loss of a process of ours."""
+    found = Findings()
+    _warm_up(server, plan)
+    total = plan.repeat * len(server.methods) * sum(map(plan.requests_at, plan.levels))
+    with progress_bar(total, "requests") as step:
+        for place, level in enumerate(plan.levels):
+            for turn in range(plan.repeat):
+                for method in rotated(server.methods, place + turn):
+                    load = _run(server, plan, method, level, step)
+                    found.loads.setdefault((method, level), []).append(load)
+                    found.interrupted = load.interrupted
+                    found.lost = next((str(loss) for loss in server.lost()), "")
+                    if found.interrupted or found.lost:
+                        return found
+    return found
+
+
+def _run(server: Served, plan: Plan, method: str, level: int, step: Callable[[str], None]) -> Load:
+    said = f"{method}, {level} at once" if method != OTHER else f"{level} at once"
+    asking = partial(_ask, server, plan, method)
+    return run(asking, plan.requests_at(level), level, lambda: step(said))
+
+
+def _ask(server: Served, plan: Plan, method: str, number: int) -> Reply:
+    body = server.body(
+        method,
+        plan.turns[number % len(plan.turns)],
+        seed=plan.seed + number,
+        max_tokens=plan.max_tokens,
+        temperature=plan.temperature,
+    )
+    return ask(server.site, body, number)
+
+
+def _warm_up(server: Served, plan: Plan) -> None:
+    """Ask once with each method before anything is timed; a server that refuses that is measured no
+    further."""
+    for method in server.methods:
+        reply = _ask(server, plan, method, 0)
+        if reply.error:
+            raise DovetailError(
+                f"the server at {server.site.url} does not answer the first request: "
+                f"{reply.error}: {reply.words}"
+            )
+
+
+def _texts(loads: Sequence[Load]) -> dict[int, str]:
+    """The text of each request that was answered, by its number."""
+    return {reply.number: reply.text for load in loads for reply in load.replies if not reply.error}
+
+
+def _told(reply: Reply) -> dict[str, Any]:
+    return {
+        "number": reply.number,
+        "input_tokens": reply.prompt_tokens,
+        "output_tokens": reply.output_tokens,
+        "ttft": reply.ttft_s,
+        "itls": reply.itls_s,
+        "latency": reply.latency_s,
+        "error": reply.error,
+    }

@@ -1,0 +1,155 @@
+"""One streamed chat completion, and when each of its chunks came. Any server that speaks the
+OpenAI API will do; what it does wrong becomes a reply with an error, not an exception."""
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from dovetail.launch.chat.web import Site
+from dovetail.protocol.errors import DovetailError, printable
+
+PATH = "/v1/chat/completions"
+WORDS = ("content", "reasoning_content", "reasoning")
+"""The fields of a streamed choice that hold text of the model: OpenAI's; llama-server's and older
+vLLM's; vLLM's."""
+DONE = b"[DONE]"
+BROKEN_OFF = "broken off"
+"""The name of a stream that ended without saying so."""
+MOST_WORDS = 300
+"""Characters that are kept of what a server says of an error."""
+
+
+@dataclass
+class Reply:
+    """A request and what came of it; times are seconds of `time.perf_counter`."""
+
+    number: int
+    began_s: float
+    chunks_s: list[float] = field(default_factory=list)
+    """The time of each chunk that carries text of the model."""
+    ended_s: float = 0.0
+    """The time of the last event before [DONE]."""
+    text: str = ""
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+    """The kind of failure, such as "HTTP 429"; empty: none."""
+    words: str = ""
+    """The server's own words for it."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return _count(self.usage, "prompt_tokens")
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the server had from an earlier request."""
+        details = self.usage.get("prompt_tokens_details")
+        return _count(details, "cached_tokens") if isinstance(details, Mapping) else 0
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the reply, by the server's usage; a server that tells none has one a chunk."""
+        return _count(self.usage, "completion_tokens") or len(self.chunks_s)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds from the request to the last event of the reply."""
+        return self.ended_s - self.began_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first chunk with text; None for a reply that has none."""
+        return self.chunks_s[0] - self.began_s if self.chunks_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds a token after the first, (latency - TTFT) / (tokens - 1); None where there is no
+        second token."""
+        first = self.ttft_s
+        if first is None or self.output_tokens < 2:
+            return None
+        return (self.latency_s - first) / (self.output_tokens - 1)
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Seconds between a chunk and the next, however many tokens they carry."""
+        return [after - before for before, after in pairwise(self.chunks_s)]
+
+
+def ask(
+    site: Site,
+    body: Mapping[str, Any],
+    number: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Reply:
+    """Stream a chat completion to its end, or to its error."""
+    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+    reply = Reply(number, clock())
+    reply.ended_s = reply.began_s
+    try:
+        with site.opened("POST", PATH, content.encode()) as response:
+            if response.status == http.client.OK:
+                _read(reply, response, clock)
+            else:
+                _fail(reply, f"HTTP {response.status}", _said(response.read()))
+    except DovetailError as error:
+        _fail(reply, "connection", str(error))
+    return reply
+
+
+def _read(reply: Reply, response: http.client.HTTPResponse, clock: Callable[[], float]) -> None:
+    for data in _events(response):
+        now_s = clock()
+        if data == DONE:
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            _fail(reply, "not JSON", data.decode(errors="replace"))
+            return
+        if "error" in event:
+            _fail(reply, "error in the stream", _said(data))
+            return
+        reply.usage = event.get("usage") or reply.usage
+        reply.ended_s = now_s
+        if text := _text(event):
+            reply.chunks_s.append(now_s)
+            reply.text += text
+    _fail(reply, BROKEN_OFF, "the stream ended before its [DONE]")
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the data of each server-sent event."""
+    while line := response.readline():
+        if line.startswith(b"data:"):
+            yield line[len(b"data:") :].strip()
+
+
+def _text(event: Mapping[str, Any]) -> str:
+    """The text of an event; the first chunk of many servers has only the role."""
+    deltas = (choice.get("delta") or {} for choice in event.get("choices") or ())
+    return "".join(str(delta.get(name) or "") for delta in deltas for name in WORDS)
+
+
+def _said(content: bytes) -> str:
+    """The message of an error, as OpenAI has it; else all that was said."""
+    try:
+        told = json.loads(content)["error"]
+        return str(told["message"] if isinstance(told, dict) else told)
+    except (ValueError, KeyError, TypeError):
+        return content.decode(errors="replace")
+
+
+def _fail(reply: Reply, error: str, words: str) -> None:
+    reply.error, reply.words = error, printable(" ".join(words.split())[:MOST_WORDS])
+
+
+def _count(told: Mapping[str, Any], name: str) -> int:
+    value = told.get(name)
+    return value if isinstance(value, int) else 0
