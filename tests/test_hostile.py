@@ -19,7 +19,7 @@ from hostile.wire import siege_handshakes, siege_wire
 from hostile.workers import siege_worker
 
 SAMPLE = 3000
-EVERYDAY = 4
+EVERYDAY = 9
 """One in so many bad folders is tried every day, the others are slow."""
 FOLDERS = [(kind, bad) for kind, bads in BAD.items() for bad in bads]
 

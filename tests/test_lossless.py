@@ -16,6 +16,7 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.workers import kernels
+from support.cases import everyday
 from support.heads import Variant, write_head
 from support.losslessness import difference
 from support.models import tiny_llama
@@ -113,7 +114,7 @@ def test_greedy_output_is_the_same_with_any_tree(client: Client, prompt: int) ->
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
 )
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("filters", everyday(FILTERS, "plain", "all"))
 def test_sampled_output_is_the_same_with_and_without_speculation(
     client: Client, filters: str, seed: int
 ) -> None:
@@ -133,7 +134,7 @@ def test_sampled_output_is_the_same_with_any_tree(client: Client, prompt: int) -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("penalties", PENALTIES)
+@pytest.mark.parametrize("penalties", everyday(PENALTIES, "all"))
 def test_output_is_the_same_with_processors_that_look_back(
     client: Client, penalties: str, temperature: float
 ) -> None:

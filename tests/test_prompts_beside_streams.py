@@ -10,6 +10,7 @@ from dovetail.launch.settings.embedded import head_folder
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.cases import everyday
 from support.kernels import needs_kernels
 from support.stacks import SILENCE_S, running
 
@@ -58,7 +59,7 @@ def replies(client: Client, temperature: float, *, cancel: bool) -> list[Finishe
     return [ends[request] for request in (stream, *others)]
 
 
-@pytest.mark.parametrize("draft", ["small", "dovetail"])
+@pytest.mark.parametrize("draft", everyday(["small", "dovetail"], "small"))
 def test_replies_are_the_same_with_and_without_neighbours(draft: str) -> None:
     chosen = (
         {"draft.kind": "small"} if draft == "small" else {"draft.model": str(head_folder(draft))}

@@ -18,6 +18,7 @@ from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
+from support.cases import everyday
 from support.losslessness import difference
 from support.stacks import running
 
@@ -78,7 +79,9 @@ def check_policy(
     assert accepted > accepts
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "goodput"])
+@pytest.mark.parametrize(
+    "policy", everyday((policy for policy in POLICIES if policy != "goodput"), "beam", "heterospec")
+)
 def test_output_is_the_same_with_every_policy_that_is_told_to_draft(
     client: Client, policy: str, alone: dict[tuple[float, int], tuple[int, ...]]
 ) -> None:

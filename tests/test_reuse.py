@@ -7,6 +7,7 @@ from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
+from support.cases import everyday
 from support.stacks import PROMPTS
 
 TOKENS = 40
@@ -32,7 +33,7 @@ def answer(
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
 def test_the_turns_of_a_conversation_are_the_same_whether_they_go_on_from_the_last_or_read_everything(  # noqa: E501
     client: Client, temperature: float
 ) -> None:

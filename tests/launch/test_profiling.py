@@ -54,6 +54,7 @@ from dovetail.protocol.experts import Routing
 from dovetail.protocol.messages import RoundRecord, Seen, SeenRound, SeenWorker
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.costs.passes import RowCosts
+from support.cases import everyday
 from support.profiled import made_up_run, with_experts
 from support.sysfs import ONE_NODE, SPARSE, TWO_SOCKETS, WITH_CXL, FakeNode, write_machine
 
@@ -1018,13 +1019,16 @@ def test_a_round_under_a_long_span_is_found_as_quickly_as_any() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "rack1/target",
-        "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80,
-        "a\x00b\x1b[31m",
+    everyday(
+        [
+            "rack1/target",
+            "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80,
+            "a\x00b\x1b[31m",
+            "<script>x</script>",
+            "..",
+        ],
         "<script>x</script>",
-        "..",
-    ],
+    ),
 )
 def test_a_workers_name_is_its_own_and_breaks_no_file_and_no_picture(
     tmp_path: Path, name: str

@@ -44,6 +44,7 @@ from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.target import TargetWorker
+from support.cases import everyday
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 Children = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]
@@ -638,7 +639,9 @@ def rounds_of(records: Sequence[RoundRecord]) -> list[object]:
     return [(record.tokens, record.parents, record.accepted, record.bonus) for record in records]
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("small", 1.0), ("dovetail", 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), everyday([("small", 1.0), ("dovetail", 0.0)], ("small", 1.0))
+)
 def test_rounds_are_those_of_the_workers_themselves(
     tmp_path: Path, kind: str, temperature: float
 ) -> None:

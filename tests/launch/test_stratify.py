@@ -19,6 +19,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Result, RoundRecord
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.workers.training.stratify import Bin, Round, Strata
+from support.cases import everyday
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PROMPTS = [
@@ -303,7 +304,7 @@ def test_what_cannot_be_is_refused_before_anything_is_decoded(
     assert complaint in done.stderr
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
 def test_whatever_the_bins_and_switches_the_tokens_are_the_target_s_own(
     stack: Stack, temperature: float
 ) -> None:

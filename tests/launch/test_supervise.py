@@ -17,6 +17,7 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
+from support.cases import everyday
 from support.models import tiny_llama
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -203,7 +204,10 @@ def test_no_child_outlives_a_supervisor_that_a_signal_ends(
     assert [*(tmp_path / "tmp").iterdir()] == []
 
 
-@pytest.mark.parametrize(("stopped", "bereft"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("stopped", "bereft"),
+    everyday([(False, False), (True, False), (False, True)], (False, True)),
+)
 def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(
     start: Start, stopped: bool, bereft: bool
 ) -> None:
@@ -294,7 +298,8 @@ def test_what_cannot_be_imported_is_told_and_nothing_is_forked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "program"), [(False, "processes.nursery"), (True, "launch.cli")]
+    ("threads", "program"),
+    everyday([(False, "processes.nursery"), (True, "launch.cli")], (True, "launch.cli")),
 )
 def test_a_process_with_threads_is_not_forked_but_executed_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool, program: str

@@ -16,7 +16,7 @@ from support.faulty import CarefulTarget
 from support.schedules import CAREFUL, Fault, Schedule, Wish, World, play, schedules
 from support.scripted import VOCABULARY, continuation
 
-EVERYDAY = 120
+EVERYDAY = 40
 MANY, SEED = int(os.environ.get("FAULT_SCHEDULES", "10000")), int(os.environ.get("FAULT_SEED", "0"))
 AT_A_TIME = 250
 """In one test, which may take no longer than any other."""

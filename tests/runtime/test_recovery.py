@@ -774,7 +774,7 @@ def test_a_late_answer_to_a_session_that_ended_there_is_not_taken_for_one_of_its
     reads=st.sampled_from([None, READS]),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_schedule_of_losses_changes_what_a_client_is_told(
     seed: int, reads: Reads | None, temperature: float
 ) -> None:

@@ -260,7 +260,7 @@ def test_what_was_to_be_gone_on_from_is_there_for_others_when_the_session_never_
     reads=st.sampled_from([None, READS]),
     room=st.sampled_from([0, 90, 250, 1 << 16]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_no_interleaving_of_conversations_changes_a_token(
     data: st.DataObject, reads: Reads | None, room: int
 ) -> None:

@@ -34,6 +34,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.fleet.steps import SILENT_NS
+from support.cases import everyday
 from support.houses import House
 from support.scripted import (
     READS,
@@ -185,7 +186,7 @@ def test_a_draft_takes_the_place_of_another_and_its_sessions_go_over(
 
 
 @pytest.mark.parametrize("every", [12, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("role", ["draft", "target"])
+@pytest.mark.parametrize("role", everyday(["draft", "target"], "target"))
 def test_a_change_may_come_at_any_moment(role: str, every: int) -> None:
     for steps in range(0, 60, every):
         scene = Scene(reads=READS)
@@ -513,7 +514,7 @@ def test_a_trial_waits_for_as_long_as_it_gets_on() -> None:
 
 
 @pytest.mark.parametrize("every", [92, pytest.param(23, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("role", ["draft", "target"])
+@pytest.mark.parametrize("role", everyday(["draft", "target"], "target"))
 def test_a_newcomer_that_dies_at_any_moment_costs_no_request(role: str, every: int) -> None:
     seen = set()
     for steps in range(1, 700, every):

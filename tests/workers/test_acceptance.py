@@ -19,6 +19,7 @@ from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.speculation.acceptance import walk
 from dovetail.workers.speculation.noise import gumbel_noise
 from dovetail.workers.speculation.sampling import choose, process_logits
+from support.cases import everyday
 
 EMPTY = TokenTree()
 FORK = TokenTree((5, 7, 6, 5, 8), (-1, -1, 0, 0, 2))
@@ -132,7 +133,11 @@ def test_by_enumeration_the_emitted_tokens_have_exactly_the_law_of_the_target(
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3, top_p=0.95)]
+    "sampling",
+    everyday(
+        [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3, top_p=0.95)],
+        Sampling(temperature=0.7, top_k=3, top_p=0.95),
+    ),
 )
 def test_with_noise_of_many_keys_two_tokens_have_the_law_of_the_target(sampling: Sampling) -> None:
     """A table of logits stands for the target; the tree proposes what the noise itself makes

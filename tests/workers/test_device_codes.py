@@ -34,6 +34,7 @@ from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import Codes
 from dovetail.workers.models.substitutes.substitute import load_substitute
 from dovetail.workers.serving.spread import spread_of
+from support.cases import everyday
 from support.kernels import needs_kernels
 from support.models import CONFIG, tiny_llama
 
@@ -105,7 +106,7 @@ def read(model: LanguageModel, cache: KVCache) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("weights", ["int8", "int4", "int3", "int2"])
+@pytest.mark.parametrize("weights", everyday(["int8", "int4", "int3", "int2"], "int4", "int3"))
 def test_it_computes_what_the_kernels_substitute_computes(
     tmp_path: Path, as_a_gpu: Capture, weights: str
 ) -> None:

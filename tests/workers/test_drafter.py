@@ -148,7 +148,7 @@ def check_against_plain_passes(folder: Path, engine: Drafter, session: DraftSess
 
 
 @given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([*SAMPLINGS.values()]))
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=3)
 def test_every_node_is_what_a_plain_pass_over_its_path_gives_wherever_the_root_moves(
     llama: LanguageModel, llama_folder: Path, seed: int, sampling: Sampling
 ) -> None:

@@ -21,6 +21,7 @@ from dovetail.workers.devices.pretended import POSSIBLE, capture, device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.unified import open_unified
+from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import reference_tokens, tiny_llama
@@ -152,13 +153,7 @@ def rounds(pair: PairOfWorkers, *runs: Run, tokens: int = TOKENS) -> None:
             pair.round(run)
 
 
-EVERYDAY = ("small", "eagle", "dovetail", "jakiro")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
-)
+@pytest.mark.parametrize("name", everyday(KINDS, "small", "dovetail"))
 def test_an_engine_there_drafts_in_every_round(
     name: str, target_folder: Path, folder_of: Callable[[Kind], Path]
 ) -> None:
@@ -280,7 +275,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", everyday(PLACES, "split", "read there"))
 def test_a_target_there_is_drafted_for_from_there(
     place: str, sixteen: Path, target_folder: Path, folder_of: Callable[[Kind], Path]
 ) -> None:

@@ -36,6 +36,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.serving.spread import spread_of
 from support.architectures import write_tiny
+from support.cases import everyday
 from support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -89,7 +90,7 @@ def decode(model: LanguageModel) -> Tensor:
     return torch.cat([prompt, tree])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", everyday(KINDS, "qwen3_moe", "llama4_text"))
 def test_wherever_the_experts_are_the_bytes_are_the_same(kind: str, tmp_path: Path) -> None:
     weights = [*TYPES][[*FAMILIES, "gpt_oss"].index(kind) % 3]
     write_tiny(kind, tmp_path / "m", dtype=TYPES[weights])
@@ -102,7 +103,7 @@ def test_wherever_the_experts_are_the_bytes_are_the_same(kind: str, tmp_path: Pa
 
 @pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device")
 @pytest.mark.parametrize("name", ["streamed", pytest.param("split mixer", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", everyday(KINDS, "gpt_oss"))
 def test_torch_computes_the_function_of_the_kernels_experts(
     kind: str, name: str, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from dovetail.workers.models.segment import Segment
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.growth import NO_ROW
 from dovetail.workers.speculation.proposal import Proposal, Shape
+from support.cases import everyday
 from support.heads import write_head
 from support.models import VOCABULARY, cache_row, reference_law, reference_processed
 from support.opening import opening
@@ -302,7 +303,7 @@ def walk(
     return deepest
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", everyday(KINDS, "eagle3", "dovetail-3"))
 @given(seed=st.integers(0, 1 << 32), sampling=st.sampled_from([*SAMPLINGS.values()]))
 @settings(deadline=None, max_examples=2)
 def test_every_node_is_what_the_head_gives_over_its_path_wherever_the_root_moves(
@@ -316,7 +317,11 @@ def test_every_node_is_what_the_head_gives_over_its_path_wherever_the_root_moves
 
 @pytest.mark.parametrize(
     ("kind", "contrast"),
-    [("eagle", False), ("eagle3", False), ("jakiro", True), ("jakiro-star", False)],
+    everyday(
+        [("eagle", False), ("eagle3", False), ("jakiro", True), ("jakiro-star", False)],
+        ("jakiro", True),
+        ("eagle", False),
+    ),
 )
 def test_levels_in_fixed_shapes_are_the_same(
     open_kind: Callable[..., Head], kind: str, contrast: bool

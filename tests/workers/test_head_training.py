@@ -25,6 +25,7 @@ from dovetail.workers.training.losses import head_loss, simulate
 from dovetail.workers.training.plan import Recipe
 from dovetail.workers.training.target_parts import Frozen
 from dovetail.workers.training.trainer import new_head
+from support.cases import everyday
 
 H, V, N = 16, 40, 14
 SHAPES = {
@@ -412,7 +413,7 @@ def taught(name: str, plan: trainer.Plan, **how: Any) -> trainer.Trained:
     return trainer.train_head(SHAPES[name], Sequences(), frozen(), plan, **how)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "dovetail", "jakiro"])
+@pytest.mark.parametrize("name", everyday(["eagle", "eagle3", "dovetail", "jakiro"], "eagle"))
 def test_a_head_learns_what_its_target_says(name: str) -> None:
     trained = taught(name, quick(steps=80))
     assert [check.steps for check in trained.checks] == [1, 20, 40, 60, 80]

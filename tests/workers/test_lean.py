@@ -108,6 +108,7 @@ def test_what_is_installed_for_something_else_is_not_loaded_by_a_worker() -> Non
     assert loaded.isdisjoint({COMPILER, "torch.distributed.tensor"})
 
 
+@pytest.mark.slow
 def test_what_is_left_out_of_torch_is_there_for_whoever_asks_for_it() -> None:
     python(LEAN)
 

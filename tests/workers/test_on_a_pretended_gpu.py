@@ -35,6 +35,7 @@ from dovetail.workers.models.substitutes.substitute import shared_cache
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.verifier import Verifier
+from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
@@ -237,7 +238,7 @@ def test_codes_lie_there_as_cudas_int4_products_have_them(there: torch.device, b
 
 
 @needs_kernels
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
 @pytest.mark.parametrize("resident", [0, 1])
 def test_a_substitute_shares_with_a_target_there_and_drafts_what_it_verifies(
     tmp_path: Path, there: torch.device, resident: int, temperature: float

@@ -27,6 +27,7 @@ from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.coded import against_codes
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
 from dovetail.workers.models.substitutes.substitute import load_substitute
+from support.cases import everyday
 from support.emulated import Emulated, emulated
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
@@ -87,7 +88,11 @@ def placed(
 
 @pytest.mark.parametrize(
     ("family", "weights", "places"),
-    [("llama", "half", [C, R]), ("gemma2", "half", [S, R]), ("llama", "int8", [S, S])],
+    everyday(
+        [("llama", "half", [C, R]), ("gemma2", "half", [S, R]), ("llama", "int8", [S, S])],
+        ("gemma2", "half", [S, R]),
+        ("llama", "int8", [S, S]),
+    ),
 )
 def test_layers_and_head_are_computed_from_the_bytes_in_which_they_came(
     tmp_path: Path, launches: list[str], family: str, weights: str, places: Sequence[Place]
@@ -118,7 +123,7 @@ def alone(model: LanguageModel) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("weights", TYPES)
+@pytest.mark.parametrize("weights", everyday(TYPES, "half"))
 def test_a_token_has_the_same_bytes_alone_in_a_prompt_and_in_a_tree(
     tmp_path: Path, launches: list[str], weights: str
 ) -> None:

@@ -34,6 +34,7 @@ from dovetail.workers.speculation.score_calibration import (
     fixed,
     peak,
 )
+from support.cases import everyday
 from support.models import VOCABULARY
 from support.opening import opening
 
@@ -105,7 +106,10 @@ def test_greedy_the_sharpening_comes_to_the_one_that_the_choices_were_drawn_with
 
 
 @pytest.mark.parametrize(
-    "truth", [Scale(0.5, 0.25), Scale(1.2, 0.5), Scale(0.8, 0.75), Scale(0.5, 1.0)]
+    "truth",
+    everyday(
+        [Scale(0.5, 0.25), Scale(1.2, 0.5), Scale(0.8, 0.75), Scale(0.5, 1.0)], Scale(0.8, 0.75)
+    ),
 )
 def test_sampled_the_share_of_the_noise_is_found_with_it(truth: Scale) -> None:
     found = learned(drawn(truth, 900, sampled=True), Scale(1.0, 0.75)).scales(sampled=True)[0]

@@ -125,6 +125,7 @@ def test_what_is_in_the_way_of_a_small_model_stays(tokens: Path, tmp_path: Path)
         train_small(out=TOKENIZER / ".." / "target", texts=[tokens], tokenizer=TOKENIZER)
 
 
+@pytest.mark.slow
 def test_distillation_raises_agreement(tokens: Path, tmp_path: Path) -> None:
     target, draft = model(1), model(2)
     small.train(target, read_token_file(tokens, 0), QUICK)

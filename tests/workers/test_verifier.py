@@ -379,7 +379,7 @@ def test_over_many_keys_the_first_two_tokens_have_the_law_of_the_target(tmp_path
     of the sessions verify a tree."""
     tiny_llama(tmp_path, vocab=5, initializer_range=0.12)
     model = load_language_model(str(tmp_path), weights="fp32", device="cpu")
-    sampling, prompt, samples, vocabulary = Sampling(temperature=0.9, top_p=0.98), (0, 3), 2000, 5
+    sampling, prompt, samples, vocabulary = Sampling(temperature=0.9, top_p=0.98), (0, 3), 1000, 5
     verifier, counts = (
         new_verifier(model),
         dict.fromkeys([(a, b) for a in range(5) for b in range(5)], 0),

@@ -1,0 +1,13 @@
+"""Which cases of a test belong to the everyday run."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def everyday(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return `cases` for `parametrize`: all but those in `kept` are marked slow."""
+    cases = list(cases)
+    assert all(case in cases for case in kept), f"{kept} are not all among {cases}"
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
