@@ -3,12 +3,12 @@ answered as one that reads everything anew."""
 
 import pytest
 
-from dovetail.protocol.messages import Finished
+from dovetail.protocol.messages import Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
 from support.cases import everyday
-from support.stacks import PROMPTS
+from support.stacks import PROMPTS, SILENCE_S, running
 
 TOKENS = 40
 QUESTIONS = (" And then?", " Why is that so? Say it in other words.")
@@ -53,3 +53,43 @@ def test_the_turns_of_a_conversation_are_the_same_whether_they_go_on_from_the_la
             assert again.result.reused_tokens >= len(log) // 2
         assert again.result.accepted_tokens > 0
         log = (*prompt, *again.result.token_ids)
+
+
+@pytest.mark.parametrize("draft", ["small", "dovetail"])
+def test_requests_at_once_that_begin_alike_read_that_once_and_are_answered_as_alone(
+    draft: str,
+) -> None:
+    """All of a key: some as samples of one prompt, some that go another way, one that is
+    cancelled."""
+    with running({"draft.device": "cpu", "draft.kind": draft}) as client:
+        text = TextCodec((described := client.describe()).tokenizer.data, described.vocabulary)
+        begins = text.encode_turns([" ".join(turns[0] for turns in PROMPTS[:8])])
+        prompts = [(*begins, *text.encode(words)) for words in ("", "", " Once", *QUESTIONS)]
+        tree = TreeSettings(policy="dynamic", insist=True)
+        for temperature in (0.0, 1.0):
+            alone = [
+                answer(client, prompt, anew=True, temperature=temperature, tree=tree)
+                for prompt in prompts
+            ]
+            asked = {"max_tokens": TOKENS, "seed": 3, "end": (), "tree": tree}
+            sampling = Sampling(temperature=temperature)
+            requests = [
+                client.submit(tokens=prompt, sampling=sampling, **asked)  # type: ignore[arg-type]
+                for prompt in prompts
+            ]
+            gone = client.submit(tokens=(*begins, 5), sampling=sampling, **asked)  # type: ignore[arg-type]
+            client.cancel(gone)
+            ends: dict[int, Finished] = {}
+            while not ends.keys() >= {*requests}:
+                reply = client.receive(SILENCE_S)
+                assert reply is not None
+                assert not isinstance(reply, Failed) or reply.session == gone, reply
+                if isinstance(reply, Finished):
+                    ends[reply.request] = reply
+            together = [ends[request] for request in requests]
+            for one, wanted in zip(together, alone, strict=True):
+                assert one.result.token_ids == wanted.result.token_ids
+                assert one.margins == wanted.margins
+            assert sum(one.result.reused_tokens >= len(begins) - 2 for one in together) >= 4
+        status = client.status()
+        assert (status.stale, status.failed) == (0, 0)

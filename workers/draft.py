@@ -147,6 +147,9 @@ class DraftWorker(Generic[SessionT]):
                 sessions=MAX_OPEN,
                 kept=identity.kept_tokens,
                 prompt_rows=0 if self._parts is None else self._parts.prompt_rows,
+                shares=self._keeper is not None
+                and bool(identity.kept_tokens)
+                and self._keeper.shares,
             ),
             vocabulary=identity.vocabulary,
             tokenizer=None
@@ -227,7 +230,7 @@ class DraftWorker(Generic[SessionT]):
                 "start another worker",
             )
         self._engine.check_tokens(command.prompt)
-        left = self._kept.take(command.base, command.prompt, command.kept)
+        left = self._kept.base(command, self._open_base(command.base))
         session = (
             self._engine.open(command)
             if left is None or self._keeper is None
@@ -242,6 +245,11 @@ class DraftWorker(Generic[SessionT]):
             )
         self._held[number] = _Held(session, command.round)
         return self._opened(command, session)
+
+    def _open_base(self, number: int | None) -> Left | None:
+        """Return the log and the rows of a session that is open."""
+        held = self._held.get(number or 0)
+        return None if held is None or self._keeper is None else self._keeper.left(held.session)
 
     def _opened(self, about: Open | ReadItem, session: SessionT) -> Opened | Reading:
         """Return Opened if all of the prompt has been read, else Reading."""

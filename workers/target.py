@@ -131,6 +131,7 @@ class TargetWorker:
                 kept=identity.kept_tokens,
                 room=identity.room_tokens,
                 prompt_rows=self._verifier.prompt_rows if identity.same_bytes else 0,
+                shares=bool(identity.kept_tokens) and self._model.new_cache(0).branches,
             ),
             vocabulary=checkpoint.vocabulary,
             tokenizer=Array(

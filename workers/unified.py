@@ -95,7 +95,12 @@ class InTurn:
         return self._worker.spans
 
     def hello(self, epoch: int) -> Hello:
-        return self._worker.hello(epoch)
+        """Return the introduction. The draft computes over the target's rows: sessions share none
+        with each other."""
+        hello = self._worker.hello(epoch)
+        assert hello.limits is not None
+        limits = hello.limits.model_copy(update={"shares": False})
+        return hello.model_copy(update={"limits": limits})
 
     def handle(self, command: Command) -> Iterator[Event]:
         events: Iterator[Event] | None = None

@@ -61,6 +61,8 @@ class Limits(Frozen):
     prompt_rows: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Rows of a chunk of a prompt where no other session waits; 0: the worker reads prompts whole,
     with Open."""
+    shares: bool = False
+    """True if sessions may begin with rows of others that stay as they are, by Open's `shared`."""
     room: Count | None = None
     """Tokens of all sessions together, kept ones included, that fit into the worker's cache. None:
     it does not know."""

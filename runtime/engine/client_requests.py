@@ -35,6 +35,7 @@ from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared, WaitingRequest
+from dovetail.runtime.fleet.beginnings import comes_later, prompts, read_by_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.request import Request
@@ -62,7 +63,7 @@ class ClientRequests:
         self._moving, self._changes, self._tally = shared.moving, shared.changes, shared.tally
         self._observing, self._report = shared.observing, report
         self._queue, self._now_ns = shared.queue, shared.now_ns
-        self._key_sessions = shared.settings.key_sessions
+        self._key_sessions, self._reuse = shared.settings.key_sessions, shared.settings.reuse
 
     def _user(self, client: ClientPeer) -> PeerKey | None:
         """Return the key that a client has shown; None over ipc."""
@@ -231,7 +232,8 @@ class ClientRequests:
             yield self._turn_down(client, submit, request)
             return
         waiting = WaitingRequest(client, submit, target, request, now_ns)
-        if not len(self._queue) and (settled := self._settled(waiting)) is not None:
+        settled = None if len(self._queue) else self._settled(waiting)
+        if settled is not None and not self._comes_later(request, settled):
             yield from self._run(waiting, settled, wanted=wanted)
         elif not wanted:
             yield self._turn_down(client, submit, given_up())
@@ -255,7 +257,7 @@ class ClientRequests:
         running.queued = waited
         self._queue.given(request.owner, tokens_of(request), self._now_ns())
         if target.limits.room is not None:
-            left = target.limits.room - self._held_on(target) - tokens_of(request)
+            left = target.limits.room - self._held_on(target) - self._needs(target, request)
             for session in target.shelf.give_up(max(0, left)):
                 yield Send(target, Close(epoch=self._service.epoch, session=session))
         client.sessions[waiting.submit.request] = running.session.number
@@ -287,10 +289,11 @@ class ClientRequests:
         begin."""
         places: dict[WaitingRequest, Worker] = {}
 
-        def fits(one: WaitingRequest) -> bool:
-            if (place := self._settled(one)) is not None:
-                places[one] = place
-            return place is not None
+        def fits(one: WaitingRequest) -> bool | None:
+            if (place := self._settled(one)) is None:
+                return False
+            places[one] = place
+            return None if self._comes_later(one.request, place) else True
 
         one = self._queue.take(fits, self._held_by_keys(), self._now_ns())
         return None if one is None else (one, places[one])
@@ -313,16 +316,31 @@ class ClientRequests:
         return (
             target.limits.room is None
             or not held
-            or held + tokens_of(request) <= target.limits.room
+            or held + self._needs(target, request) <= target.limits.room
         )
 
+    def _comes_later(self, request: Request, target: Worker) -> bool:
+        """Return whether a request waits until its target has read what it begins with for
+        another."""
+        return self._reuse and comes_later(request, target, self._running)
+
+    def _needs(self, target: Worker, request: Request) -> int:
+        """Return how many tokens a request may take on a target, without those that it shares."""
+        if not (self._reuse and request.may_reuse):
+            return tokens_of(request)
+        running = prompts(self._running, target, read_by_target)
+        base = target.shelf.find(request.packed, owner=request.owner, running=running)
+        return tokens_of(request) - (base.tokens if base is not None and base.shared else 0)
+
     def _held_on(self, target: Worker) -> int:
-        """Return how many tokens the sessions on a target may take in all."""
-        return sum(
+        """Return how many tokens the sessions on a target may take in all; those that several begin
+        with count once."""
+        each = (
             tokens_of(one.session.request)
             for one in self._running.values()
             if one.target is target and one.loss is None
         )
+        return sum(each) - target.shelf.shared.saved
 
     def _held_by_keys(self) -> dict[str, int]:
         """Return how many tokens the sessions of each key may take in all."""

@@ -100,7 +100,7 @@ class Coordinator:
         self._tally, self._dropped = Tally(), Dropped()
         self._failing, self._observing = FailingDrafts(), EventLog(clock_ns)
         self._placement = Placement(
-            self.registry, self.epoch, reuse=settings.reuse, say=self.decide
+            self.registry, self.epoch, self._running, reuse=settings.reuse, say=self.decide
         )
         self._moving = Moving(
             self.service,

@@ -30,6 +30,7 @@ from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.session.actions import Ask
+from dovetail.runtime.session.request import base_of
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
@@ -73,7 +74,7 @@ class CommandSender:
         if worker is None or worker.peer not in self._registry.workers:
             return
         if (base := running.session.base(role)) is not None:
-            worker.shelf.give_back(base.session)  # if it was not taken
+            worker.shelf.give_back(base)  # if it was not taken
         self.forget(worker, Close(epoch=running.session.epoch, session=running.session.number))
 
     def _ask(self, running: RunningRequest, ask: Ask) -> None:
@@ -187,9 +188,11 @@ class CommandSender:
         not even begin."""
         try:
             for dropped in worker.turns.forget(command.session):
-                if isinstance(dropped, Open) and dropped.base is not None:
-                    worker.shelf.give_back(dropped.base)
+                if isinstance(dropped, Open) and (base := base_of(dropped)) is not None:
+                    worker.shelf.give_back(base)
         finally:
+            if not command.keep:
+                worker.shelf.shared.end(command.session)
             self._post.to_worker(worker, command)
 
     def next(self, worker: Worker) -> None:
@@ -236,8 +239,8 @@ class CommandSender:
         self, worker: Worker, message: Message, sessions: Sequence[int], size: int, left_ns: int
     ) -> None:
         """A command is on its way: those that it is about know."""
-        if isinstance(message, Open) and message.base is not None:
-            worker.shelf.taken(message.base)
+        if isinstance(message, Open) and (base := base_of(message)) is not None:
+            worker.shelf.taken(message.session, base)
         if isinstance(message, Draft | Verify):
             worker.traffic.order_bytes = size
         worker.prompts += isinstance(message, Open | Feed | Refeed | Read)

@@ -42,8 +42,14 @@ class WorkerFailures:
             )
         if not worker.turns.answered(event.session, owed) or running is None:
             return
-        log.warning(
-            "%s failed in session %d: %s (%s)", worker.name, event.session, event.text, event.code
+        gone = owed.type is Opened and event.code == "prefix"
+        log.log(
+            logging.INFO if gone else logging.WARNING,  # all of the prompt is read then
+            "%s failed in session %d: %s (%s)",
+            worker.name,
+            event.session,
+            event.text,
+            event.code,
         )
         if owed.type is Opened and (yield from self._open_anew(running, worker, event)):
             return

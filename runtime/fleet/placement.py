@@ -7,12 +7,14 @@ is known soon. Workers are looked at, and nothing is sent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from dovetail.protocol.messages import PairState, Submit
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
+from dovetail.runtime.fleet.beginnings import prompts, read_by_draft, read_by_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, bases
 from dovetail.runtime.fleet.registry import Registry
@@ -35,11 +37,18 @@ class Placement:
     together."""
 
     def __init__(
-        self, registry: Registry, epoch: int, *, reuse: bool, say: Callable[[str], None]
+        self,
+        registry: Registry,
+        epoch: int,
+        running: Mapping[int, RunningRequest],
+        *,
+        reuse: bool,
+        say: Callable[[str], None],
     ) -> None:
-        """`reuse`: sessions go on from what the workers still hold of those that have ended. `say`
-        hears of every decision about a session's drafting."""
+        """`running`: the sessions by their numbers. `reuse`: sessions go on from what the workers
+        hold of others. `say` hears of every decision about a session's drafting."""
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
+        self._running = running
         self._pairs: dict[Peers, Pair] = {}
         """By the addresses of draft and target."""
         self._alone: dict[bytes, PairCosts] = {}
@@ -169,7 +178,13 @@ class Placement:
         if self._reuse and request.may_reuse and draft is not target:
             shelf = draft.shelf if draft is not None else None
             target_base, draft_base = bases(
-                request.packed, target.shelf, shelf, owner=request.owner, reads=reads is not None
+                request.packed,
+                target.shelf,
+                shelf,
+                owner=request.owner,
+                reads=reads is not None,
+                on_target=prompts(self._running, target, read_by_target),
+                on_draft=() if draft is None else prompts(self._running, draft, read_by_draft),
             )
         draft_sync = (
             DraftSync(len(request.prompt), reads=reads, base=draft_base)
@@ -273,7 +288,7 @@ class Placement:
             known=int(draft.hello.reads is not None),
         )
         if base is not None:
-            draft.shelf.pin(base.session)
+            draft.shelf.pin(base)
         return base
 
     def target_base(self, running: RunningRequest, target: Worker) -> Base | None:
@@ -285,8 +300,8 @@ class Placement:
         base = target.shelf.find(session.packed(), owner=session.request.owner)
         if base is None or (tokens := min(base.tokens, session.shown_from)) < WORTH:
             return None
-        target.shelf.pin(base.session)
-        return Base(base.session, tokens)
+        target.shelf.pin(base)
+        return replace(base, tokens=tokens)
 
 
 def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:

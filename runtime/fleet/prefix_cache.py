@@ -1,5 +1,5 @@
-"""The prefix cache: what a worker still holds of sessions that have ended, and which of them a
-prompt goes on from.
+"""The prefix cache: what a worker still holds of sessions that have ended, and which of them, or of
+those that run, a prompt goes on from.
 
 A `PrefixCache` stands for one worker: it knows the logs of the sessions whose caches that worker
 keeps, and lets the oldest go when there is no more room. Logs are compared as bytes, so that a
@@ -7,8 +7,10 @@ prompt of a hundred thousand tokens takes microseconds. Pure: which messages fol
 coordinator's business.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
+from dovetail.runtime.fleet.shared_rows import SharedRows
 from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
 
 MAX_KEPT = 64
@@ -24,6 +26,9 @@ class PrefixCache:
 
     limit: int
     """Tokens of all of them."""
+    shares: bool = False
+    """True if several sessions can go on from one, which stays as it is."""
+    shared: SharedRows = field(default_factory=SharedRows)
     _kept: dict[int, Kept] = field(default_factory=dict)
     _pinned: dict[int, Kept] = field(default_factory=dict)
 
@@ -40,8 +45,7 @@ class PrefixCache:
             return None
         gone = []
         while self._kept and (self.tokens + kept.tokens > self.limit or len(self) >= MAX_KEPT):
-            gone.append(next(iter(self._kept)))
-            del self._kept[gone[-1]]
+            gone.append(self._drop_oldest())
         self._kept[kept.session] = kept
         return gone
 
@@ -50,65 +54,94 @@ class PrefixCache:
         their numbers. Pinned sessions neither count nor go."""
         gone = []
         while self._kept and _tokens(self._kept) > tokens:
-            gone.append(next(iter(self._kept)))
-            del self._kept[gone[-1]]
+            gone.append(self._drop_oldest())
         return gone
 
-    def pin(self, session: int) -> None:
-        """Another session is to have this one's cache, as soon as the worker is free: then it is
-        `taken`. Until then it may be given back."""
-        self._pinned[session] = self._kept.pop(session)
+    def _drop_oldest(self) -> int:
+        oldest = next(iter(self._kept))
+        del self._kept[oldest]
+        self.shared.end(oldest)
+        return oldest
 
-    def taken(self, session: int) -> None:
-        """The worker has been told to give this session's cache to the other; it is no more."""
-        self._pinned.pop(session, None)
+    def pin(self, base: Base) -> None:
+        """Another session is to have the cache of this one, as soon as the worker is free: then it
+        is `taken`. Until then it may be given back. Nothing is to be done for one that is
+        shared."""
+        if not base.shared:
+            self._pinned[base.session] = self._kept.pop(base.session)
 
-    def give_back(self, session: int) -> None:
+    def taken(self, opened: int, base: Base) -> None:
+        """The worker has been told to open a session that goes on from another: that is no more, or
+        shares its rows."""
+        if base.shared:
+            self.shared.begin(opened, base.session, base.tokens)
+        else:
+            self._pinned.pop(base.session, None)
+            self.shared.follow(opened, base.session, base.tokens)
+
+    def give_back(self, base: Base) -> None:
         """The other session has ended before it began."""
-        if (kept := self._pinned.pop(session, None)) is not None:
-            self._kept[session] = kept
+        if not base.shared and (kept := self._pinned.pop(base.session, None)) is not None:
+            self._kept[base.session] = kept
 
-    def find(self, prompt: bytes, *, owner: str = "", known: int = 0) -> Base | None:
-        """The owner's session with most to go on from, of those with as much the youngest. `known`:
-        how many tokens behind a row must be the prompt's for it to hold.
+    def find(
+        self, prompt: bytes, *, owner: str = "", known: int = 0, running: Iterable[Kept] = ()
+    ) -> Base | None:
+        """The owner's session with most to go on from, of those with as much the youngest that is
+        kept. `known`: how many tokens behind a row must be the prompt's for it to hold; `running`:
+        sessions that run there.
 
-        The last token of the prompt is always read: what follows it has to be known. A session of
-        which more would be lost than is won is left alone, since its own next turn may come: what
-        many prompts begin with would else cost one conversation after the other its cache.
+        The last token of the prompt is always read: what follows it has to be known. A session that
+        runs, or of which much would be lost, is shared; where that cannot be, one of which more
+        would be lost than is won is left alone, since its own next turn may come: what many prompts
+        begin with would else cost one conversation after the other its cache.
         """
         found, least = None, WORTH
-        for kept in reversed(self._kept.values()):
+        for kept in (*reversed(self._kept.values()), *(running if self.shares else ())):
             needed = TOKEN_BYTES * (least + known)
             if kept.owner != owner or kept.rows < least or kept.log[:needed] != prompt[:needed]:
                 continue
             tokens = min(
                 kept.rows, len(prompt) // TOKEN_BYTES - 1, common_tokens(prompt, kept.log) - known
             )
-            if tokens >= max(least, kept.rows - tokens):
-                found, least = Base(kept.session, tokens), tokens + 1
+            lost = kept.rows - tokens
+            shared = self.shares and (lost >= WORTH or kept.session not in self._kept)
+            if tokens >= (least if shared else max(least, lost)):
+                found, least = Base(kept.session, tokens, shared), tokens + 1
         return found
 
 
 def bases(
-    prompt: bytes, target: PrefixCache, draft: PrefixCache | None, *, owner: str = "", reads: bool
+    prompt: bytes,
+    target: PrefixCache,
+    draft: PrefixCache | None,
+    *,
+    owner: str = "",
+    reads: bool,
+    on_target: Iterable[Kept] = (),
+    on_draft: Iterable[Kept] = (),
 ) -> tuple[Base | None, Base | None]:
-    """Return what a session's target and draft go on from; their caches pin it.
+    """Return what a session's target and draft go on from; their caches pin what is used up.
+    `on_target` and `on_draft`: sessions that run there.
 
     A draft that `reads` its target gets features of what the target reads now: both go on from the
     same position. And its row of a position was made with the token behind it as well.
     """
-    of_target = target.find(prompt, owner=owner)
-    of_draft = draft.find(prompt, owner=owner, known=int(reads)) if draft is not None else None
+    of_target = target.find(prompt, owner=owner, running=on_target)
+    of_draft = (
+        draft.find(prompt, owner=owner, known=int(reads), running=on_draft)
+        if draft is not None
+        else None
+    )
     if reads and draft is not None:
         tokens = min(of_target.tokens, of_draft.tokens) if of_target and of_draft else 0
         of_target, of_draft = (
-            Base(base.session, tokens) if base and tokens else None
+            replace(base, tokens=tokens) if base and tokens else None
             for base in (of_target, of_draft)
         )
-    if of_target is not None:
-        target.pin(of_target.session)
-    if of_draft is not None and draft is not None:
-        draft.pin(of_draft.session)
+    for cache, base in ((target, of_target), (draft, of_draft)):
+        if cache is not None and base is not None:
+            cache.pin(base)
     return of_target, of_draft
 
 

@@ -83,22 +83,25 @@ class FairQueue(Generic[T]):
         tokens, at_ns = self._given.get(key, (0.0, now_ns))
         return float(tokens * 0.5 ** ((now_ns - at_ns) / 1e9 / HALF_LIFE_S))
 
-    def take(self, fits: Callable[[T], bool], held: Mapping[str, int], now_ns: int) -> T | None:
-        """Remove and return the next request that fits; None: none may begin. `held`: the tokens
-        that each key holds on targets."""
+    def take(
+        self, fits: Callable[[T], bool | None], held: Mapping[str, int], now_ns: int
+    ) -> T | None:
+        """Remove and return the next request that fits; None: none may begin. `fits` returns None
+        of one that waits for something else than room, and holds nobody up. `held`: the tokens that
+        each key holds on targets."""
 
         def rank(head: Waiting[T]) -> tuple[float, int]:
             tokens = max(held.get(head.key, 0), self._of_late(head.key, now_ns))
             return tokens - AGEING * _s(head, now_ns), head.since_ns
 
         for head in sorted((own[0] for own in self._waiting.values()), key=rank):
-            if fits(head.what):
+            if fitting := fits(head.what):
                 own = self._waiting[head.key]
                 del own[0]
                 if not own:
                     del self._waiting[head.key]
                 return head.what
-            if _s(head, now_ns) > PASSED_S:
+            if fitting is not None and _s(head, now_ns) > PASSED_S:
                 return None
         return None
 

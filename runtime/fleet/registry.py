@@ -183,7 +183,7 @@ class Registry:
             Turns(self._epoch, parts=hello.limits.prompt_rows > 0),
             now_ns,
             standby=hello.standby,
-            shelf=PrefixCache(hello.limits.kept),
+            shelf=PrefixCache(hello.limits.kept, hello.limits.shares),
         )
         if "target" in hello.roles:
             worker.verifying = RowCosts(hello.curves, hello.experts)

@@ -13,11 +13,14 @@ class Base:
 
     session: int
     tokens: int
+    shared: bool = False
+    """True if it stays as it is, running or kept; else it is kept, and used up."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A session that has ended: its log, packed, and how many rows of it the worker has."""
+    """A session that has ended, or runs: its log, packed, and how many rows of it the worker
+    has."""
 
     session: int
     log: bytes

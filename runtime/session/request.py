@@ -90,7 +90,7 @@ class Request:
         }
         kept = base.tokens if base is not None else 0
         if base is not None:
-            own |= {"base": base.session, "kept": kept}
+            own |= _going_on_from(base)
         if features_from is not None and features_from != kept:
             own["features_from"] = features_from
         return command.model_copy(update=own)
@@ -100,4 +100,15 @@ def for_draft(command: Open, base: Base | None) -> Open:
     """Return the command as the draft gets it."""
     if base is None:
         return command
-    return command.model_copy(update={"base": base.session, "kept": base.tokens})
+    return command.model_copy(update=_going_on_from(base))
+
+
+def _going_on_from(base: Base) -> dict[str, object]:
+    return {"base": base.session, "kept": base.tokens, "shared": base.shared}
+
+
+def base_of(command: Open) -> Base | None:
+    """Return what a session is told to go on from; None: from nothing."""
+    if command.base is None:
+        return None
+    return Base(command.base, command.kept, command.shared)

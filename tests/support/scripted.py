@@ -266,11 +266,19 @@ class ScriptedWorker:
         return len(log) - 1
 
     def take_over(self, command: Open, *, known: int = 0) -> Failed | None:
-        """A session's log begins; what it goes on from is no more. `known`: tokens behind a row
-        that it was made with."""
+        """A session's log begins; what it goes on from is no more, or is shared. `known`: tokens
+        behind a row that it was made with."""
         base, kept = command.base, command.kept
+        assert self.limits is not None
+        assert self.limits.shares or not command.shared
         if base is None:
             assert kept == 0
+        elif command.shared and base in self.logs:
+            log = self.logs[base]
+            rows = self.done[base] if base in self.begun else self.rows_of(base, log)
+            assert kept < len(command.prompt)
+            assert kept <= rows
+            assert tuple(log[: kept + known]) == command.prompt[: kept + known]
         elif base not in self.kept:
             return Failed(
                 epoch=self.epoch,
@@ -280,7 +288,7 @@ class ScriptedWorker:
                 text=f"session {base} is not kept",
             )
         else:
-            log = self.kept.pop(base)
+            log = self.kept[base] if command.shared else self.kept.pop(base)
             assert kept < len(command.prompt)
             assert kept <= self.rows[base]
             assert tuple(log[: kept + known]) == command.prompt[: kept + known]

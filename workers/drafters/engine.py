@@ -97,6 +97,13 @@ class Keeper(Protocol[SessionT]):
     def keep(self, session: SessionT, /) -> Left:
         """Return what is left of a session that has ended; it is used up."""
 
+    def left(self, session: SessionT, /) -> Left:
+        """Return the log and the rows of a session that is open."""
+
+    @property
+    def shares(self) -> bool:
+        """Return whether sessions may begin with rows of others that are open."""
+
     def open(self, order: Open, /, base: Any) -> SessionT:
         """Return a session as `Engine.open`, from the first `kept` tokens of what is left of
         another one, which is used up."""

@@ -167,8 +167,20 @@ class HeadDrafter(Grower[HeadSession]):
     def keep(self, session: HeadSession) -> HeadLeft:
         """Return what is left of a session that has ended, whose tree is free."""
         session.cache.resize(session.cache.length)
+        return self._left(session, 0)
+
+    def left(self, session: HeadSession) -> HeadLeft:
+        """Return the log and the rows of a session that is open."""
+        return self._left(session, max(0, session.missing_rows) + session.tree.rows_used)
+
+    def _left(self, session: HeadSession, used: int) -> HeadLeft:
         waiting = torch.cat(session.waiting) if session.waiting else torch.empty(0, self.reads.row)
-        return HeadLeft(session.log, session.cache, session.dropped, session.window, waiting)
+        return HeadLeft(session.log, session.cache, session.dropped, session.window, waiting, used)
+
+    @property
+    def shares(self) -> bool:
+        """Return whether sessions may begin with rows of others that are open."""
+        return self.head.new_cache(0).branches
 
     def check_features(self, session: HeadSession, committed: int, features: Array | None) -> None:
         """`RequestError` unless with `features` those of the whole log and of the next `committed`

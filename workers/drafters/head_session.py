@@ -2,7 +2,7 @@
 to be read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class HeadSession(GrowingSession):
 
 @dataclass(frozen=True)
 class HeadLeft:
-    """The log and the rows of a session that has ended."""
+    """The log and the rows of a session that has ended, or that another begins with."""
 
     log: list[int]
     cache: Cache
@@ -88,6 +88,8 @@ class HeadLeft:
     window: int
     waiting: Tensor
     """Features [n, W] of the positions behind the true rows."""
+    used: int = 0
+    """Rows behind the true ones of a session that is open."""
 
     @property
     def rows(self) -> int:
@@ -110,3 +112,7 @@ class HeadLeft:
                 f"{kept} tokens were to be taken over from a session whose first "
                 f"{self.dropped} rows are gone; open it without",
             )
+
+    def branch(self, kept: int) -> "HeadLeft":
+        rows = min(kept, self.rows) - self.dropped
+        return replace(self, cache=self.cache.branch(rows, used=self.used), used=0)

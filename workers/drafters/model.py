@@ -63,16 +63,22 @@ class DraftSession(GrowingSession):
 
 @dataclass(frozen=True)
 class DraftLeft:
-    """The log and the rows of a session that has ended."""
+    """The log and the rows of a session that has ended, or that another begins with."""
 
     log: list[int]
     cache: Cache
     """Rows of the log, as far as it has been read."""
+    used: int = 0
+    """Rows of the tree of a session that is open."""
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """`RequestError` unless a session with this prompt can go on from the first `kept` tokens
         of it; rows that are missing will be computed."""
         check_prefix(self.log, prompt, kept, there=len(self.log))
+
+    def branch(self, kept: int) -> "DraftLeft":
+        rows = self.cache.restorable(min(kept, self.cache.length))
+        return DraftLeft(self.log, self.cache.branch(rows, used=self.used))
 
 
 class Drafter(Grower[DraftSession]):
@@ -147,6 +153,15 @@ class Drafter(Grower[DraftSession]):
         """Return what is left of a session that has ended, whose tree is free."""
         session.cache.resize(session.cache.length)
         return DraftLeft(session.log, session.cache)
+
+    def left(self, session: DraftSession) -> DraftLeft:
+        """Return the log and the rows of a session that is open."""
+        return DraftLeft(session.log, session.cache, session.tree.rows_used)
+
+    @property
+    def shares(self) -> bool:
+        """Return whether sessions may begin with rows of others that are open."""
+        return self.model.new_cache(0).branches
 
     def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
         """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another

@@ -39,6 +39,7 @@ from dovetail.workers.kernels.layer_plan import (
     Norm,
     NormKind,
     Rotary,
+    SharedRows,
 )
 from dovetail.workers.kernels.structs import (
     ActivatorStruct,
@@ -117,7 +118,8 @@ class LayerPass:
 
 
 def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None:
-    capacity = segment.values.shape[-1 if segment.values.ndim == 2 else 2]
+    capacity = slots_of(segment.values)
+    begins = 0 if segment.shared is None else segment.shared.rows
     struct.first_row, struct.count, struct.start, struct.capacity = (
         first,
         segment.count,
@@ -126,14 +128,18 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
     )
     if (
         capacity % LANES
-        or not 0 <= segment.start <= segment.start + segment.count <= capacity
+        or begins % LANES
+        or not begins <= segment.start <= segment.start + segment.count <= begins + capacity
         or segment.count < 1
     ):
         raise ValueError(
-            f"slots {segment.start}..{segment.start + segment.count - 1} in a cache of {capacity}"
+            f"slots {segment.start}..{segment.start + segment.count - 1} in a cache of {capacity} "
+            f"slots from {begins} on"
         )
     keys, values = _cache_shapes(segment.keys, segment.values)
     dtype = segment.values.dtype
+    if segment.shared is not None:
+        _fill_shared(struct, segment.shared, dtype)
     struct.kind = CACHE_KINDS[dtype]
     struct.keys = _address(segment.keys, keys, dtype)
     struct.values = _address(segment.values, values, dtype)
@@ -144,6 +150,20 @@ def _fill_segment(struct: SegmentStruct, segment: CacheRows, first: int) -> None
         struct.path_slots = _address(
             segment.paths.slots, tuple(segment.paths.slots.shape), torch.int32
         )
+
+
+def _fill_shared(struct: SegmentStruct, shared: SharedRows, dtype: torch.dtype) -> None:
+    keys, values = _cache_shapes(shared.keys, shared.values)
+    struct.shared, struct.shared_capacity = shared.rows, slots_of(shared.values)
+    if not shared.rows <= struct.shared_capacity:
+        raise ValueError(f"{shared.rows} shared rows in a cache of {struct.shared_capacity}")
+    struct.shared_keys = _address(shared.keys, keys, dtype)
+    struct.shared_values = _address(shared.values, values, dtype)
+
+
+def slots_of(values: Tensor) -> int:
+    """Return the slots of a cache with these values."""
+    return values.shape[-1 if values.ndim == 2 else 2]
 
 
 def _cache_shapes(keys: Tensor, values: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

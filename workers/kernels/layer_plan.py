@@ -323,6 +323,20 @@ class CacheRows:
     """Slots that each row sees; None: row i sees slots 0 .. start + i."""
     states: StateRows | None = None
     """The state of a session, for layers that have one; None: there are none."""
+    shared: "SharedRows | None" = None
+    """The rows that it begins with, where others have them too: then its own cache begins with the
+    slot behind them, and no path goes through one of theirs."""
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The keys and values of the first `rows` slots of several sessions, which nobody writes to.
+    `keys` and `values` are those of a cache, as `CacheRows` has them; `rows` is a multiple of
+    16."""
+
+    keys: Tensor
+    values: Tensor
+    rows: int
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,9 @@ class SegmentStruct(Structure):
             (name, c_int32)
             for name in ("first_row", "count", "start", "prefix", "capacity", "kind")
         ),
-        *((name, c_void_p) for name in ("keys", "values", "path_offsets", "path_slots", "states")),
+        *((name, c_void_p) for name in ("keys", "values", "shared_keys", "shared_values")),
+        *((name, c_int32) for name in ("shared", "shared_capacity")),
+        *((name, c_void_p) for name in ("path_offsets", "path_slots", "states")),
     )
 
 

@@ -7,6 +7,7 @@ survive. This is the layout for torch's operations; `backends/blocked_cache.py` 
 kernels.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,6 +145,22 @@ class KVCache:
                 parts[-1][..., : self.length, :] = rows[..., : self.length, :]
             self._parts = parts
         self.capacity = capacity
+
+    @property
+    def branches(self) -> bool:
+        """Return whether other sessions may begin with rows of this cache while it is in use."""
+        return True
+
+    def branch(self, length: int, *, used: int = 0) -> "KVCache":
+        """Return a cache with a copy of the first `length` committed rows."""
+        check_truncation(self, length)
+        other = copy.copy(self)
+        if self.states is not None:
+            other.states = copy.deepcopy(self.states)
+            other.states.truncate(length)
+        other._parts = [rows[..., :length, :].clone() for rows in self._parts]
+        other.length = other.capacity = length
+        return other
 
     @property
     def _slots(self) -> int:

@@ -45,6 +45,15 @@ class Cache(Protocol):
         """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
         too small, or much too large."""
 
+    def branch(self, length: int, *, used: int = 0) -> "Cache":
+        """Return a cache of another session with the first `length` committed rows of this one,
+        both of which may go on; `length` has to be `restorable`. `used`: rows behind the committed
+        ones that stay in this one. Only of a cache that `branches`."""
+
+    @property
+    def branches(self) -> bool:
+        """Return whether other sessions may begin with rows of this cache while it is in use."""
+
     @property
     def row_bytes(self) -> int:
         """Memory of one row."""

@@ -86,7 +86,7 @@ class Opener:
         own = order.capacity + order.tree.most_nodes
         rows = own + self.rows_beside(order.sampling, order.tree)
         self._admission.check_memory(rows, [*self._sessions.values(), *self._opening])
-        kept = self._kept.take(order.base, order.prompt, order.kept)
+        kept = self._kept.base(order, self._open_base(order.base))
         session = self._begin(order, self._open_cache(rows, kept, order.kept), own)
         reading = self._prefill.begin(order, session.cache)
         yield from self._read(order.session, Begun(session, reading, order.round), order.read)
@@ -196,6 +196,12 @@ class Opener:
                 f"session {item.session}: rows from {item.start} on were asked for, but {done} "
                 "have been read; open the session again",
             )
+
+    def _open_base(self, number: int | None) -> KeptSession | None:
+        """Return the log and the rows of a session that is open, or being opened."""
+        begun = self._begun.get(number or 0)
+        session = self._sessions.get(number or 0) if begun is None else begun.session
+        return None if session is None else KeptSession(session.log, session.cache)
 
     def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
         """A cache for `rows` rows: empty, or with `kept` of what is base of another session, or as

@@ -3,13 +3,14 @@ only what is new.
 
 Which are kept, and which session goes on from which, is the coordinator's decision; here it is seen
 to that only rows are taken over that are those of the new prompt, and that no more is held than was
-promised. Knows token logs, neither models nor messages; imports no torch.
+promised. Knows token logs and no models; imports no torch.
 """
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Open
 
 MEMORY_SHARE = 8
 """Kept rows are promised this part of the memory that is free at the start; since a cache may be
@@ -20,7 +21,8 @@ ROOM_SHARE = 0.75
 
 
 class Left(Protocol):
-    """The log and the rows of a session that has ended."""
+    """The log and the rows of a session that has ended, or, to begin another with them, of one that
+    is open."""
 
     @property
     def log(self) -> Sequence[int]:
@@ -29,6 +31,10 @@ class Left(Protocol):
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """`RequestError` of code "prefix" unless a session with this prompt can go on from the
         first `kept` tokens of it."""
+
+    def branch(self, kept: int) -> Self:
+        """Return what a session that begins with the first `kept` tokens goes on from; this one
+        stays as it is."""
 
 
 LeftT = TypeVar("LeftT", bound=Left)
@@ -70,23 +76,27 @@ class KeptSessions(Generic[LeftT]):
         """Forget all sessions."""
         self._left.clear()
 
-    def take(self, number: int | None, prompt: Sequence[int], kept: int) -> LeftT | None:
-        """Return what is left of a session, no longer held, so that one with this prompt goes on
-        from the first `kept` tokens of it; None where none is named.
+    def base(self, order: Open, open_session: LeftT | None = None) -> LeftT | None:
+        """Return what a new session goes on from: what is left of another, no longer held, or, if
+        it is `shared`, a branch of that or of a session that is open. None where none is named.
 
         `RequestError` of code "prefix" where that cannot be: then nothing has changed.
         """
-        if number is None and not kept:
+        if order.base is None and not order.kept:
             return None
-        if number is None or number not in self._left:
-            name = "no session" if number is None else f"session {number}"
+        left = open_session if order.shared and open_session else self._left.get(order.base or 0)
+        if left is None:
+            name = "no session" if order.base is None else f"session {order.base}"
             raise RequestError(
                 "prefix",
-                f"{kept} tokens were to be taken over from {name}, which is not kept here; "
+                f"{order.kept} tokens were to be taken over from {name}, which is not kept here; "
                 "open the session without it",
             )
-        self._left[number].check(prompt, kept)
-        return self._left.pop(number)
+        left.check(order.prompt, order.kept)
+        if order.shared:
+            return left.branch(order.kept)
+        del self._left[order.base or 0]
+        return left
 
 
 def check_prefix(log: Sequence[int], prompt: Sequence[int], kept: int, *, there: int) -> None:

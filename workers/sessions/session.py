@@ -63,11 +63,15 @@ class TargetSession:
 
 @dataclass(frozen=True)
 class KeptSession:
-    """The log and the rows of a session that has ended."""
+    """The log and the rows of a session that has ended, or that another begins with."""
 
     log: list[int]
     cache: Cache
-    """The rows of all tokens of the log but the last."""
+    """The rows of the log, as far as it has been read: of a session that has ended, of all tokens
+    but the last."""
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
         check_prefix(self.log, prompt, kept, there=self.cache.length)
+
+    def branch(self, kept: int) -> "KeptSession":
+        return KeptSession(self.log, self.cache.branch(self.cache.restorable(kept)))

@@ -49,16 +49,26 @@ struct Desk {
     int64_t stride, padded;
 };
 
+// The keys and values of one layer and key head, as if slot 0 were the first.
+template <class K>
+struct Slots {
+    const K* keys;    // null: they are the values, which are latents
+    const K* values;  // head_dim from row to row
+
+    const K* scored() const { return keys ? keys : values; }  // LANES head_dim numbers for sixteen of them
+};
+
 template <class K>
 struct Unit {
-    const K* keys;    // of one layer and key head; null: they are the values, which are latents
-    const K* values;  // head_dim from row to row
+    Slots<K> begin, own;  // those before slot `shared`, and from there on
+    int64_t shared;
     const K* next;  // what the next unit will probably read first
     const Row* rows;
     int64_t count, head_dim, value_dim;
     Desk desk;
 
-    const K* slots() const { return keys ? keys : values; }  // LANES head_dim numbers for sixteen of them
+    const Slots<K>& at(int64_t slot) const { return slot < shared ? begin : own; }
+    int64_t end_at(int64_t slot, int64_t stop) const { return slot < shared ? smaller(shared, stop) : stop; }  // of the slots that lie side by side
 };
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -171,14 +181,15 @@ static inline const float* turned(const K* rows, int64_t blocks, int64_t width, 
 template <class K>
 static void score_blocks(const Unit<K>& u, int64_t block, int64_t last, const K* next) {
     const int64_t panel = u.head_dim * LANES, tiles = (u.count + SCORE_ROWS - 1) / SCORE_ROWS;
-    const K* keys = u.slots() + block * panel;
+    const Slots<K>& slots = u.at(block * LANES);
+    const K* keys = slots.scored() + block * panel;
     const int64_t all = smaller(SCORE_BLOCKS, last - block);
-    const float* wide = u.keys ? widened(keys, all * panel, tiles, u.desk.panel) : turned(keys, all, u.head_dim, u.desk.panel);
+    const float* wide = slots.keys ? widened(keys, all * panel, tiles, u.desk.panel) : turned(keys, all, u.head_dim, u.desk.panel);
     for (int64_t first = 0; first < u.count; first += SCORE_ROWS) {
         const int64_t rows = smaller(SCORE_ROWS, u.count - first);
         int64_t seen = 0;
         for (int64_t r = first; r < first + rows; r++) seen = larger(seen, (u.rows[r].stop + LANES - 1) / LANES);
-        const int64_t blocks = smaller(SCORE_BLOCKS, seen - block);
+        const int64_t blocks = smaller(all, seen - block);
         if (blocks <= 0) continue;
         const Ahead ahead = share_ahead(next, SCORE_BLOCKS * panel, u.head_dim, first / SCORE_ROWS, tiles);
         const float* queries = u.desk.queries + first * u.head_dim;
@@ -198,9 +209,9 @@ static void score_slots(const Unit<K>& u) {
         stop = larger(stop, u.rows[r].stop);
     }
     const int64_t last = (stop + LANES - 1) / LANES;
-    for (int64_t block = from / LANES; block < last; block += SCORE_BLOCKS) {
-        const int64_t next = block + SCORE_BLOCKS;
-        score_blocks(u, block, last, next < last ? u.slots() + next * u.head_dim * LANES : u.values);
+    for (int64_t block = from / LANES, end; block < last; block = end) {
+        end = u.end_at(block * LANES, smaller(block + SCORE_BLOCKS, last) * LANES) / LANES;
+        score_blocks(u, block, end, end < last ? u.at(end * LANES).scored() + end * u.head_dim * LANES : u.at(from).values);
     }
 }
 
@@ -322,8 +333,10 @@ static inline Mix mix_of(const Unit<K>& u, int64_t row, int64_t position) {
 // Rows first .. first + rows - 1 of a unit continue over the slots from .. stop - 1.
 template <class K>
 static void sum_values(const Unit<K>& u, int64_t first, int64_t rows, int64_t from, int64_t stop, const Ahead& ahead) {
-    if (from >= stop) return;
-    value<VALUE_ROWS>(rows, mix_of(u, first, from), InOrder<K>{u.values + from * u.head_dim, u.head_dim, u.value_dim}, stop - from, ahead);
+    for (int64_t end; from < stop; from = end) {
+        end = u.end_at(from, stop);
+        value<VALUE_ROWS>(rows, mix_of(u, first, from), InOrder<K>{u.at(from).values + from * u.head_dim, u.head_dim, u.value_dim}, end - from, ahead);
+    }
 }
 
 // The positions that all rows of a tile see as slots: from the last of their beginnings to the first of their paths.
@@ -345,7 +358,7 @@ static void follow_values(const Unit<K>& u, int64_t r, int64_t from) {
     const Row& row = u.rows[r];
     sum_values(u, r, 1, from, row.common, {});
     const int64_t p = larger(from, row.common);
-    if (p < row.n) value_rows<1>(mix_of(u, r, p), OnPath<K>{u.values, u.head_dim, u.value_dim, row.path + (p - row.common)}, row.n - p, {});
+    if (p < row.n) value_rows<1>(mix_of(u, r, p), OnPath<K>{u.own.values, u.head_dim, u.value_dim, row.path + (p - row.common)}, row.n - p, {});
 }
 
 template <class K>
@@ -361,12 +374,13 @@ static void mix_values(const Unit<K>& u) {
         stop = larger(stop, t.stop);
     }
     const int64_t count = (u.count + VALUE_ROWS - 1) / VALUE_ROWS;
-    for (int64_t p = from; p < stop; p += VALUE_RUN) {
-        const float* wide = widened(u.values + p * u.head_dim, smaller(VALUE_RUN, stop - p) * u.head_dim, count, u.desk.panel);
-        const K* next = p + VALUE_RUN < stop ? u.values + (p + VALUE_RUN) * u.head_dim : u.next;
+    for (int64_t p = from, run; p < stop; p = run) {
+        run = u.end_at(p, smaller(p + VALUE_RUN, stop));
+        const float* wide = widened(u.at(p).values + p * u.head_dim, (run - p) * u.head_dim, count, u.desk.panel);
+        const K* next = run < stop ? u.at(run).values + run * u.head_dim : u.next;
         for (int64_t first = 0; first < u.count; first += VALUE_ROWS) {
             const Ahead ahead = share_ahead(next, VALUE_RUN * u.head_dim, VALUE_RUN, first / VALUE_ROWS, count);
-            const int64_t rows = smaller(VALUE_ROWS, u.count - first), begin = larger(p, tiles[first].from), end = smaller(p + VALUE_RUN, tiles[first].stop);
+            const int64_t rows = smaller(VALUE_ROWS, u.count - first), begin = larger(p, tiles[first].from), end = smaller(run, tiles[first].stop);
             if (wide && begin < end) value<VALUE_ROWS>(rows, mix_of(u, first, begin), InOrder<float>{wide + (begin - p) * u.head_dim, u.head_dim, u.value_dim}, end - begin, ahead);
             else sum_values(u, first, rows, begin, end, ahead);
         }
@@ -410,9 +424,21 @@ static Row row_of(const dovetail::Layer& l, const dovetail::Segment& s, int64_t 
 // Numbers of a row of queries and, where the layer has its own, keys and values.
 static inline int64_t row_width(const dovetail::Layer& l) { return (l.heads + (l.reads || l.latent ? 0 : 2 * l.kv_heads)) * l.head_dim; }
 
-// Where a key head of the layer begins in a cache.
+// Where slot 0 of a key head of the layer would be in the cache of a session, which begins with slot `shared`.
 static inline int64_t head_offset(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head) {
-    return (l.before + kv_head * l.head_dim) * s.capacity;
+    return (l.before + kv_head * l.head_dim) * s.capacity - s.shared * l.head_dim;
+}
+
+// Where the slots of a key head begin, of those that are shared and of the session's own.
+template <class K>
+static inline Slots<K> shared_slots(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head, const K*) {
+    const int64_t at = (l.before + kv_head * l.head_dim) * s.shared_capacity;
+    return {l.latent ? nullptr : (const K*)s.shared_keys + at, (const K*)s.shared_values + at};
+}
+template <class K>
+static inline Slots<K> own_slots(const dovetail::Layer& l, const dovetail::Segment& s, int64_t kv_head, const K* keys, const K* values) {
+    const int64_t at = head_offset(l, s, kv_head);
+    return {l.latent ? nullptr : keys + at, values + at};
 }
 
 // Calls `use` with the keys and values of a segment's cache as what they are.
@@ -471,12 +497,12 @@ static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t k
         rows[r].query = plan.qkv + row * row_width(l) + head * head_dim;
         rows[r].out = plan.out + (row * l.heads + head) * value_dim;
     }
-    const int64_t at = head_offset(l, s, kv_head), next = at + s.capacity * head_dim;
     const Desk desk = desk_at(memory, count, plan.stride(s), head_dim, value_dim);
     with_numbers(s, [&](auto* keys, auto* values) {
-        auto* own = l.latent ? nullptr : keys + at;
-        auto* then = l.latent ? values + next : keys + next;
-        attend_unit(Unit<std::remove_pointer_t<decltype(keys)>>{own, values + at, then, rows, count, head_dim, value_dim, desk}, l.scale, l.softcap);
+        using K = std::remove_pointer_t<decltype(keys)>;
+        const Slots<K> own = own_slots<K>(l, s, kv_head, keys, values);
+        const K* next = s.shared ? shared_slots<K>(l, s, kv_head + 1, keys).scored() : own.scored() + s.capacity * head_dim;
+        attend_unit(Unit<K>{shared_slots<K>(l, s, kv_head, keys), own, s.shared, next, rows, count, head_dim, value_dim, desk}, l.scale, l.softcap);
     });
 }
 

@@ -1,11 +1,14 @@
 """Keys and values in the layout of the kernels: blocks of rows, side by side."""
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dovetail.workers.kernels.layer_plan import LANES, CacheRows, new_cache
+from dovetail.workers.kernels.layer import slots_of
+from dovetail.workers.kernels.layer_plan import LANES, CacheRows, SharedRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.kernels.states import StateRows, StateShape
 from dovetail.workers.models.recurrent.states import (
@@ -20,6 +23,9 @@ from dovetail.workers.models.segment import (
     slots_in_place,
 )
 
+SHARED_ANEW = 2
+"""Rows are put where several sessions read them if they are more than so many times those that are
+shared already: else a copy of the others is less."""
 MOST_ROOM = 1024
 """Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little
 beside a long context."""
@@ -37,6 +43,9 @@ class BlockedCache:
 
     states: RecurrentStates | None = None
     """The states of layers that have one; None: there are none."""
+    shared: SharedRows | None = None
+    """The rows that the session begins with, where others begin with them, too: its own memory is
+    for the slots behind them."""
 
     def __init__(
         self,
@@ -68,8 +77,8 @@ class BlockedCache:
             moved = self.length + in_place
             self.states.keep(moved, slots[in_place:], self.length + committed)
         if in_place < len(slots):
-            source = torch.tensor(slots[in_place:])
-            target = torch.arange(self.length + in_place, self.length + len(slots))
+            source = torch.tensor(slots[in_place:]) - self.first
+            target = torch.arange(self.length + in_place, self.length + len(slots)) - self.first
             for keys, values in self._views(self.keys, self.values):
                 values[..., target, :] = values[..., source, :]
                 keys[..., target // LANES, :, target % LANES] = keys[
@@ -82,6 +91,8 @@ class BlockedCache:
         check_truncation(self, length)
         if self.states is not None:
             self.states.truncate(length)
+        if length < self.first:
+            self._begin_with(self._shared_rows(length), length, self.capacity)
         self.length = length
 
     def restorable(self, length: int) -> int:
@@ -96,22 +107,88 @@ class BlockedCache:
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
         too small, or much too large."""
-        slots = self.row_slots
-        if has_to_move(self, slots, capacity):
-            blocks = -(-self.length // LANES)
-            keys, values = self._open(with_room(capacity))
-            for new, old in zip(
-                self._views(keys, values), self._views(self.keys, self.values), strict=True
-            ):
-                new[0][..., :blocks, :, :] = old[0][..., :blocks, :, :]
-                new[1][..., : self.length, :] = old[1][..., : self.length, :]
-            self.keys, self.values = keys, values
+        if has_to_move(self, self.row_slots, capacity):
+            self._begin_with(self.shared, self.length, capacity)
         self.capacity = capacity
+
+    @property
+    def branches(self) -> bool:
+        """Return whether other sessions may begin with rows of this cache while it is in use."""
+        return True
+
+    def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
+        """Return a cache with the first `length` committed rows, most of which are shared, not
+        copied: at first they are put where both read them."""
+        check_truncation(self, length)
+        if length // LANES * LANES > SHARED_ANEW * self.first:
+            rows = length // LANES * LANES
+            shared = SharedRows(*self._copy(0, rows, rows), rows)
+            self._begin_with(shared, self.length + used, self.capacity)
+        other = copy.copy(self)
+        if self.states is not None:
+            other.states = copy.deepcopy(self.states)
+            other.states.truncate(length)
+        other._begin_with(self._shared_rows(length), length, length)
+        other.length = other.capacity = length
+        return other
+
+    def _shared_rows(self, length: int) -> SharedRows | None:
+        """Return the shared rows of the first `length`."""
+        if self.shared is None or length < LANES:
+            return None
+        return replace(self.shared, rows=min(length // LANES * LANES, self.shared.rows))
+
+    def _begin_with(self, shared: SharedRows | None, length: int, capacity: int) -> None:
+        """Move the first `length` rows that are not among these shared ones into memory of its own
+        for `capacity`."""
+        first = 0 if shared is None else shared.rows
+        self.keys, self.values = self._copy(first, length, with_room(capacity))
+        self.shared = shared
+
+    def _copy(self, start: int, stop: int, capacity: int) -> tuple[Tensor, Tensor]:
+        """Fresh keys and values for slots `start` to `capacity` - 1, with the rows of slots `start`
+        (a multiple of 16) to `stop` - 1."""
+        keys, values = self._open(max(0, capacity - start))
+        new = list(self._views(keys, values))
+        for begin, end, held in self._stretches(start, stop):
+            for (new_keys, new_values), (old_keys, old_values) in zip(new, held, strict=True):
+                to, blocks = begin - start, -(-(end - begin) // LANES)
+                new_keys[..., to // LANES : to // LANES + blocks, :, :] = old_keys[
+                    ..., :blocks, :, :
+                ]
+                new_values[..., to : to + end - begin, :] = old_values[..., : end - begin, :]
+        return keys, values
+
+    def _stretches(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[int, int, list[tuple[Tensor, Tensor]]]]:
+        """Yield where the rows of slots `start` to `stop` - 1 lie: from which slot to which, and
+        the views of keys and values from the first of them on."""
+        if self.shared is not None and start < min(stop, self.first):
+            yield (
+                start,
+                min(stop, self.first),
+                self._from(start, self.shared.keys, self.shared.values),
+            )
+        if (begin := max(start, self.first)) < stop:
+            yield begin, stop, self._from(begin - self.first, self.keys, self.values)
+
+    def _from(self, slot: int, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of keys and values from a slot on, a multiple of 16."""
+        return [
+            (own_keys[..., slot // LANES :, :, :], own_values[..., slot:, :])
+            for own_keys, own_values in self._views(keys, values)
+        ]
+
+    @property
+    def first(self) -> int:
+        """The slot that the cache's own memory begins with."""
+        return 0 if self.shared is None else self.shared.rows
 
     @property
     def row_slots(self) -> int:
         """Slots that there is memory for."""
-        return self.values.shape[2]
+        return self.first + slots_of(self.values)
 
     @property
     def row_bytes(self) -> int:
@@ -143,22 +220,23 @@ class BlockedCache:
         )
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [kv_heads, stop - start, head_dim] of slots of a layer."""
+        """Return the keys and values [kv_heads, stop - start, head_dim] of slots of a layer that
+        are not shared."""
         keys, values = self.of_layer(layer)
-        slots = torch.arange(start, stop)
-        return keys[:, slots // LANES, :, slots % LANES].transpose(0, 1), values[:, start:stop]
+        slots = torch.arange(start, stop) - self.first
+        return keys[:, slots // LANES, :, slots % LANES].transpose(0, 1), values[:, slots]
 
     def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
         """Put keys and values [kv_heads, T, head_dim] of the cache's type into the slots from
         `start` on of a layer."""
         keys, values = self.of_layer(layer)
-        slots = torch.arange(start, start + value.shape[1])
+        slots = torch.arange(start, start + value.shape[1]) - self.first
         values[:, slots] = value
         keys[:, slots // LANES, :, slots % LANES] = key.transpose(0, 1)
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [kv_heads, blocks, head_dim, 16] and values [kv_heads, slots, head_dim] of a layer
-        with attention."""
+        with attention, of the slots that are not shared."""
         return self.keys[layer], self.values[layer]
 
     def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -182,11 +260,6 @@ class MixedCache(BlockedCache):
         self._heads, self._dtype = heads, dtype
         self.capacity, self.length = capacity, 0
         self.keys, self.values = self._open(with_room(capacity))
-
-    @property
-    def row_slots(self) -> int:
-        """Slots that there is memory for."""
-        return self.values.shape[1]
 
     @property
     def _numbers(self) -> int:
@@ -268,4 +341,6 @@ def cache_rows(segment: Segment) -> CacheRows:
     states = None
     if cache.states is not None:
         states = states_of(cache.states, segment)
-    return CacheRows(cache.keys, cache.values, segment.start, segment.count, seen, states)
+    return CacheRows(
+        cache.keys, cache.values, segment.start, segment.count, seen, states, cache.shared
+    )

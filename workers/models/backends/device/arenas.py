@@ -90,6 +90,27 @@ class ArenaCache(KVCache):
         """The keys and values, [layers, 2, kv_heads, slots, head_dim]."""
         return self._held[0].rows
 
+    @property
+    def branches(self) -> bool:
+        """Return whether other sessions may begin with rows of this cache while it is in use."""
+        return self.states is None
+
+    def branch(self, length: int, *, used: int = 0) -> "ArenaCache":
+        """Return a cache in another arena with a copy of the first `length` committed rows."""
+        layers, kv_heads, head_dim = self._shape
+        other = ArenaCache(
+            self._arenas,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=length,
+            dtype=self.rows.dtype,
+            device=self.rows.device,
+        )
+        other.rows[..., :length, :] = self.rows[..., :length, :]
+        other.length = length
+        return other
+
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows; what is kept of a session that has ended takes no more
         than it needs, and leaves its arena to the next one."""

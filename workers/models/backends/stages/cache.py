@@ -100,6 +100,17 @@ class StagedCache:
             part.resize(capacity)
         self.capacity = capacity
 
+    def branch(self, length: int, *, used: int = 0) -> "StagedCache":
+        """Return a cache of another session with the first `length` committed rows of this one."""
+        other = StagedCache([part.branch(length, used=used) for part in self.parts])
+        other.length = other.capacity = length
+        return other
+
+    @property
+    def branches(self) -> bool:
+        """Return whether other sessions may begin with rows of this cache while it is in use."""
+        return all(part.branches for part in self.parts)
+
     @property
     def base_bytes(self) -> int:
         """Memory of a session beside that of its rows, of whatever device."""

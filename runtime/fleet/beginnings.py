@@ -1,0 +1,59 @@
+"""What the prompts of running sessions begin with, so that others of the same owner begin with the
+same rows. Workers and sessions are looked at, and nothing is changed."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.prefix_cache import WORTH, common_tokens
+from dovetail.runtime.session.kept import Kept
+from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.state import State
+
+
+def prompts(
+    running: Mapping[int, RunningRequest], worker: Worker, rows: Callable[[RunningRequest], int]
+) -> Iterator[Kept]:
+    """Yield the prompts of the sessions that run on a worker, and how many rows each has."""
+    for number, one in running.items():
+        if worker in one.workers and not one.trial:
+            request = one.session.request
+            yield Kept(number, request.packed, rows(one), len(request.prompt), request.owner)
+
+
+def read_by_target(running: RunningRequest) -> int:
+    """Return how many rows of its prompt the target of a session has."""
+    if running.session.state is State.OPENING:
+        return running.target.turns.done(running.session.number)
+    return len(running.session.request.prompt)
+
+
+def read_by_draft(running: RunningRequest) -> int:
+    """Return how many rows of its prompt the draft of a session has: all or none."""
+    sync, draft = running.session.draft_sync, running.draft
+    if sync is None or draft is None or not sync.complete:
+        return 0
+    prompt = len(running.session.request.prompt)
+    return 0 if draft.turns.reads(running.session.number) else min(sync.tokens, prompt)
+
+
+def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
+    """Return whether a request had better begin later on a target, which reads just now what the
+    request begins with for another session of its owner."""
+    if not (request.may_reuse and target.limits.shares):
+        return False
+    base = target.shelf.find(
+        request.packed, owner=request.owner, running=prompts(running, target, read_by_target)
+    )
+    there = WORTH + (0 if base is None else base.tokens)
+    return any(
+        prompt.owner == request.owner
+        and there <= min(common_tokens(request.packed, prompt.log), len(request.prompt) - 1)
+        for prompt in prompts(running, target, _unread)
+        if prompt.rows
+    )
+
+
+def _unread(running: RunningRequest) -> int:
+    """Return how many rows of its prompt the target of a session has not read yet."""
+    return len(running.session.request.prompt) - read_by_target(running)

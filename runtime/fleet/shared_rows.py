@@ -1,0 +1,50 @@
+"""How many rows sessions of one worker need not have twice, since they begin with the same. Pure.
+
+It follows what workers do: a session that begins with rows of another shares them with it, and with
+all that the other shares rows with; rows that are many more than those are shared anew.
+"""
+
+from dataclasses import dataclass, field
+
+WHOLE = 16
+"""Rows are shared in runs of so many."""
+ANEW = 2
+"""Rows are shared anew if they are more than so many times those that the other shares already."""
+
+
+@dataclass
+class SharedRows:
+    """The sessions of one worker that share rows, in groups: each has the first rows of a group's
+    beginning, as many as it shares."""
+
+    _groups: dict[int, int] = field(default_factory=dict)
+    """The group of each session."""
+    _rows: dict[int, int] = field(default_factory=dict)
+    """The rows that each session shares."""
+
+    def begin(self, session: int, base: int, tokens: int) -> None:
+        """Note that a session begins with the rows of the first `tokens` tokens of another."""
+        rows = tokens // WHOLE * WHOLE
+        if rows > ANEW * self._rows.get(base, 0):
+            self._groups[base], self._rows[base] = session, rows
+        self._groups[session] = self._groups[base]
+        self._rows[session] = min(rows, self._rows[base])
+
+    def follow(self, session: int, base: int, tokens: int) -> None:
+        """Note that a session has taken over the rows of the first `tokens` tokens of another."""
+        if (group := self._groups.pop(base, None)) is not None:
+            self._groups[session] = group
+            self._rows[session] = min(self._rows.pop(base), tokens // WHOLE * WHOLE)
+
+    def end(self, session: int) -> None:
+        """Note that the rows of a session are gone."""
+        self._groups.pop(session, None)
+        self._rows.pop(session, None)
+
+    @property
+    def saved(self) -> int:
+        """Return how many rows less there are than if each session had its own."""
+        most: dict[int, int] = {}
+        for session, group in self._groups.items():
+            most[group] = max(most.get(group, 0), self._rows[session])
+        return sum(self._rows.values()) - sum(most.values())
