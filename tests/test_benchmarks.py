@@ -173,7 +173,7 @@ def test_a_comparison_runs_from_beginning_to_end() -> None:
 
 def test_the_transport_is_measured_around_a_real_coordinator() -> None:
     measured = subprocess.run(
-        [sys.executable, BENCHMARKS, "transport", "--rounds", "20", "--json"],
+        [sys.executable, BENCHMARKS, "transport", "--rounds", "40", "--json"],
         capture_output=True,
         text=True,
         check=True,

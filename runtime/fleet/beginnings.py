@@ -1,4 +1,4 @@
-"""What the prompts of running sessions begin with, so that others of the same owner begin with the
+"""The prompts of running sessions, so that others of the same owner that begin alike begin with the
 same rows. Workers and sessions are looked at, and nothing is changed."""
 
 from collections.abc import Callable, Iterator, Mapping

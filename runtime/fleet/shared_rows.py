@@ -1,4 +1,5 @@
-"""How many rows sessions of one worker need not have twice, since they begin with the same. Pure.
+"""The rows that sessions of one worker share, since they begin alike, so that they are counted
+once. Pure.
 
 It follows what workers do: a session that begins with rows of another shares them with it, and with
 all that the other shares rows with; rows that are many more than those are shared anew.

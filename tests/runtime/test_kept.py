@@ -65,8 +65,44 @@ def test_what_begins_alike_for_a_few_tokens_is_not_worth_it() -> None:
 def test_a_long_session_is_not_lost_for_what_many_prompts_begin_with() -> None:
     held = cache(kept(1, (*LOG[:18], *range(500, 600))), kept(2, (*LOG[:18], 5, 6, 7)))
     assert held.find(pack((*LOG[:18], 9))) == Base(2, 18)
-    held.pin(2)
+    held.pin(Base(2, 18))
     assert held.find(pack((*LOG[:18], 9))) is None
+
+
+def test_where_sessions_share_it_is_left_to_its_next_turn_and_others_begin_with_its_rows() -> None:
+    held = replace(cache(kept(1, (*LOG, *range(500, 600)))), shares=True)
+    prompt = pack((*LOG[:18], 9))
+    assert held.find(prompt) == Base(1, 18, shared=True)
+    assert held.find(pack((*LOG, *range(500, 600), 4))) == Base(1, 139)
+    running = [replace(kept(7, LOG[:30]), rows=25), kept(8, LOG[:17])]
+    assert held.find(pack((*LOG[:22], 9)), running=running) == Base(1, 22, shared=True)
+    assert cache().find(prompt, running=running) is None
+    empty = replace(cache(), shares=True)
+    assert empty.find(pack(LOG), running=running) == Base(7, 25, shared=True)
+    assert empty.find(pack(LOG), running=running, owner="other") is None
+
+
+def test_rows_that_several_sessions_share_are_counted_once() -> None:
+    held = replace(cache(kept(1, LOG)), shares=True)
+    for session in (2, 3):
+        held.taken(session, Base(1, 36, shared=True))
+    assert held.shared.saved == 2 * 32
+    held.taken(4, Base(3, 39, shared=True))
+    assert held.shared.saved == 3 * 32
+    held.pin(Base(1, 39))
+    held.taken(5, Base(1, 39))
+    assert held.shared.saved == 3 * 32
+    for session, saved in ((5, 2 * 32), (2, 32), (9, 32), (4, 0), (3, 0)):
+        held.shared.end(session)
+        assert held.shared.saved == saved
+
+
+def test_rows_that_are_many_more_are_shared_anew() -> None:
+    held = replace(cache(), shares=True)
+    held.taken(2, Base(1, 16, shared=True))
+    for session in (3, 4):
+        held.taken(session, Base(2, 160, shared=True))
+    assert held.shared.saved == 2 * 160
 
 
 def test_the_oldest_go_when_there_is_no_more_room_and_what_is_too_large_is_not_kept() -> None:
@@ -79,14 +115,14 @@ def test_the_oldest_go_when_there_is_no_more_room_and_what_is_too_large_is_not_k
 
 def test_what_is_pinned_takes_room_until_it_is_taken_and_can_be_given_back() -> None:
     held = cache(kept(1, LOG), kept(2, LOG), limit=100)
-    held.pin(1)
+    held.pin(Base(1, 39))
     assert held.add(kept(3, LOG)) == [2]
     assert held.add(kept(4, (*LOG, *LOG))) is None
-    held.give_back(1)
+    held.give_back(Base(1, 39))
     assert held.find(pack((*LOG, 5))) == Base(1, 39)
-    held.pin(1)
-    held.taken(1)
-    held.give_back(1)
+    held.pin(Base(1, 39))
+    held.taken(9, Base(1, 39))
+    held.give_back(Base(1, 39))
     assert (len(held), held.tokens) == (1, 40)
 
 

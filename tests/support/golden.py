@@ -99,7 +99,13 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             template="{% for m in messages %}{{ m.content }}{% endfor %}",
         ),
         limits=m.Limits(
-            context=4096, nodes=1024, sessions=8, kept=8192, prompt_rows=256, room=65536
+            context=4096,
+            nodes=1024,
+            sessions=8,
+            kept=8192,
+            prompt_rows=256,
+            room=65536,
+            shares=True,
         ),
         tokenizer=array(dtype="uint8", shape=(2,), data=b"{}"),
         reads=m.Reads(
@@ -253,6 +259,7 @@ def _verification(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             tree=facts.tree,
             features=facts.reads,
             base=2,
+            shared=True,
             kept=1,
             logprobs=2,
             scored=True,

@@ -79,6 +79,9 @@ class OnlyLog:
     def check(self, prompt: Sequence[int], kept: int) -> None:
         check_prefix(self.log, prompt, kept, there=len(self.log))
 
+    def branch(self, kept: int) -> "OnlyLog":
+        return OnlyLog(list(self.log[:kept]))
+
 
 def test_beyond_its_limit_the_oldest_are_forgotten() -> None:
     held: KeptSessions[OnlyLog] = KeptSessions(10)
@@ -105,11 +108,26 @@ def test_what_cannot_be_gone_on_from_is_refused_and_stays(
     held: KeptSessions[OnlyLog] = KeptSessions(10)
     held.add(1, OnlyLog([5, 6, 7]))
     with pytest.raises(RequestError, match=words) as refusal:
-        held.take(number, prompt, kept)
+        held.base(order(2, prompt, base=number, kept=kept))
     assert refusal.value.code == "prefix"
-    left = held.take(1, (5, 6, 1), 2)
+    left = held.base(order(2, (5, 6, 1), base=1, kept=2))
     assert left is not None
-    assert (list(left.log), 1 in held, held.take(None, (5,), 0)) == ([5, 6, 7], False, None)
+    assert (list(left.log), 1 in held, held.base(order(3, (5,)))) == ([5, 6, 7], False, None)
+
+
+def test_a_base_that_is_shared_stays() -> None:
+    held: KeptSessions[OnlyLog] = KeptSessions(10)
+    held.add(1, OnlyLog([5, 6, 7]))
+    for number in (2, 3):
+        left = held.base(order(number, (5, 6, 1), base=1, kept=2, shared=True))
+        assert left is not None
+        assert (left.log, 1 in held) == ([5, 6], True)
+    running = OnlyLog([5, 6, 7, 8, 9])
+    left = held.base(order(4, (5, 6, 7, 8, 1), base=8, kept=4, shared=True), running)
+    assert left is not None
+    assert left.log == [5, 6, 7, 8]
+    with pytest.raises(RequestError, match="not kept here"):
+        held.base(order(4, (5, 6, 7, 8, 1), base=8, kept=4), running)
 
 
 def test_a_share_of_the_free_memory_is_promised() -> None:
