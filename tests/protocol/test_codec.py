@@ -66,7 +66,7 @@ def refused_or_decoded(dialect: Dialect[Any], frames: list[bytes]) -> Message | 
 
 
 @pytest.mark.parametrize(("dialect", "member"), MEMBERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_every_message_survives_the_wire(
     dialect: Dialect[Any], member: type[Message], data: st.DataObject
@@ -139,7 +139,7 @@ def test_random_structures_are_refused(
     assert refused_or_decoded(dialect[0], [msgpack.packb(structure), *raw]) is None
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(DIALECTS), st.data())
 def test_mutated_messages_are_refused_or_are_other_valid_messages(
     dialect: tuple[Dialect[Any], tuple[type[Message], ...]], data: st.DataObject

@@ -120,7 +120,7 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("warm", [True, False], ids=["spare", "restarted"])
 @pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from dovetail.workers.models.backends.device.choice import CONTESTS, STORED, TIM
 from dovetail.workers.models.backends.device.own import SOURCE, own_codes, own_matrix
 from dovetail.workers.models.substitutes import coded
 from dovetail.workers.models.substitutes.quantised import CodedProduct
+from support.cases import everyday
 from support.emulated import Emulated, emulated, library_file
 from support.kernels import needs_kernels
 
@@ -73,7 +74,7 @@ def test_a_row_has_the_bytes_that_the_kernels_give_it(kind: Kind, shape: tuple[i
 
 
 @needs_kernels
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", everyday(BITS, 4, 3))
 @pytest.mark.parametrize("shape", CODE_SHAPES)
 def test_a_row_over_codes_has_the_bytes_that_the_kernels_give_it(
     bits: int, shape: tuple[int, int]

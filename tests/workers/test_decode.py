@@ -18,6 +18,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.decode import Model, speculative_decode
+from support.cases import everyday
 from support.losslessness import difference
 
 TOKENS = 16
@@ -91,7 +92,10 @@ def test_the_page_says_what_the_workers_say_and_its_draft_saves_passes(
     assert rounds < 0.7 * TOKENS
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "heterospec"])
+@pytest.mark.parametrize(
+    "policy",
+    everyday((policy for policy in POLICIES if policy != "heterospec"), "dynamic", "goodput"),
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_no_tree_of_no_draft_changes_a_token(policy: str, sampling: Sampling) -> None:
     target, like_it, other = table(0, 1.0), table(0, 0.7), table(1, 1.0)

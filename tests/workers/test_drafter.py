@@ -453,7 +453,7 @@ def verdict(
     sampling=st.sampled_from([GREEDY, SAMPLINGS["all"]]),
     policy=st.sampled_from(["dynamic", "goodput", "static"]),
 )
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=2)
 def test_whatever_grew_ahead_and_wherever_the_root_moves_the_tree_is_that_of_a_fresh_session(
     llama: LanguageModel, seed: int, sampling: Sampling, policy: str
 ) -> None:

@@ -318,7 +318,7 @@ def test_whatever_the_last_tree_left_the_next_is_the_one_from_scratch(
 
 
 @given(fine_tables, st.integers(1, 40), st.integers(0, 1 << 16), st.booleans())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 def test_where_width_is_no_bound_a_moved_dynamic_tree_regrows_to_the_one_from_scratch(
     children: Table, nodes: int, move: int, far: bool
 ) -> None:

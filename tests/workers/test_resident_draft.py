@@ -20,6 +20,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.speculation.proposal import Shape
 from support.architectures import write_varied
+from support.cases import everyday
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
 from support.opening import opening
@@ -53,8 +54,10 @@ def far(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("weights", ["fp32", "fp16", "bf16", "int8"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "gemma2"])
+@pytest.mark.parametrize("weights", everyday(["fp32", "fp16", "bf16", "int8"], "fp16", "int8"))
+@pytest.mark.parametrize(
+    "family", everyday(["llama", "qwen3", "mistral-sliding", "gemma2"], "llama", "gemma2")
+)
 def test_a_draft_on_a_device_is_the_model_and_its_levels_are_captured(
     tmp_path: Path, family: str, weights: str
 ) -> None:

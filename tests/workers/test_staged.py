@@ -29,6 +29,7 @@ from dovetail.workers.models.segment import PROMPT_ROWS, Paths, Segment
 from dovetail.workers.models.states import LAST
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
+from support.cases import everyday
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
 from support.opening import opening
@@ -217,7 +218,12 @@ def test_what_is_not_a_number_stays_none_in_int8() -> None:
 
 @pytest.mark.parametrize("places", [[S] * LAYERS, [C, S, R, S]], ids=["streamed", "mixed"])
 @pytest.mark.parametrize(
-    "length", [PROMPT_ROWS - 1, PROMPT_ROWS, PROMPT_ROWS + 1, 3 * PROMPT_ROWS + 40]
+    "length",
+    everyday(
+        [PROMPT_ROWS - 1, PROMPT_ROWS, PROMPT_ROWS + 1, 3 * PROMPT_ROWS + 40],
+        PROMPT_ROWS + 1,
+        3 * PROMPT_ROWS + 40,
+    ),
 )
 def test_a_long_prompt_goes_through_layer_after_layer(
     folders: dict[str, Path], places: list[Place], length: int
@@ -244,7 +250,10 @@ def test_a_long_prompt_goes_through_layer_after_layer(
 
 
 @pytest.mark.parametrize("places", [[C] * LAYERS, [C, C, S, R]], ids=["on the CPU", "split"])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, PROMPT_ROWS, PROMPT_ROWS + 1, 600])
+@pytest.mark.parametrize(
+    "length",
+    everyday([1, 15, 16, 17, PROMPT_ROWS, PROMPT_ROWS + 1, 600], 1, 17, PROMPT_ROWS + 1),
+)
 def test_a_prompt_that_a_device_has_read_goes_on_on_the_cpu(
     folders: dict[str, Path], places: list[Place], length: int
 ) -> None:
