@@ -2,6 +2,7 @@
 
 import random
 
+import psutil
 import pytest
 import torch
 
@@ -244,3 +245,14 @@ def test_layers_whose_heads_differ_keep_and_move_their_rows_each_for_itself() ->
         assert torch.equal(values[:, :4], cache.values[0, :, :4])
         assert torch.equal(keys[:, 0, :, :4], cache.keys[0, :, 0, :, :4])
     assert mixed.row_bytes == sum(cache.row_bytes for cache in alone)
+
+
+def test_a_cache_takes_memory_as_its_rows_are_written() -> None:
+    process = psutil.Process()
+    cache = BlockedCache(layers=8, kv_heads=8, head_dim=64, capacity=4096)
+    whole = cache.row_slots * cache.row_bytes
+    before = process.memory_info().rss
+    for layer in range(8):
+        cache.write(layer, torch.ones(8, 16, 64), torch.ones(8, 16, 64), 0)
+    taken = process.memory_info().rss - before
+    assert 16 * cache.row_bytes / 2 < taken < whole / 10

@@ -296,17 +296,18 @@ def stored_rows(kind: Kind, rows: Array, shape: tuple[int, int]) -> tuple[Kind, 
     return STORED.get(str(rows.dtype).removeprefix("torch."), kind), address
 
 
-def fresh_memory(count: int) -> tuple[Any, int]:
-    """Fresh memory of zeros and its address, in huge pages where the system gives them: a pass
-    reads all weights, and every 4 KB page costs a look-up. What is larger than a huge page begins
-    with one."""
-    room = HUGE_PAGE if count >= HUGE_PAGE else 0
+def fresh_memory(count: int, *, huge: bool = True) -> tuple[Any, int]:
+    """Fresh memory of zeros and its address. `huge`: in huge pages where the system gives them,
+    since a pass reads all weights, and every 4 KB page costs a look-up; what is larger than a huge
+    page begins with one. Else in small pages, which are there as they are written."""
+    room = HUGE_PAGE if huge and count >= HUGE_PAGE else 0
     try:
         memory = mmap.mmap(-1, max(count, 1) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{count} bytes cannot be allocated: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    advice = "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE"
+    if hasattr(mmap, advice):
+        memory.madvise(getattr(mmap, advice))
     begin = -addressof(c_char.from_buffer(memory)) % HUGE_PAGE if room else 0
     held = (c_char * count).from_buffer(memory, begin)
     return held, addressof(held)

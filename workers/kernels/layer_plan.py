@@ -360,11 +360,16 @@ def new_cache(
     dtype: torch.dtype = torch.float32,
     latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values for `capacity` slots and what is missing to a whole block, in huge pages
-    where the system gives them: a pass reads all of it. `latent`: keys have no numbers."""
+    """Keys and values for `capacity` slots and what is missing to a whole block. `latent`: keys
+    have no numbers.
+
+    The pages are small: the first rows of a prompt lie in a part of their own of every head of
+    every layer, so that with huge pages nearly the whole cache would have to be backed, up to 6 ms
+    each, before the pass that reads them beside other streams could end.
+    """
     blocks, key_dim = -(-capacity // LANES), 0 if latent else head_dim
     keys, values = (
-        torch.frombuffer(fresh_memory(dtype.itemsize * size)[0], dtype=dtype)
+        torch.frombuffer(fresh_memory(dtype.itemsize * size, huge=False)[0], dtype=dtype)
         if (size := layers * kv_heads * blocks * LANES * width)
         else torch.empty(0, dtype=dtype)
         for width in (key_dim, head_dim)
