@@ -28,6 +28,7 @@ CLIENTS = (
     ClientKind("llm", ("llm>=0.30",), "llm_cli.py"),
     ClientKind("lm-eval", ("lm-eval[api]>=0.4.9", "transformers>=5,<6"), "lm_eval_cli.py"),
     ClientKind("inspect-ai", ("inspect-ai>=0.3.200", "openai>=2"), "inspect_cli.py"),
+    ClientKind("guidellm", ("guidellm>=0.8,<0.9",), "guidellm_cli.py"),
     ClientKind("schemathesis", ("schemathesis>=4",), "schemathesis_cli.py"),
 )
 BY_NAME = {client.name: client for client in CLIENTS}
