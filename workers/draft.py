@@ -6,16 +6,12 @@ nothing of links; the engines are in `drafters/`: a small model, a head of the t
 without a model, and then torch is never imported.
 """
 
-import os
-import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from dovetail.protocol.arrays import Array
-from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_SPANS,
@@ -24,47 +20,26 @@ from dovetail.protocol.messages import (
     Command,
     Draft,
     Drafted,
+    Drafts,
     Event,
+    Failed,
     Fed,
     Feed,
     Hello,
-    Limits,
     Open,
     Opened,
     Read,
     Reading,
     ReadItem,
-    VocabularyFacts,
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.drafters.engine import Engine, Keeper, PartReader, Reader, SessionT
+from dovetail.workers.drafters.identity import MAX_OPEN, Identity
+from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.prefix_cache import KeptSessions, Left
 from dovetail.workers.sessions.rounds import check_round, find_session
-from dovetail.workers.speculation.proposal import Price, Proposal, Shape
-
-MAX_OPEN = 1024
-"""The most sessions held at a time, each with its own cache; memory is the real bound."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The description that a draft worker gives of itself. Without a vocabulary it knows no other
-    tokens than it is sent."""
-
-    name: str
-    model: str
-    device: str
-    threads: int
-    context: int
-    vocabulary: VocabularyFacts | None = None
-    tokenizer: bytes | None = None
-    curves: Sequence[ContextCurve] = ()
-    """The cost of a level of its tree, as the machine's profile file has it."""
-    kept_tokens: int = 0
-    """Tokens of ended sessions whose rows it keeps."""
-    kept_beside: int = 0
-    """As many more for each of these sessions, for what it has beside rows."""
+from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
 
 
 @dataclass
@@ -77,7 +52,7 @@ class _Held(Generic[SessionT]):
 
 
 class DraftWorker(Generic[SessionT]):
-    """Open, Draft and Close of any number of sessions, one command at a time."""
+    """Open, Draft, Drafts and Close of any number of sessions, one command at a time."""
 
     def __init__(
         self,
@@ -132,35 +107,12 @@ class DraftWorker(Generic[SessionT]):
     def hello(self, epoch: int) -> Hello:
         """The introduction; from now on events carry `epoch`."""
         self._epoch = epoch
-        identity, tokenizer = self._identity, self._identity.tokenizer
-        return Hello(
-            epoch=epoch,
-            roles=("draft",),
-            name=identity.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            model=identity.model,
-            device=identity.device,
-            threads=identity.threads,
-            limits=Limits(
-                context=identity.context,
-                sessions=MAX_OPEN,
-                kept=identity.kept_tokens,
-                prompt_rows=0 if self._parts is None else self._parts.prompt_rows,
-                shares=self._keeper is not None
-                and bool(identity.kept_tokens)
-                and self._keeper.shares,
-            ),
-            vocabulary=identity.vocabulary,
-            tokenizer=None
-            if tokenizer is None
-            else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
-            reads=None if self._reader is None else self._reader.reads,
-            cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
-            curves=tuple(identity.curves),
-        )
+        reads = None if self._reader is None else self._reader.reads
+        prompt_rows = 0 if self._parts is None else self._parts.prompt_rows
+        shares = self._keeper is not None and self._keeper.shares
+        return self._identity.hello(epoch, reads=reads, prompt_rows=prompt_rows, shares=shares)
 
-    def handle(self, command: Command) -> Sequence[Event]:
+    def handle(self, command: Command) -> Iterable[Event]:
         """The answer to a command; none if it is stale. `RequestError` where the command asks for
         what cannot be: then nothing has changed."""
         try:
@@ -173,6 +125,8 @@ class DraftWorker(Generic[SessionT]):
                     return [self._feed(command)]
                 case Draft():
                     return [self._draft(command)]
+                case Drafts():
+                    return self._drafts(command)
                 case Close():
                     self._close(command.session, keep=command.keep)
                     return [Closed(epoch=self._epoch, session=command.session)]
@@ -184,18 +138,16 @@ class DraftWorker(Generic[SessionT]):
 
     def idle(self) -> bool:
         """A bit of work ahead: what is needed whatever comes, a bit of learning after a verdict,
-        the trees, a pass of each in turn, the rest of learning."""
+        the trees, in passes for each in turn, the rest of learning."""
         began_ns = self._clock()
-        grown: int | None = None
-        worked = (
-            self._get_ready() or (grown := self._grow_ahead()) is not None or self._engine.learn()
-        )
-        if worked and grown is None:
+        grown: Sequence[int] = ()
+        worked = self._get_ready() or bool(grown := self._grow_ahead()) or self._engine.learn()
+        if worked and not grown:
             self._spans.add_beside("prepare", began_ns, self._clock())
-        elif grown is not None:
-            self._spans.add_beside(
-                "grow", began_ns, self._clock(), session=grown, round=self._held[grown].round
-            )
+        elif grown:
+            number = grown[0] if len(grown) == 1 else None
+            about = {} if number is None else {"session": number, "round": self._held[number].round}
+            self._spans.add_beside("grow", began_ns, self._clock(), **about)
         return worked
 
     def _get_ready(self) -> bool:
@@ -210,14 +162,15 @@ class DraftWorker(Generic[SessionT]):
         self._held.clear()
         self._kept.clear()
 
-    def _grow_ahead(self) -> int | None:
-        """A pass for the session whose turn it is, and which that was; None: none of them has
-        anything to grow."""
-        for number in [*self._held]:
-            self._held[number] = held = self._held.pop(number)  # last in turn from now on
-            if self._engine.grow_ahead(held.session):
-                return number
-        return None
+    def _grow_ahead(self) -> Sequence[int]:
+        """A pass for the sessions whose turn it is, and which those were; none of them has anything
+        to grow: nothing."""
+        numbers = [*self._held]
+        places = self._engine.grow_all_ahead([held.session for held in self._held.values()])
+        grown = [numbers[place] for place in places]
+        for number in numbers[: places[-1] + 1] if places else ():
+            self._held[number] = self._held.pop(number)  # last in turn from now on
+        return grown
 
     def _open(self, command: Open) -> Opened | Reading:
         number = command.session
@@ -309,34 +262,84 @@ class DraftWorker(Generic[SessionT]):
         )
 
     def _draft(self, command: Draft) -> Drafted:
-        start = self._clock()
-        held = find_session(self._held, command.session)
-        self._check(held, command)
-        deadline_ns = (
-            None if command.deadline_ms is None else start + int(command.deadline_ms * 1e6)
+        self._check(find_session(self._held, command.session), command)
+        for _, outcome in self._outcomes([command]):
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        raise RuntimeError(f"session {command.session}: the order was not answered")
+
+    def _drafts(self, command: Drafts) -> Iterator[Event]:
+        """Carry out the orders that can be, in passes that they share. One that cannot be is
+        answered with Failed, and does not affect the others."""
+        sound: dict[int, Draft] = {}
+        for order in command.split():
+            try:
+                self._check(find_session(self._held, order.session), order)
+                if order.session in sound:
+                    raise StaleError(f"session {order.session} stands twice in a command")
+            except StaleError:
+                self.stale += 1
+            except RequestError as error:
+                yield self._failed(order, error)
+            else:
+                sound[order.session] = order
+        for order, outcome in self._outcomes([*sound.values()]):
+            if isinstance(outcome, Exception):
+                yield self._failed(order, as_request_error(outcome))
+            else:
+                yield outcome
+
+    def _failed(self, order: Draft, error: RequestError) -> Failed:
+        return Failed(
+            epoch=self._epoch,
+            session=order.session,
+            round=order.round,
+            code=error.code,  # type: ignore[arg-type]
+            text=str(error),
         )
-        shape = Shape(command.max_nodes, command.max_depth, command.max_width)
+
+    def _outcomes(self, commands: Sequence[Draft]) -> Iterator[tuple[Draft, Drafted | Exception]]:
+        """Yield each order, and its answer or what it failed with, as soon as that is there. Of a
+        session whose order came to nothing the log may have moved and the cache not: what cannot be
+        trusted is forgotten."""
+        start = self._clock()
+        left = {command.session: command for command in commands}
         try:
-            with self._spans.measure("draft"):
-                if self._reader is not None and command.features is not None:
-                    self._reader.take_features(held.session, command.features)
-                proposal = self._engine.draft(
-                    held.session,
-                    command.accepted,
-                    command.bonus,
-                    shape,
-                    deadline_ns,
-                    more=command.more,
-                    price=Price(command.rate, command.floor),
-                    ahead=command.ahead,
-                )
-        except (
-            BaseException
-        ):  # the log may have moved and the cache not: what cannot be trusted is forgotten
-            del self._held[command.session]
-            raise
-        held.round, held.proposed, self._to_learn = command.round, proposal.tree, True
-        return self._drafted(command, proposal)
+            orders = []
+            for command in commands:
+                try:
+                    orders.append((command, self._order(command, start)))
+                except Exception as error:
+                    del left[command.session], self._held[command.session]
+                    yield command, error
+            for place, outcome in self._engine.draft_all([order for _, order in orders]):
+                command = orders[place][0]
+                del left[command.session]
+                if isinstance(outcome, Exception):
+                    del self._held[command.session]
+                    yield command, outcome
+                else:
+                    yield command, self._drafted(command, outcome, start)
+        finally:
+            for session in left:
+                self._held.pop(session, None)
+
+    def _order(self, command: Draft, start_ns: int) -> Order[SessionT]:
+        """Return what the engine is to do, with the features that came for it."""
+        session, deadline_ms = self._held[command.session].session, command.deadline_ms
+        if self._reader is not None and command.features is not None:
+            self._reader.take_features(session, command.features)
+        return Order(
+            session,
+            command.accepted,
+            command.bonus,
+            Shape(command.max_nodes, command.max_depth, command.max_width),
+            None if deadline_ms is None else start_ns + int(deadline_ms * 1e6),
+            command.more,
+            Price(command.rate, command.floor),
+            command.ahead,
+        )
 
     def _check(self, held: _Held[SessionT], command: Draft) -> None:
         committed = len(command.accepted) + len(command.more)  # and the bonus
@@ -363,7 +366,10 @@ class DraftWorker(Generic[SessionT]):
                 "protocol", f"session {command.session}: features came, and this draft reads none"
             )
 
-    def _drafted(self, command: Draft, proposal: Proposal) -> Drafted:
+    def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:
+        held, self._to_learn = self._held[command.session], True
+        held.round, held.proposed = command.round, proposal.tree
+        self._spans.add("draft", start_ns, self._clock())
         return Drafted(
             epoch=self._epoch,
             session=command.session,

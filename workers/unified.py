@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.protocol.errors import RequestError, SettingsError
-from dovetail.protocol.messages import Command, Event, Hello, Open, Opened, Reading
+from dovetail.protocol.messages import (
+    MAX_SESSIONS,
+    Command,
+    Drafts,
+    Event,
+    Hello,
+    Open,
+    Opened,
+    Reading,
+)
 from dovetail.protocol.settings import (
     SUBSTITUTE_WEIGHTS,
     DraftSettings,
@@ -24,7 +33,8 @@ from dovetail.protocol.settings import (
 )
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices import Device, open_device
-from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.backends.device.choice import tell_products
@@ -131,6 +141,11 @@ class _Draft(DraftWorker[SharedSession]):
         opened = super()._open(command)
         self.session(command.session).number = command.session
         return opened
+
+    def _drafts(self, command: Drafts) -> Iterator[Event]:
+        """Carry out all orders before the target has its turn: it could close a session whose rows
+        are lent, and give their place to another one."""
+        return iter([*super()._drafts(command)])
 
 
 @dataclass(frozen=True)
@@ -242,6 +257,7 @@ def open_unified(
         substitute.context,
         checkpoint.vocabulary,
         checkpoint.tokenizer,
+        together=MAX_SESSIONS,
     )
     turns = Turns()
     return InTurn(verifying, turns), InTurn(_Draft(engine, identity, spans), turns)

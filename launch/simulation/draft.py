@@ -15,8 +15,10 @@ from dovetail.launch.simulation.clockwork import Clock, ClockSpans
 from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
 from dovetail.protocol.messages import Open
 from dovetail.runtime.costs.rounds import PlacedCosts
-from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.identity import Identity
+from dovetail.workers.drafters.passes import EMPTY, Steps
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import GrowingSession
 from dovetail.workers.drafters.tree import Grower
@@ -106,6 +108,14 @@ class RecalledSession(GrowingSession):
         return self.tree_rows - self.tree.rows_used
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of one session in a pass."""
+
+    count: int
+    kind: None = None
+
+
 class RecordedDrafter(Grower[RecalledSession]):
     """An engine of the draft worker."""
 
@@ -161,17 +171,26 @@ class RecordedDrafter(Grower[RecalledSession]):
         tree.move_root(root, width)
         tree.root_expanded = tree.root_expanded and not session.head
 
-    def _read_log(self, session: RecalledSession, shape: Shape) -> Any:
-        self._time.advance(self._costs.t_d.at(session.missing_rows))
-        session.read += session.missing_rows
+    def _read_log(self, session: RecalledSession, shape: Shape) -> Steps:
+        missing = session.missing_rows
+        yield _Rows(missing)
+        session.read += missing
+        return EMPTY
 
-    def _read_nodes(self, session: RecalledSession, nodes: Nodes, shape: Shape) -> Any:
-        self._time.advance(self._costs.t_d.at(len(nodes)))
+    def _read_nodes(self, session: RecalledSession, nodes: Nodes, shape: Shape) -> Steps:
         session.tree.give_rows(nodes)
+        yield _Rows(len(nodes))
+        return EMPTY
 
-    def _read_ahead(self, session: RecalledSession, nodes: Nodes, width: int) -> Any:
+    def compute(self, parts: Sequence[_Rows]) -> Sequence[None]:
+        """Spend the time of a pass over the rows of all of them."""
+        self._time.advance(self._costs.t_d.at(sum(part.count for part in parts)))
+        return [None] * len(parts)
+
+    def steps_ahead(self, session: RecalledSession, nodes: Nodes) -> Steps:
+        """Compute what is not awaited."""
         session.recalled.awaited = False
-        return super()._read_ahead(session, nodes, width)
+        return super().steps_ahead(session, nodes)
 
     def _add_children(self, session: RecalledSession, logits: Any, nodes: Nodes, width: int) -> int:
         """Return what is left below a head's new root goes on below those of its children that are

@@ -13,6 +13,7 @@ bytes (`codec.py`). Everything is imported from here; a file of this folder is o
 """
 
 from dovetail.protocol.messages.client import *
+from dovetail.protocol.messages.drafting import *
 from dovetail.protocol.messages.parts import *
 from dovetail.protocol.messages.reading import *
 from dovetail.protocol.messages.registration import *
@@ -27,6 +28,7 @@ Command = (
     | Refeed
     | Read
     | Draft
+    | Drafts
     | Verify
     | Close
     | Probe

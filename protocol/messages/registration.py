@@ -12,6 +12,7 @@ from dovetail.protocol.messages.parts import (
     MAX_LAYERS,
     MAX_NODES,
     MAX_ROW,
+    MAX_SESSIONS,
     MAX_TAPS,
     MAX_TOKENS,
     MAX_WIDTH,
@@ -63,6 +64,9 @@ class Limits(Frozen):
     with Open."""
     shares: bool = False
     """True if sessions may begin with rows of others that stay as they are, by Open's `shared`."""
+    together: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
+    """Sessions that a draft proposes for in passes that they share, if it is asked with Drafts; 1:
+    it is asked for one at a time."""
     room: Count | None = None
     """Tokens of all sessions together, kept ones included, that fit into the worker's cache. None:
     it does not know."""

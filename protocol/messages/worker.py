@@ -8,7 +8,6 @@ from dovetail.protocol.arrays import Array
 from dovetail.protocol.experts import Experts
 from dovetail.protocol.messages.parts import (
     MAX_NODES,
-    MAX_PASSES,
     MAX_SESSIONS,
     MAX_TOKENS,
     AboutSession,
@@ -27,7 +26,6 @@ from dovetail.protocol.messages.parts import (
     SpanFields,
     Token,
     TokenLogprobs,
-    Tokens,
     Top,
 )
 from dovetail.protocol.messages.reading import ReadItem
@@ -180,82 +178,6 @@ class Opened(AboutSession):
     its device."""
     read_by: Name = ""
     """The device that read the prompt; empty: those that compute the model."""
-
-
-class Draft(AboutSession):
-    """The verdict on the last proposal and the order for the next: `accepted` are node indices of
-    the last Drafted, `bonus` follows them."""
-
-    ARRAYS = ("features",)
-    type: Literal["draft"] = "draft"
-    prefix: Count
-    """Committed length including `accepted` and `bonus`."""
-    accepted: Nodes
-    bonus: Token
-    more: Tokens = ()
-    """Tokens that were committed behind the bonus in rounds in which nothing was drafted; `round`
-    has moved on by as many rounds as that took."""
-    max_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)]
-    max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)]
-    max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
-    deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
-    """Growth stops at the first level that ends after it; none: no deadline."""
-    rate: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
-    """Tokens that a second is worth to the session: growth whose expected gain is below this price
-    of its time is not waited for. None: whatever the policy asks for is grown."""
-    floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """A node less likely than this to be accepted would not be verified: it need not be offered,
-    and nothing is grown below it."""
-    ahead: bool = False
-    """True if growth goes on while the proposal is verified, until the next command."""
-    features: Array | None = None
-    """[1 + accepted + more, row] for a draft that reads its target: of the last root and the
-    accepted nodes, and of the tokens before the last of bonus and `more`. None in round 1, before
-    which the prompt was fed."""
-
-
-class Drafted(AboutSession):
-    """A proposal: nodes best first, a parent before its children, so that every prefix of the list
-    is a tree."""
-
-    ARRAYS = ("candidates", "probabilities")
-    type: Literal["drafted"] = "drafted"
-    tokens: NodeTokens
-    parents: NodeParents
-    scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
-    """Path log-probabilities (float32 values)."""
-    grown: Annotated[int, Field(ge=0, le=1 << 24)]
-    """Nodes that joined the tree between the order and this proposal."""
-    hit: bool
-    """True if the root lay in the tree that was there already."""
-    ahead: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Nodes that had joined the tree between the last proposal and the order."""
-    wasted: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Nodes, neither offered nor below the new root, that were dropped when the root moved."""
-    passes: Annotated[
-        tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...],
-        Field(max_length=MAX_PASSES, fail_fast=True),
-    ] = ()
-    """(rows, duration) of the draft's passes between the order and this proposal, and of the last
-    ones before it."""
-    entropy: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
-    """Cumulative top-K entropy, in nats, of the path whose last token is the surest, where the
-    policy asks for it (HeteroSpec, section 4.1)."""
-    spans: SpanFields = ()
-    beside: BesideFields = ()
-    """Spans of what this worker did beside its commands since it last said so: growth ahead,
-    messages."""
-    candidates: Array | None = None
-    """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among
-    which the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement
-    and siblings in the order of their nodes."""
-    probabilities: Array | None = None
-    """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and places behind
-    the last candidate, are 0."""
-
-    @property
-    def tree(self) -> TokenTree:
-        return TokenTree(self.tokens, self.parents)
 
 
 class VerifyItem(Frozen):

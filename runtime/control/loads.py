@@ -12,7 +12,7 @@ class Load:
     target: int = 1
     """On its target: each has a row in a pass at least."""
     draft: int = 1
-    """On its draft, which serves one after the other."""
+    """On its draft."""
     alone: bool = field(init=False, repr=False)
     """True if no other session runs on these workers."""
     level: tuple[int, int] = field(init=False, repr=False)

@@ -3,7 +3,8 @@ of the drafted nodes are verified.
 
 The rate of a session is the tokens a second that it loses while it waits. A node is worth drafting
 if it brings more tokens than its rows and levels cost everybody who waits meanwhile, at their
-rates: for the draft, the sessions that have it; for the target, all that run there.
+rates: for the draft, the sessions that have it; for the target, all that run there. A draft whose
+passes several sessions share weighs what all of them gain by a level against its time.
 
 The offers of all sessions whose verdict is asked for in one pass are merged, the likeliest node
 first, and the longest beginning of that list is kept that pays: the number of rows M with the
@@ -153,21 +154,21 @@ class Pricing:
 
     def _hope(self, context: int) -> tuple[int, float]:
         """Return how many levels of one node bring most where text is predictable, and what they
-        bring above their cost, in tokens. All who share the draft pay for the order and for
-        drafting, all who share the pass for rows."""
+        bring above their cost, in tokens. All who share the draft pay for its passes, of which as
+        many as can share one, and all who share the target's pass for rows."""
         now = self._now
         target, draft, costs = now.load.target, now.load.draft, now.costs
         alone_s = self.alone_s(context)
         if alone_s <= 0.0:
             return 1, 0.0
         rows_s = costs.target.at(2 * target, context) - costs.target.at(target, context)
-        price = (draft * costs.draft.at(1) + rows_s) / alone_s
+        price = (costs.level_s(draft) + rows_s) / alone_s
         if price <= 0.0:
             levels = self._depth
         else:
             levels = min(self._depth, int(log(price) / log(SURE))) if price < 1.0 else 0
         gain = sum(SURE**level for level in range(1, levels + 1))
-        return levels, gain - levels * price - draft * costs.draft_hop_s.value / alone_s
+        return levels, gain - levels * price - costs.orders_s(draft) / alone_s
 
     def reading_s(self, tokens: int) -> float:
         """Return how long the target waits while its draft reads so many tokens: not at all where

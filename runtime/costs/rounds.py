@@ -9,6 +9,7 @@ pair, the planner that of a placement, the simulator that of a machine, the prof
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import ceil
 
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.runtime.costs.averages import Average, Lags
@@ -99,6 +100,8 @@ class PairCosts(RoundCosts):
     target: RowCosts = field(default_factory=RowCosts)
     """Shared by all pairs of this target."""
     draft: RowCosts = field(default_factory=RowCosts)
+    together: int = 1
+    """Sessions that share a pass of the draft, at most."""
     reading: Lags = field(default_factory=Lags)
     """By how much later than its target the draft has read a prompt."""
     prompts: Lags = field(default_factory=Lags)
@@ -119,6 +122,16 @@ class PairCosts(RoundCosts):
         """Return the seconds from an order to its proposal if the draft is free; 0 if nothing is
         known."""
         return self.exposed_s.value + self.draft_hop_s.value
+
+    def level_s(self, sessions: int) -> float:
+        """Return the seconds of a level of one node for each of so many sessions on the draft."""
+        full, rest = divmod(sessions, self.together)
+        return full * self.draft.at(self.together) + (self.draft.at(rest) if rest else 0.0)
+
+    def orders_s(self, sessions: int) -> float:
+        """Return the seconds of orders for so many sessions, and of their proposals, beside
+        drafting."""
+        return ceil(sessions / self.together) * self.draft_hop_s.value
 
     def verify_s(self, rows: int, context: float = 0.0) -> float:
         return self.target.at(rows, context)

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import ParamSpec, TypeVar
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST
@@ -29,6 +30,7 @@ from dovetail.protocol.messages import (
     Message,
     Reported,
     Supervised,
+    Verified,
 )
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.admission import Admission
@@ -232,8 +234,10 @@ class Coordinator:
 
     def _answered(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         """Handle what a worker answers; then it is free for what waits."""
+        together = isinstance(event, Verified) and len(event.items) > 1
         try:
-            self._carrier.carry_out(self._answers.take(worker, event, now_ns, size))
+            with self._dispatch.gathering() if together else nullcontext():
+                self._carrier.carry_out(self._answers.take(worker, event, now_ns, size))
         finally:
             self._dispatch.next(worker)
 

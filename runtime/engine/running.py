@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from dovetail.protocol.messages import (
     Draft,
     DraftFailure,
+    Drafts,
     Message,
     Open,
     Read,
@@ -65,7 +66,7 @@ few rounds."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
 AWAITED: dict[State, tuple[type[Message], ...]] = {
     State.OPENING: (Open, Read),
-    State.DRAFTING: (Draft,),
+    State.DRAFTING: (Draft, Drafts),
     State.VERIFYING: (Verify,),
 }
 

@@ -7,11 +7,13 @@ Whose turn it is `scheduler.py` knows, what a pass costs `costs/`, how many node
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from dovetail.protocol.messages import (
     MAX_SESSIONS,
     Close,
     Draft,
+    Drafts,
     Feed,
     Message,
     Open,
@@ -59,6 +61,9 @@ class CommandSender:
         """True if workers keep what they have of ended sessions."""
         self._latency_ms = shared.settings.latency_ms
         self._post, self._broken = post, broken
+        self._gathering: dict[bytes, Worker] | None = None
+        """Drafts, by their peers, that are asked for several sessions; None: they are asked at
+        once."""
 
     def ask(self, running: RunningRequest, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn. If the session ends at one of the commands, the
@@ -90,7 +95,22 @@ class CommandSender:
             if number in turns.postponed and isinstance(ask.command, Draft | Feed):
                 turns.resume(number)  # the prompt is read before
             turns.ask(number, ask.command)
-            self.next(worker)
+            if self._gathering is not None and isinstance(ask.command, Draft):
+                self._gathering[worker.peer] = worker
+            else:
+                self.next(worker)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Within the block orders wait for each other: those that follow from one message, the
+        verdicts of a pass, go to a draft together."""
+        self._gathering = {}
+        try:
+            yield
+        finally:
+            gathered, self._gathering = self._gathering, None
+            for worker in gathered.values():
+                self.next(worker)
 
     def _can_wait(self, running: RunningRequest, worker: Worker, command: Open | Feed) -> bool:
         """Return whether a draft need not read a prompt yet. The first prompts of a burst wait
@@ -216,7 +236,7 @@ class CommandSender:
                     raise
             except BaseException as error:
                 reraise_exits(error)
-                if most > 1 and isinstance(worker.turns.waiting[0][1], Verify | Rest):
+                if most > 1 and isinstance(worker.turns.waiting[0][1], Draft | Verify | Rest):
                     log.exception(
                         "a pass for %s could not be requested: each session gets a pass of its own",
                         worker.name,
@@ -241,8 +261,9 @@ class CommandSender:
         """A command is on its way: those that it is about know."""
         if isinstance(message, Open) and (base := base_of(message)) is not None:
             worker.shelf.taken(message.session, base)
-        if isinstance(message, Draft | Verify):
-            worker.traffic.order_bytes = size
+        if isinstance(message, Draft | Drafts | Verify):
+            shared = len(sessions) if isinstance(message, Drafts) else 1
+            worker.traffic.order_bytes = size // shared
         worker.prompts += isinstance(message, Open | Feed | Refeed | Read)
         if isinstance(message, Open | Refeed | Read):
             worker.alone_rows = rows_read(message)
@@ -311,13 +332,18 @@ class CommandSender:
     def _coming_s(self, draft: Worker, target: Worker, now_ns: int) -> Iterator[float]:
         """In how many seconds each proposal for sessions of a target is expected, in their order,
         as far as nothing else has to be read before."""
-        at_s = 0.0
+        begins_s = ends_s = 0.0
+        room = draft.turns.together
         for number, order in draft.turns.orders():
             running = self._running.get(number)
             if not order or running is None:
                 return
             elapsed_s = (now_ns - running.mark_ns) / 1e9 if running.sent else 0.0
-            at_s += max(running.controller.order_s - elapsed_s, LATE * elapsed_s)
+            if not room or (draft.turns.together > 1 and not running.sent and begins_s == 0.0):
+                begins_s, room = ends_s, draft.turns.together
+            room -= 1
+            at_s = begins_s + max(running.controller.order_s - elapsed_s, LATE * elapsed_s)
+            ends_s = max(ends_s, at_s)
             if running.target is target:
                 yield at_s
 

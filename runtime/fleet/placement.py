@@ -64,7 +64,7 @@ class Placement:
             return None, self._alone.setdefault(target.peer, PairCosts(target.verifying))
         key = (draft.peer, target.peer)
         if key not in self._pairs:
-            costs = PairCosts(target.verifying, draft.drafting)
+            costs = PairCosts(target.verifying, draft.drafting, together=draft.limits.together)
             self._pairs[key] = Pair(
                 draft.name,
                 target.name,
@@ -339,10 +339,12 @@ def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> fl
 
 
 def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
-    """Tokens a second of one session more, 0: not known. Its drafting waits for that of all others
-    there, its verification is one pass with theirs."""
+    """Tokens a second of one session more, 0: not known. Its drafting waits for that of the others
+    there, as far as they share no passes, its verification is one pass with theirs."""
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)
-    draft_s = pair.costs.exposed_s.value * (draft.sessions + 1)
+    level_s = pair.costs.level_s(1)
+    longer = pair.costs.level_s(draft.sessions + 1) / level_s if level_s else draft.sessions + 1
+    draft_s = pair.costs.exposed_s.value * longer
     return pair.tokens.value / (verify_s + draft_s + draft.hop_s + target.hop_s)

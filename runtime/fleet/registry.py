@@ -180,7 +180,11 @@ class Registry:
             hello,
             hello.limits,
             read_language(hello),
-            Turns(self._epoch, parts=hello.limits.prompt_rows > 0),
+            Turns(
+                self._epoch,
+                together=hello.limits.together,
+                parts=hello.limits.prompt_rows > 0,
+            ),
             now_ns,
             standby=hello.standby,
             shelf=PrefixCache(hello.limits.kept, hello.limits.shares),

@@ -2,11 +2,11 @@
 
 A worker does one command at a time; what else is asked of it waits here, in the order in which it
 came. Verdicts are the exception: everything that waits for a target worker when it falls idle goes
-out as one `Verify`, so that one pass over the weights serves several sessions. Prompts and other
-logs are read in chunks, if the worker can do that: after each chunk the unread rows wait behind
-what others have asked for meanwhile, and share their passes. Knows no sockets and no clock, and
-nothing of a session but its number; `cut` says how many nodes of a tree go into a pass, `share` how
-many rows of logs.
+out as one `Verify`, so that one pass over the weights serves several sessions. Orders for a draft
+whose passes several sessions share go out as one `Drafts`. Prompts and other logs are read in
+chunks, if the worker can do that: after each chunk the unread rows wait behind what others have
+asked for meanwhile, and share their passes. Knows no sockets and no clock, and nothing of a session
+but its number; `cut` says how many nodes of a tree go into a pass, `share` how many rows of logs.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from dovetail.protocol.messages import (
     MAX_SESSIONS,
     Draft,
     Drafted,
+    Drafts,
     Fed,
     Feed,
     Open,
@@ -30,13 +31,14 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.runtime.fleet.rest import Rest
+from dovetail.runtime.fleet.sharing import beginning, drawn_from, goes_with
 
 Command = Open | Feed | Refeed | Draft | Verify
 """A Verify of one item each: they are put together here."""
 
 
 Waiting = Command | Rest
-Sent = Command | Read
+Sent = Command | Drafts | Read
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Turns:
     """Asked of items whose nodes were not drawn from a law."""
     hold: Hold = lambda _: False
     share: Share = all_rows
+    together: int = 1
+    """Sessions that the worker proposes for in passes that they share."""
     parts: bool = False
     """True if the worker reads logs in chunks."""
     waiting: deque[tuple[int, Waiting]] = field(default_factory=deque)
@@ -226,6 +230,8 @@ class Turns:
         session, command = self.waiting[0]
         if isinstance(command, Verify):
             return self._pass(command, most)
+        if isinstance(command, Draft) and min(self.together, most) > 1:
+            return self._orders(command, min(self.together, most))
         if isinstance(command, Rest) and most == MAX_SESSIONS:
             if (verify := self._first_verify()) is not None:
                 return self._pass(verify, most)
@@ -236,6 +242,24 @@ class Turns:
         self.waiting.popleft()
         self._sent = [(session, command)]
         return message, (session,)
+
+    def _orders(self, command: Draft, most: int) -> tuple[Sent, Sequence[int]]:
+        """Return the message that asks for the proposals that may be asked for together with that
+        of `command`, since their sessions wait for nothing before them."""
+        first: dict[int, Waiting] = {}
+        for session, asked in self.waiting:
+            first.setdefault(session, asked)
+        orders = {
+            session: asked
+            for session, asked in first.items()
+            if isinstance(asked, Draft) and goes_with(asked, command)
+        }
+        orders = dict([*orders.items()][:most])
+        together = Drafts.of([*orders.values()]) if len(orders) > 1 else command
+        self.waiting = deque(e for e in self.waiting if orders.get(e[0]) is not e[1])
+        self.owed.update((session, _answer(order)) for session, order in orders.items())
+        self._sent = [*orders.items()]
+        return together, tuple(orders)
 
     def _alone(self, command: Waiting) -> tuple[Sent, Owed]:
         """Return the message for a command other than Verify, and the answer that it is owed."""
@@ -308,11 +332,11 @@ class Turns:
         first: dict[int, Waiting] = {}
         for session, asked in self.waiting:
             first.setdefault(session, asked)  # what a session asked for before is done before
-        width = _candidates(command)
+        width = drawn_from(command)
         ready = [
             (session, asked)
             for session, asked in first.items()
-            if isinstance(asked, Verify) and _candidates(asked) == width
+            if isinstance(asked, Verify) and drawn_from(asked) == width
         ][:most]
         rests = sum(isinstance(asked, Rest) for asked in first.values())
         return dict(ready), len(first) > len(ready) + rests
@@ -333,7 +357,7 @@ class Turns:
             return Verify(
                 epoch=self.epoch,
                 items=tuple(
-                    _beginning(item, nodes) for item, nodes in zip(items, counts, strict=True)
+                    beginning(item, nodes) for item, nodes in zip(items, counts, strict=True)
                 ),
             )
         if len(commands) == 1:
@@ -366,23 +390,3 @@ def _answer(command: Open | Feed | Refeed | Draft) -> Owed:
             return Owed(Refed, command.round)
         case Draft():
             return Owed(Drafted, command.round)
-
-
-def _beginning(item: VerifyItem, nodes: int) -> VerifyItem:
-    """The item with the first so many of its nodes."""
-    if nodes == len(item.tokens):
-        return item
-    return VerifyItem(
-        session=item.session,
-        round=item.round,
-        prefix=item.prefix,
-        tokens=item.tokens[:nodes],
-        parents=item.parents[:nodes],
-        hold=item.hold,
-    )
-
-
-def _candidates(command: Verify) -> int:
-    """Return how many tokens each child was drawn from, 0 where none was drawn: the arrays of a
-    message have one width."""
-    return command.candidates.shape[1] if command.candidates else 0

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages import (
     Command,
+    Draft,
+    Drafts,
     Event,
     Open,
     Refeed,
@@ -15,8 +17,15 @@ from dovetail.protocol.messages import (
 )
 
 
-def own_part(verify: Verify, session: int) -> Verify:
-    """Return this session's part of a pass of several sessions."""
+def own_part(command: Verify | Drafts, session: int) -> Verify | Draft:
+    """Return this session's part of a pass, or of orders, of several sessions."""
+    if isinstance(command, Drafts):
+        orders = command.split()
+        return next((order for order in orders if order.session == session), orders[0])
+    return _own_part(command, session)
+
+
+def _own_part(verify: Verify, session: int) -> Verify:
     first = 0
     for item in verify.items:
         rows = 1 + len(item.tokens)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.messages import (
+    Drafts,
     Failed,
     Finished,
     Hello,
@@ -193,8 +194,9 @@ class Recorder:
     ) -> None:
         """A message, to all the recordings that it belongs into."""
         files: Sequence[_SessionFile]
-        if isinstance(message, Verified | Verify):
-            numbers = dict.fromkeys(item.session for item in message.items)
+        if isinstance(message, Verified | Verify | Drafts):
+            parts = message.orders if isinstance(message, Drafts) else message.items
+            numbers = dict.fromkeys(part.session for part in parts)
             files = [self._files[number] for number in numbers if number in self._files]
         elif isinstance(peer, ClientPeer):
             files = self._of_request(direction, at_ns, peer, message, frames)

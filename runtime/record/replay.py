@@ -16,6 +16,7 @@ from dovetail.protocol.errors import DecodeError, UserError
 from dovetail.protocol.messages import (
     Command,
     Draft,
+    Drafts,
     Emitted,
     Event,
     Feed,
@@ -231,10 +232,14 @@ class Replay:
                 self._told.append(reply)
             return
         command = _decoded(COMMAND, said.frames)
-        if not isinstance(command, Asked):
+        if not isinstance(command, Asked | Drafts):
             return
         where = f"{command.type} of {peer.words}"
-        then = own_part(command, self.session.number) if isinstance(command, Verify) else command
+        then = (
+            own_part(command, self.session.number)
+            if isinstance(command, Verify | Drafts)
+            else command
+        )
         asked = [
             ask for ask in self._asked if ask.role in peer.roles and type(ask.command) is type(then)
         ]

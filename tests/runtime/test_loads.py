@@ -28,6 +28,11 @@ PACES = {
         right=lambda prompt, _: 0.9 if prompt % 2 else 0.2
     ),
     "a draft that is never right": Pace(right=lambda *_: 0.0, belief=0.6),
+    "a draft whose passes all share": Pace(level_s=0.004, together=64),
+    "a draft whose passes two share": Pace(level_s=0.004, further_s=0.001, together=2),
+    "a draft whose passes all share, and rows that are dear": Pace(
+        pass_s=lambda rows: 0.008 + 0.0006 * rows, level_s=0.002, together=64
+    ),
 }
 
 
@@ -83,6 +88,18 @@ def test_where_drafting_pays_at_a_load_it_is_done() -> None:
         over_plain(house, streams, tokens=128) > least
         for streams, least in ((2, 2.5), (4, 2.0), (8, 1.4))
     ] == [True] * 3
+
+
+def test_a_draft_whose_passes_all_share_pays_at_loads_at_which_one_after_the_other_does_not() -> (
+    None
+):
+    """A level takes a fifth of a pass, and for a further session a fortieth of that more."""
+    rates = []
+    for together in (1, 64):
+        house = Crowded(Pace(level_s=0.004, right=lambda *_: 0.85, together=together))
+        rates.append(middle([over_plain(house, 8, turn=turn, tokens=96) for turn in range(3)]))
+    assert rates[0] < 1.02
+    assert rates[1] > 1.15
 
 
 @pytest.mark.parametrize("tree", [GOODPUT, FIXED], ids=lambda tree: tree.policy)

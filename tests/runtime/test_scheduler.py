@@ -14,6 +14,7 @@ from dovetail.protocol.messages import (
     MAX_SESSIONS,
     Draft,
     Drafted,
+    Drafts,
     Fed,
     Feed,
     Open,
@@ -380,3 +381,89 @@ def test_a_pass_that_could_not_be_sent_is_asked_for_again_with_its_part() -> Non
     assert turns.next() == sent
     turns.take_back()
     assert turns.next(most=1) == (verify(1), (1,)), "a session alone has a pass without"
+
+
+# -- orders that go together -----------------------------------------------------------------------
+
+
+def together(*orders: Draft) -> Drafts:
+    return Drafts.of(orders)
+
+
+def test_orders_that_wait_when_a_draft_falls_idle_go_together_and_are_answered_one_by_one() -> None:
+    turns = Turns(epoch=1, together=64)
+    turns.ask(1, order(1))
+    assert turns.next() == (order(1), (1,))
+    for session in (2, 3, 4):
+        turns.ask(session, order(session))
+    assert turns.next() is None
+    assert turns.answered(1, Owed(Drafted, 1))
+    assert turns.next() == (together(order(2), order(3), order(4)), (2, 3, 4))
+    assert turns.answered(4, Owed(Drafted, 1))
+    turns.ask(4, order(4, 2))
+    assert turns.next() is None, "it still owes two answers"
+    assert turns.answered(2, Owed(Drafted, 1))
+    assert turns.answered(3, Owed(Drafted, 1))
+    assert turns.next() == (order(4, 2), (4,))
+
+
+def test_no_more_orders_go_together_than_the_draft_takes() -> None:
+    for most, expected in ((1, [(1,), (2,), (3,)]), (2, [(1, 2), (3,)])):
+        turns, sent = Turns(epoch=1, together=most), []
+        for session in (1, 2, 3):
+            turns.ask(session, order(session))
+        while (turn := turns.next()) is not None:
+            sent.append(turn[1])
+            for session in turn[1]:
+                assert turns.answered(session, Owed(Drafted, 1))
+        assert sent == expected
+
+
+def test_an_order_does_not_overtake_what_its_own_session_asked_for() -> None:
+    turns = Turns(epoch=1, together=64)
+    turns.ask(1, order(1))
+    turns.ask(2, feed(2, 0))
+    turns.ask(2, order(2))
+    turns.ask(3, order(3))
+    assert turns.next() == (together(order(1), order(3)), (1, 3))
+    for session in (1, 3):
+        assert turns.answered(session, Owed(Drafted, 1))
+    assert turns.next() == (feed(2, 0), (2,))
+
+
+def test_orders_whose_features_are_not_alike_do_not_go_together() -> None:
+    turns = Turns(epoch=1, together=64)
+    rows = [Array(dtype="float16", shape=(1, width), data=bytes(2 * width)) for width in (2, 2, 3)]
+    orders = [
+        order(session).model_copy(update={"features": features})
+        for session, features in enumerate([*rows, None])
+    ]
+    for session, asked in enumerate(orders):
+        turns.ask(session, asked)
+    message, sessions = turns.next() or (None, ())
+    assert isinstance(message, Drafts)
+    assert (sessions, message.rows) == ((0, 1, 3), (1, 1, 0))
+    assert [*message.split()] == [orders[0], orders[1], orders[3]]
+
+
+def test_of_orders_that_went_together_one_that_ended_is_wanted_by_nobody() -> None:
+    turns = Turns(epoch=1, together=64)
+    for session in (1, 2):
+        turns.ask(session, order(session))
+    assert turns.next() is not None
+    turns.forget(1)
+    assert not turns.answered(1, Owed(Drafted, 1))
+    assert turns.next() is None
+    assert turns.answered(2, Owed(Drafted, 1))
+
+
+def test_orders_that_could_not_be_sent_wait_again() -> None:
+    turns = Turns(epoch=1, together=64)
+    for session in (1, 2):
+        turns.ask(session, order(session))
+    sent = turns.next()
+    turns.take_back()
+    assert not turns.owed
+    assert turns.next() == sent
+    turns.take_back()
+    assert turns.next(1) == (order(1), (1,))

@@ -181,7 +181,7 @@ def test_a_draft_takes_the_place_of_another_and_its_sessions_go_over(
     assert old.drained
     assert scene.names == ["target", "draft-2"]
     replies = scene.check_replies()
-    assert drafts_of(newcomer) > 20 * len(PROMPTS)
+    assert drafts_of(newcomer) > 10 * len(PROMPTS)
     assert all(reply.result.accepted_tokens > 20 for reply in replies)
 
 

@@ -44,9 +44,7 @@ def only_in_depth() -> None:
 
 
 def only_sampled() -> None:
-    _instead(
-        Grower, "draft", lambda self, session, *rest, **named: session.ranking.noise is not None
-    )
+    _instead(Grower, "_begin", lambda self, place, order: order.session.ranking.noise is not None)
 
 
 def only_from_the_second_session() -> None:
@@ -60,7 +58,7 @@ def only_from_the_second_session() -> None:
 
 
 def only_ahead() -> None:
-    _instead(HeadDrafter, "_read_ahead", lambda *rest: True)
+    _instead(HeadDrafter, "steps_ahead", lambda *rest: True)
 
 
 def in_open() -> None:

@@ -23,6 +23,7 @@ from dovetail.protocol.messages import (
     Command,
     Draft,
     Drafted,
+    Drafts,
     Drain,
     Engage,
     Event,
@@ -357,6 +358,8 @@ class Costs:
                 return round(MS * (self.pass_ms + self.row_ms * rows + self.token_ms * read))
             case Draft():
                 return round(MS * self.draft_ms)
+            case Drafts():
+                return round(MS * self.draft_ms * (1.0 + 0.2 * len(command.orders)))
         return MS // 10
 
     def reading(self, rows: int) -> int:
@@ -570,12 +573,14 @@ class Process:
 
     def _begin(self, command: Command) -> None:
         assert self.worker is not None
-        if self.drops and isinstance(command, Open | Feed | Refeed | Read | Draft | Verify):
+        if self.drops and isinstance(
+            command, Open | Feed | Refeed | Read | Draft | Drafts | Verify
+        ):
             self.drops -= 1
             return
         worker, cost_ns = self.worker, self.costs.of(command)
-        refused = self.refuses and isinstance(command, Open | Feed | Draft)
-        events = [self._refusal(command)] if refused else worker.handle(command)
+        refused = self.refuses and isinstance(command, Open | Feed | Draft | Drafts)
+        events = self._refusal(command) if refused else worker.handle(command)
         self.refuses, self.busy = self.refuses and not refused, True
         timed = [_timed(event, self.time.now_ns, cost_ns) for event in events]
         for place, event in enumerate(timed[:-1], 1):  # what comes in parts
@@ -600,16 +605,19 @@ class Process:
             self._in_life(FIRST_PAUSE_NS, self._connect)
         self._work()
 
-    def _refusal(self, command: Command) -> Failed:
+    def _refusal(self, command: Command) -> list[Event]:
+        """Of several orders only the first is refused."""
         assert self.worker is not None
-        assert isinstance(command, Open | Feed | Draft)
-        return Failed(
+        refused, *others = command.split() if isinstance(command, Drafts) else [command]
+        assert isinstance(refused, Open | Feed | Draft)
+        failed = Failed(
             epoch=self.worker.epoch,
-            session=command.session,
-            round=command.round,
+            session=refused.session,
+            round=refused.round,
             code="memory",
             text="there is no room",
         )
+        return [failed, *(event for order in others for event in self.worker.handle(order))]
 
     def _probed(self, probe: Probe) -> Probed:
         assert self.worker is not None

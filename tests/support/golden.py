@@ -104,6 +104,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             sessions=8,
             kept=8192,
             prompt_rows=256,
+            together=64,
             room=65536,
             shares=True,
         ),
@@ -193,6 +194,17 @@ def _loading(m: Any) -> Any:
 
 
 def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
+    first = m.Draft(
+        epoch=1,
+        session=4,
+        round=1,
+        prefix=9,
+        accepted=(),
+        bonus=11,
+        max_nodes=6,
+        max_depth=5,
+        max_width=10,
+    )
     return {
         "feed": m.Feed(epoch=1, session=3, round=1, start=2, features=facts.features),
         "fed": m.Fed(epoch=3, session=3, round=1, start=2, spans=facts.spans),
@@ -212,6 +224,12 @@ def _drafting(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             floor=0.03125,
             ahead=True,
             features=facts.array(dtype="bfloat16", shape=(4, 12), data=bytes(range(96))),
+        ),
+        "drafts": m.Drafts(
+            epoch=1,
+            orders=(first, first.model_copy(update={"session": 5, "round": 3})),
+            rows=(0, 1),
+            features=facts.features,
         ),
         "drafted": m.Drafted(
             epoch=3,

@@ -18,6 +18,7 @@ from dovetail.protocol.messages import (
     Command,
     Draft,
     Drafted,
+    Drafts,
     Emitted,
     Event,
     Failed,
@@ -44,7 +45,6 @@ from support.timed import choice
 CLIENT = b"\1client"
 EPOCH = 900
 TICK_NS = 250_000_000
-LIMITS = Limits(context=1 << 16)
 GOODPUT = TreeSettings(policy="goodput", gamma=15, depth=8)
 FIXED = TreeSettings(policy="dynamic", gamma=15, depth=8)
 
@@ -62,6 +62,10 @@ class Pace:
     the log."""
     belief: float | None = None
     """How likely the draft thinks it is; None: as it is."""
+    together: int = 1
+    """Sessions that share a pass of the draft."""
+    further_s: float = 0.0001
+    """Of a pass of the draft, for each further session in it."""
     prompt_s: float = 0.01
     draft_prompt_s: float = 0.01
     hop_s: float = 1e-4
@@ -94,9 +98,10 @@ class Scripted:
 
     def hello(self, epoch: int) -> Hello:
         self._epoch = epoch
+        limits = Limits(context=1 << 16, together=self._pace.together)
         return hello(
             self._role,
-            **{"epoch": epoch, "limits": LIMITS, "cores": (), "states": None, **self._changes},
+            **{"epoch": epoch, "limits": limits, "cores": (), "states": None, **self._changes},
         )  # type: ignore[arg-type]
 
     def idle(self) -> bool:
@@ -110,6 +115,8 @@ class Scripted:
                 yield self._verify(command)
             case Draft():
                 yield self._draft(command)
+            case Drafts():
+                yield from self._drafts(command.orders)
             case Close():
                 self.logs.pop(command.session, None)
                 yield Closed(epoch=self._epoch, session=command.session)
@@ -157,8 +164,44 @@ class Scripted:
         )
 
     def _draft(self, command: Draft) -> Drafted:
-        self.orders.append(command)
+        (drafted,) = self._drafts([command])
+        return drafted
+
+    def _drafts(self, commands: Sequence[Draft]) -> Iterable[Drafted]:
+        """Chains that grow side by side, as long as what their next tokens bring is worth the price
+        of a level of all of them; each is answered when nothing more of it is."""
+        self.orders += commands
         self._spent(self.late_s)
+        began_ns = self._clock()
+        growing = [self._chain(command) for command in commands]
+        while growing:
+            for chain in [*growing]:
+                if not chain.goes_on(self._clock() - began_ns):
+                    growing.remove(chain)
+                    yield self._drafted(chain, began_ns)
+            taken = self._worth(growing)
+            for chain in growing:
+                chain.over = chain not in taken
+            if taken:
+                _, _, duration_ns = self._spent(self._level_s(len(taken)))
+                for chain in taken:
+                    chain.grow((len(taken), duration_ns))
+
+    def _level_s(self, sessions: int) -> float:
+        return self._pace.level_s + (sessions - 1) * self._pace.further_s
+
+    def _worth(self, growing: Sequence["Chain"]) -> Sequence["Chain"]:
+        """The chains of the next pass: those of which all together bring most above its price."""
+        ranked = sorted(growing, key=lambda chain: -chain.gain)
+        best, most = 0, 0.0
+        for count in range(1, len(ranked) + 1):
+            gains = sum(chain.gain for chain in ranked[:count])
+            rate = sum(chain.command.rate or 0.0 for chain in ranked) / len(ranked)
+            if (worth := gains - rate * self._level_s(count)) > most:
+                best, most = count, worth
+        return ranked[:best]
+
+    def _chain(self, command: Draft) -> "Chain":
         told, last = self.logs[command.session], self._last.get(command.session)
         told += [
             *(last.tokens[node] for node in command.accepted if last),
@@ -166,50 +209,69 @@ class Scripted:
             *command.more,
         ]
         assert command.prefix == len(told)
-        drafted = self._last[command.session] = self._chain(
-            command, [*told], self._prompts[command.session]
-        )
-        return drafted
+        return Chain(command, [*told], self._prompts[command.session], self._pace)
 
-    def _chain(self, command: Draft, path: list[int], prompt: int) -> Drafted:
-        """As long as its next token is worth the price of a level."""
-        pace, began_ns = self._pace, self._clock()
-        tokens, scores, score, passes = list[int](), list[float](), 1.0, list[tuple[int, int]]()
-        for _ in range(min(command.max_depth, command.max_nodes)):
-            right = pace.right(prompt, len(path))
-            score *= max(1e-6, right if pace.belief is None else pace.belief)
-            late = (
-                command.deadline_ms is not None
-                and self._clock() - began_ns > command.deadline_ms * 1e6
-            )
-            if (
-                late
-                or score < command.floor
-                or (
-                    command.rate is not None and score - command.floor < command.rate * pace.level_s
-                )
-            ):
-                break
-            _, _, duration_ns = self._spent(pace.level_s)
-            passes.append((1, duration_ns))
-            token = choice(path)
-            if mix(path[-1] + (len(path) << 32) + 12345) % 10_000 >= 10_000 * right:
-                token = 1 + token % (VOCABULARY - 1)
-            tokens.append(token)
-            scores.append(score)
-            path.append(token)
-        return Drafted(
+    def _drafted(self, chain: "Chain", began_ns: int) -> Drafted:
+        command, count = chain.command, len(chain.tokens)
+        drafted = self._last[command.session] = Drafted(
             epoch=self._epoch,
             session=command.session,
             round=command.round,
-            tokens=tuple(tokens),
-            parents=tuple(range(-1, len(tokens) - 1)),
-            scores=tuple(min(0.0, log(score)) for score in scores),
-            grown=len(tokens),
+            tokens=tuple(chain.tokens),
+            parents=tuple(range(-1, count - 1)),
+            scores=tuple(min(0.0, log(score)) for score in chain.scores),
+            grown=count,
             hit=False,
-            passes=tuple(passes),
+            passes=tuple(chain.passes),
             spans=(("draft", began_ns, self._clock() - began_ns),),
         )
+        return drafted
+
+
+@dataclass(eq=False)
+class Chain:
+    """What is drafted for one session."""
+
+    command: Draft
+    path: list[int]
+    prompt: int
+    pace: Pace
+    tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    passes: list[tuple[int, int]] = field(default_factory=list)
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        """How likely the next token is right, with all before it."""
+        self.right = self.pace.right(self.prompt, len(self.path))
+        belief = max(1e-6, self.right if self.pace.belief is None else self.pace.belief)
+        self.score = (self.scores[-1] if self.scores else 1.0) * belief
+
+    @property
+    def gain(self) -> float:
+        """Tokens that the next one brings."""
+        return 1e9 if self.command.rate is None else self.score - self.command.floor
+
+    def goes_on(self, elapsed_ns: int) -> bool:
+        """Whether it may grow."""
+        command, deadline_ms = self.command, self.command.deadline_ms
+        late = deadline_ms is not None and elapsed_ns > deadline_ms * 1e6
+        full = len(self.tokens) >= min(command.max_depth, command.max_nodes)
+        return not (self.over or late or full or self.score < command.floor)
+
+    def grow(self, taken: tuple[int, int]) -> None:
+        """By a token."""
+        token, path = choice(self.path), self.path
+        if mix(path[-1] + (len(path) << 32) + 12345) % 10_000 >= 10_000 * self.right:
+            token = 1 + token % (VOCABULARY - 1)
+        self.tokens.append(token)
+        self.scores.append(self.score)
+        self.passes.append(taken)
+        path.append(token)
+        self._look()
 
 
 @dataclass

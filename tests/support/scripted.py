@@ -22,6 +22,7 @@ from dovetail.protocol.messages import (
     Command,
     Draft,
     Drafted,
+    Drafts,
     Drain,
     Engage,
     Event,
@@ -70,7 +71,7 @@ READS = Reads(
 """What a scripted draft may read of the scripted target."""
 PART = 2
 """Tokens of a prompt that the scripted target reads at a time."""
-ROOMY = Limits(context=512, kept=1 << 16)
+ROOMY = Limits(context=512, kept=1 << 16, together=64)
 """Of a worker that keeps whatever has ended."""
 
 
@@ -124,7 +125,7 @@ def hello(role: str, *, epoch: int, tokenizer: bytes | None = None, **changes: o
         "fingerprint": Fingerprint(checkpoint="0" * 64, weights="fp32", kernels="scripted")
         if role == "target"
         else None,
-        "limits": Limits(context=512),
+        "limits": Limits(context=512, together=64),
         "states": STATES if role == "target" else None,
         "vocabulary": facts,
         "tokenizer": Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer)
@@ -208,7 +209,7 @@ class ScriptedWorker:
         handled = 0
         while (frames := self.link.receive(0)) is not None:
             command = COMMAND.decode(frames)
-            self.seen.append(command)
+            self.seen += command.split() if isinstance(command, Drafts) else [command]
             handled += 1
             for event in self.handle(command):
                 for _ in range(self.repeat):
@@ -504,6 +505,8 @@ class ScriptedDraft(ScriptedWorker):
                     start=command.start,
                 )
             ]
+        if isinstance(command, Drafts):
+            return [event for order in command.split() for event in self.work(order)]
         assert isinstance(command, Draft)
         assert command.session not in self.begun
         log, last = self.logs[command.session], self.rounds[command.session]

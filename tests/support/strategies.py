@@ -71,7 +71,18 @@ def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
         fields = fields.map(
             lambda drawn: {**drawn, "replied": drawn["replied"] % len(drawn["prompt"])}
         )
+    if model is messages.Drafts:
+        fields = fields.map(_with_rows)
     return fields.map(model.model_validate)
+
+
+def _with_rows(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Orders without features of their own, whose rows are as many as came: the last one's."""
+    orders = tuple(order.model_copy(update={"features": None}) for order in drawn["orders"])
+    features = drawn["features"]
+    there = features.shape[0] if features is not None and features.shape else 0
+    rows = (*([0] * (len(orders) - 1)), there) if there else ()
+    return {**drawn, "orders": orders, "rows": rows}
 
 
 def _field(model: type[Frozen], name: str, field: FieldInfo) -> st.SearchStrategy[Any]:

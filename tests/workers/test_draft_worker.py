@@ -28,12 +28,14 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, Spans
 from dovetail.workers import draft as draft_worker
 from dovetail.workers import kernels
-from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import Drafter, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.memory import is_out_of_memory
 from dovetail.workers.sessions.wire import to_array
+from dovetail.workers.speculation.prices import PassTimes
 from support.heads import write_head
 from support.models import CONTEXT, VOCABULARY
 
@@ -302,21 +304,33 @@ def test_a_session_may_begin_with_rounds_without_a_draft(worker: DraftWorker[Dra
     assert isinstance(only(worker.handle(draft(3, prefix=6, more=(8, 9)))), Drafted)
 
 
-def test_idle_time_grows_the_trees_of_those_that_ordered_it_a_pass_of_each_in_turn(
+@pytest.mark.parametrize(
+    ("many_rows_ns", "expected"), [(100, [[5, 7, 8]] * 2), (900, [[5], [7], [8]] * 2)]
+)
+def test_idle_time_grows_the_trees_of_those_that_ordered_it_together_or_each_in_turn(
     worker: DraftWorker[DraftSession],
+    monkeypatch: pytest.MonkeyPatch,
+    many_rows_ns: int,
+    expected: list[list[int]],
 ) -> None:
+    """Together, if a pass over the rows of all takes hardly longer."""
     for number, ahead in ((5, True), (6, False), (7, True), (8, True)):
         worker.handle(open_(session=number))
         worker.handle(draft(1, prefix=4, session=number, ahead=ahead))
-    worker.engine._clock = lambda: 0  # type: ignore[attr-defined]  # how long passes take must not decide how wide they are
+    times = PassTimes()
+    for rows in (1, 2, 4, 8, 16):
+        times.add(rows, 100 if rows <= 4 else many_rows_ns)
+    monkeypatch.setattr(times, "add", lambda rows, duration_ns: None)
+    monkeypatch.setattr(worker.engine._ahead, "_times", times)  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker.engine, "_clock", lambda: 0)
     before = {number: len(worker.session(number).tree) for number in (5, 6, 7, 8)}
     turns = []
-    for _ in range(6):
+    for _ in expected:
         assert worker.idle()
         after = {number: len(worker.session(number).tree) for number in (5, 6, 7, 8)}
         turns.append([number for number in after if after[number] != before[number]])
         before = after
-    assert turns == [[5], [7], [8]] * 2
+    assert turns == expected
     while worker.idle():
         pass
     assert len(worker.session(6).tree) == before[6]

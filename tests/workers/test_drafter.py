@@ -17,6 +17,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.drafters.model import Drafter, DraftSession
+from dovetail.workers.drafters.passes import read_alone
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
@@ -382,7 +383,10 @@ def grown_afresh(model: LanguageModel, session: DraftSession, sampling: Sampling
         for node in np.flatnonzero(session.tree.rows != NO_ROW).tolist():
             same = np.array([node_of(fresh, tuple(session.tree.path_tokens(node)))])
             engine._add_children(
-                fresh, engine._read_nodes(fresh, same, SHAPE), same, fresh.waiting_time.children
+                fresh,
+                read_alone(engine.steps(fresh, same, SHAPE), engine.compute),
+                same,
+                fresh.waiting_time.children,
             )
     return fresh
 

@@ -33,10 +33,11 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.head_levels import Capture
 from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
+from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, open_head

@@ -229,7 +229,7 @@ def test_tokens_that_were_committed_without_a_draft_are_indexed_too() -> None:
     proposal = engine.draft(session, (), 9, SHAPE, more=(9, 5, 1, 2))
     assert session.log == [1, 2, 3, 4, 1, 9, 9, 5, 1, 2]
     assert proposal == proposed(list(session.log))
-    assert not engine.grow_ahead(session)
+    assert not engine.grow_all_ahead([session])
 
 
 def test_what_is_less_likely_than_the_floor_is_not_offered_and_a_price_makes_it_the_only_bound() -> (  # noqa: E501

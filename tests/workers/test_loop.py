@@ -855,17 +855,17 @@ class Watched:
         self.done: list[str] = []
         self.inside, self.go_on = threading.Event(), threading.Event()
         self._worker, engine = worker, worker._engine
-        self._grow, self._draft = engine.grow_ahead, engine.draft
-        engine.grow_ahead, engine.draft = self._grow_ahead, self._drafted
+        self._grow, self._draft = engine.grow_all_ahead, engine.draft_all
+        engine.grow_all_ahead, engine.draft_all = self._grow_ahead, self._drafted
 
-    def _grow_ahead(self, session: Any) -> bool:
-        if not self._grow(session):
-            return False
+    def _grow_ahead(self, sessions: Any) -> Any:
+        if not (grown := self._grow(sessions)):
+            return grown
         self.done.append("pass")
         if self.done[-2:] == ["pass"] * 2:  # the second one lasts until it is told otherwise
             self.inside.set()
             assert self.go_on.wait(60.0)
-        return True
+        return grown
 
     def _drafted(self, *arguments: Any, **named: Any) -> Any:
         self.done.append("draft")
@@ -939,7 +939,7 @@ def test_a_pass_ahead_that_fails_ends_neither_the_worker_nor_the_session(
         raise RuntimeError("boom")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_read_ahead", fail)
+        patch.setattr(engine, "steps_ahead", fail)
         assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
         assert failed.wait(60.0)
         assert says_that_it_failed(drafter.next())

@@ -11,6 +11,7 @@ from dovetail.workers.speculation.prices import (
     LONGER,
     REMEMBERED,
     START,
+    Candidates,
     Chance,
     PassTimes,
     most_used,
@@ -84,7 +85,7 @@ def test_the_pass_is_the_one_whose_gain_is_furthest_above_its_price(
     path = np.array(sorted(probabilities, reverse=True), np.float32)
     rows = np.maximum(np.arange(1, len(path) + 1) - foretold, 0)
     known, chance = times(**{f"r{rows}": ns for rows, ns in taken.items()}), Chance(0.7)
-    found = worth_expanding(path, rows, Price(rate, floor), known, chance)
+    (found,) = worth_expanding([Candidates(path, rows, Price(rate, floor), chance)], known)
     allowed = [float(p) for p in path if p >= np.float32(floor)]
     if rate is None:
         assert found == len(allowed)
@@ -102,12 +103,31 @@ def test_the_pass_is_the_one_whose_gain_is_furthest_above_its_price(
 
 
 def test_without_a_price_everything_is_worth_a_pass() -> None:
-    assert (
-        worth_expanding(
-            np.array([1e-30], np.float32), np.array([1]), FREE, times(r1=10**9), Chance(0.0)
+    node = Candidates(np.array([1e-30], np.float32), np.array([1]), FREE, Chance(0.0))
+    assert worth_expanding([node], times(r1=10**9)) == [1]
+
+
+def trees(rate: float | None, *paths: list[float]) -> list[Candidates]:
+    return [
+        Candidates(
+            np.array(path, np.float32), np.arange(1, len(path) + 1), Price(rate), Chance(1.0)
         )
-        == 1
-    )
+        for path in paths
+    ]
+
+
+def test_trees_that_share_a_pass_share_its_price() -> None:
+    known = times(r1=1000, r2=1100, r4=1200)
+    alone, together = trees(6e5, [0.4]), trees(6e5, [0.4], [0.35], [0.01])
+    assert worth_expanding(alone, known) == [0]
+    assert worth_expanding(together, known) == [1, 1, 0]
+
+
+def test_rows_of_a_pass_that_is_made_in_any_case_cost_what_they_add() -> None:
+    known = times(r1=1000, r2=1100)
+    assert worth_expanding(trees(6e5, [0.2]), known) == [0]
+    assert worth_expanding(trees(6e5, [0.2]), known, beside=1) == [1]
+    assert worth_expanding([*trees(6e5, [0.2]), *trees(None, [1e-9])], known) == [1, 1]
 
 
 @given(

@@ -4,9 +4,13 @@ A node is used if it lies on the target's path, and that has the node's path pro
 root is a node of the pool, and what is below it survives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 from dovetail.protocol.tree import ROOT
+from dovetail.workers.drafters.passes import Reading, read_together
 from dovetail.workers.drafters.session import (
     MAX_TREE_ROWS,
     NO_NODES,
@@ -14,8 +18,9 @@ from dovetail.workers.drafters.session import (
     GrowingSession,
     WaitingTime,
 )
-from dovetail.workers.speculation.growth import Nodes, best_first
-from dovetail.workers.speculation.prices import PassTimes, most_used
+from dovetail.workers.drafters.side_by_side import Engine
+from dovetail.workers.speculation.growth import Ints, Nodes, best_first
+from dovetail.workers.speculation.prices import LONGER, PassTimes, most_used
 from dovetail.workers.speculation.proposal import Shape
 
 LEAST_USED = 1e-3
@@ -23,6 +28,20 @@ LEAST_USED = 1e-3
 orders."""
 WIDEST_AHEAD = 64
 """Rows of a pass ahead at most."""
+
+
+SessionT = TypeVar("SessionT", bound=GrowingSession)
+
+
+@dataclass
+class _Grown(Generic[SessionT]):
+    """A tree that grows in a pass ahead, and how its nodes' rows were before."""
+
+    place: int
+    session: SessionT
+    reading: Reading
+    rows: Ints
+    used: int
 
 
 class GrowthAhead:
@@ -37,6 +56,52 @@ class GrowthAhead:
         if waited.since_ns is not None:
             session.waits.add(self._clock() - waited.since_ns)
         return waited
+
+    def grow(
+        self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
+    ) -> Sequence[int]:
+        """Make a pass ahead for the first of these sessions that have anything to expand; return
+        the places of those that it was for. Raises what went wrong with one, when the others are
+        served."""
+        if not (growing := self._next_pass(sessions, engine)):
+            return []
+        start_ns = engine.now_ns()
+        readings = [grown.reading for grown in growing]
+        while left := [reading for reading in readings if not reading.over]:
+            read_together(left, engine.compute, start_ns)
+        added = [_take(grown, engine) for grown in growing]
+        duration_ns = engine.now_ns() - start_ns
+        if rows := max(reading.rows for reading in readings):
+            self._times.add(rows, duration_ns)
+        for grown, count in zip(growing, added, strict=True):
+            waiting = grown.session.waiting_time
+            waiting.joined += count
+            if grown.reading.error is None and grown.reading.rows:
+                waiting.passes.append((grown.reading.rows, duration_ns))
+        for error in filter(None, (reading.error for reading in readings)):
+            raise error
+        return [grown.place for grown in growing]
+
+    def _next_pass(
+        self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
+    ) -> list[_Grown[SessionT]]:
+        """Return what goes into a pass that takes no longer than one ahead may: an order that comes
+        meanwhile waits for its end."""
+        growing: list[_Grown[SessionT]] = []
+        rows = 0
+        for place, session in sessions:
+            if not len(nodes := self.next_nodes(session)):
+                continue
+            rows += session.missing_rows if nodes[0] == ROOT else len(nodes)
+            usual_ns = self._times.estimate_ns(session.waiting_time.width)
+            if growing and self._times.estimate_ns(rows) > LONGER * usual_ns:
+                break
+            tree = session.tree
+            steps = partial(engine.steps_ahead, session, nodes)
+            growing.append(
+                _Grown(place, session, Reading(nodes, steps), tree.rows_of(nodes), tree.rows_used)
+            )
+        return growing
 
     def next_nodes(self, session: GrowingSession) -> Nodes:
         """Return what the next pass ahead expands; nothing, from then on, if the last order did not
@@ -77,3 +142,17 @@ class GrowthAhead:
             if len(nodes)
             else nodes
         )
+
+
+def _take(grown: _Grown[SessionT], engine: Engine[SessionT]) -> int:
+    """Put what was computed into the tree; return how many nodes joined it. Where that fails, nodes
+    without rows are what they were, and nothing more grows."""
+    session, reading = grown.session, grown.reading
+    if reading.error is None:
+        try:
+            return engine.take(session, reading)
+        except Exception as error:
+            reading.error = error
+    session.waiting_time.done = True
+    session.tree.restore_rows(reading.nodes, grown.rows, grown.used)
+    return 0

@@ -1,13 +1,13 @@
 """The interface between a draft worker and what proposes: every engine, those that read features of
 their target, and those that keep the rows of sessions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages import Open, Reads
 from dovetail.workers.sessions.prefix_cache import Left
-from dovetail.workers.speculation.proposal import Price, Proposal, Shape
+from dovetail.workers.speculation.proposal import Order, Proposal
 
 
 class EngineSession(Protocol):
@@ -34,21 +34,11 @@ class Engine(Protocol[SessionT]):
     def open(self, order: Open, /) -> SessionT:
         """Return a session with the prompt read."""
 
-    def draft(
-        self,
-        session: SessionT,
-        accepted: Sequence[int],
-        bonus: int,
-        shape: Shape,
-        deadline_ns: int | None,
-        /,
-        *,
-        more: Sequence[int],
-        price: Price,
-        ahead: bool,
-    ) -> Proposal:
-        """Move the root below the `accepted` nodes of the last proposal over `bonus` and `more`,
-        and propose. `ahead`: let `grow_ahead` go on from there."""
+    def draft_all(
+        self, orders: Sequence[Order[SessionT]], /
+    ) -> Iterator[tuple[int, Proposal | Exception]]:
+        """Carry out orders for different sessions: move each root and propose. Yield the place of
+        each order and its proposal, or what it failed with, as soon as that is there."""
 
     def prepare(self, session: SessionT, /) -> bool:
         """Do a bit of work that the next proposals need whatever comes; False: there is none."""
@@ -56,9 +46,10 @@ class Engine(Protocol[SessionT]):
     def learn(self) -> bool:
         """Learn a bit from the verdicts; False: there is nothing to learn from."""
 
-    def grow_ahead(self, session: SessionT, /) -> bool:
-        """Grow the tree of the last proposal by one pass; False: it is not to grow, or nothing is
-        worth a pass any more."""
+    def grow_all_ahead(self, sessions: Sequence[SessionT], /) -> Sequence[int]:
+        """Grow the trees of the last proposals of some of these sessions, the first that can, by
+        one pass, and return their places. None: none is to grow, or nothing is worth a pass any
+        more."""
 
 
 class Reader(Protocol[ReadT]):

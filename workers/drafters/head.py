@@ -34,7 +34,7 @@ that parts from the log behind n tokens can take over n - 1 of them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 import torch
@@ -46,8 +46,16 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.drafters.head_levels import Capture, adapts_shapes, open_levels
+from dovetail.workers.drafters.head_levels import (
+    Capture,
+    FreeLevels,
+    Kind,
+    adapts_shapes,
+    compute_rows,
+    open_levels,
+)
 from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
+from dovetail.workers.drafters.passes import EMPTY, Rows, Steps, read_alone
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.heads.head import Head, Predicted
@@ -219,7 +227,7 @@ class HeadDrafter(Grower[HeadSession]):
             )
         with self._spans.measure("feed"):
             self.take_features(session, features)
-            self._read_true(session, predicted=False, contrast=False)
+            read_alone(self._read_true(session, predicted=False, contrast=False), self.compute)
 
     def take_features(self, session: HeadSession, features: Array) -> None:
         """Note the features of the positions behind those that have come; their rows are computed
@@ -258,8 +266,8 @@ class HeadDrafter(Grower[HeadSession]):
             session.states[1 : 1 + len(survivors)] = session.states[[1 + row for row in survivors]]
             cache.keep([cache.length + row for row in (*way, *survivors)], 0)
 
-    def _read_log(self, session: HeadSession, shape: Shape) -> Tensor:
-        predicted = self._read_true(
+    def _read_log(self, session: HeadSession, shape: Shape) -> Steps:
+        predicted = yield from self._read_true(
             session, predicted=True, contrast=self._contrast and shape.depth == 2
         )
         session.states[0] = predicted.states[0]
@@ -267,58 +275,57 @@ class HeadDrafter(Grower[HeadSession]):
             session.contrasts[ROOT] = predicted.contrast[0]
         return predicted.logits
 
-    def _read_true(self, session: HeadSession, *, predicted: bool, contrast: bool) -> Predicted:
+    def _read_true(
+        self, session: HeadSession, *, predicted: bool, contrast: bool
+    ) -> Generator[Rows, Predicted, Predicted]:
         """Compute the true rows that are missing, as far as there are tokens for them; what the
         last one of them predicts, if that is asked for."""
-        last = Predicted(torch.empty(0), torch.empty(0), None)
+        last = Predicted(EMPTY, EMPTY, None)
         while count := min(session.fed, len(session.log) - 1) - session.rows:
             count = min(count, CHUNK, session.window)
             session.make_room(count)
             first, cache = session.rows, session.cache
-            tokens = torch.tensor(session.log[first + 1 : first + 1 + count])
-            segment = Segment(cache, cache.length, count)
-            positions, rows = (
+            last = yield Rows(
+                torch.tensor(session.log[first + 1 : first + 1 + count]),
                 torch.arange(first, first + count),
-                torch.arange(count)[count - predicted :],
-            )
-            last = self.head.forward(
-                tokens,
-                session.next_features(count),
-                positions,
-                [segment],
-                true=True,
-                rows=rows,
-                contrast=contrast,
+                Segment(cache, cache.length, count),
+                wanted=int(predicted),
+                kind=Kind(true=True, contrast=contrast),
+                features=session.next_features(count),
             )
             session.commit(count)
         return last
 
-    def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Tensor:
+    def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Steps:
         """The rows of `nodes` go behind those of the tree; nodes whose parents have foretold what
         follows need none."""
         tree, contrasts = session.tree, session.contrasts
         if not contrasts:
-            return self._compute(session, nodes, shape.depth)
+            return (yield from self._compute(session, nodes, shape.depth))
         foretold = self._foretold(session, nodes)
         tree.rows[nodes[foretold]] = FORETOLD
-        computed = [] if foretold.all() else [self._compute(session, nodes[~foretold], shape.depth)]
-        if len(computed) and not foretold.any():
-            return computed[0]
+        if not foretold.any():
+            return (yield from self._compute(session, nodes, shape.depth))
+        computed = EMPTY
+        if not foretold.all():
+            computed = yield from self._compute(session, nodes[~foretold], shape.depth)
         guessed = torch.stack(
             [contrasts[parent] for parent in tree.parents[nodes[foretold]].tolist()]
         )
+        if foretold.all():
+            return guessed
         order = np.argsort(np.concatenate((np.flatnonzero(~foretold), np.flatnonzero(foretold))))
-        return torch.cat((*computed, guessed))[torch.from_numpy(order)]
+        return torch.cat((computed, guessed))[torch.from_numpy(order)]
 
-    def _read_ahead(self, session: HeadSession, nodes: Nodes, width: int) -> Tensor:
+    def steps_ahead(self, session: HeadSession, nodes: Nodes) -> Steps:
         """Predict nothing ahead: the prediction would end there."""
         return (
-            self._read_log(session, Shape(0, 0, width))
+            self._read_log(session, Shape(0, 0, session.waiting_time.width))
             if nodes[0] == ROOT
             else self._compute(session, nodes, 0)
         )
 
-    def _rows_of_pass(self, session: HeadSession, nodes: Nodes) -> Nodes:
+    def rows_of_pass(self, session: HeadSession, nodes: Nodes) -> Nodes:
         rows: Nodes = np.cumsum(~self._foretold(session, nodes))
         return rows
 
@@ -342,7 +349,7 @@ class HeadDrafter(Grower[HeadSession]):
             tree.prune(width)
         return added
 
-    def _compute(self, session: HeadSession, nodes: Nodes, depth: int) -> Tensor:
+    def _compute(self, session: HeadSession, nodes: Nodes, depth: int) -> Steps:
         """Logits [N, V] of `nodes` by their rows, which come from the states of their parents; in a
         tree of `depth` levels."""
         tree, cache = session.tree, session.cache
@@ -356,13 +363,14 @@ class HeadDrafter(Grower[HeadSession]):
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64))
         wanted = self._contrast and bool((levels == depth - 2).any())
-        predicted = session.levels(
+        fixed = None if isinstance(session.levels, FreeLevels) else session.levels
+        predicted: Predicted = yield Rows(
             tokens,
-            session.states.index_select(0, above.to(self.head.device)),
             positions,
-            paths,
-            cache.length + first,
-            contrast=wanted,
+            Segment(cache, cache.length + first, len(nodes), paths),
+            wanted=len(nodes),
+            kind=Kind(true=False, contrast=wanted, levels=fixed),
+            features=session.states.index_select(0, above.to(self.head.device)),
         )
         session.states[1 + first : 1 + first + len(nodes)] = predicted.states
         if predicted.contrast is not None:
@@ -370,3 +378,7 @@ class HeadDrafter(Grower[HeadSession]):
                 (int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
             )
         return predicted.logits
+
+    def compute(self, parts: Sequence[Rows]) -> Sequence[Predicted]:
+        """Compute in one pass; a level in fixed shapes is that of one session."""
+        return compute_rows(self.head, parts)

@@ -8,7 +8,7 @@ graphs). Where the number of rows follows how sure the draft is, so does the gra
 dynamic computational adaptation, section 4.3). Knows rows and slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import TreeSettings
+from dovetail.workers.drafters.passes import Rows, joined, wanted_rows
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.packed import Packed
@@ -172,3 +173,42 @@ def adapts_shapes(tree: TreeSettings) -> bool:
     """Return whether passes of few rows have shapes of their own: not where heterospec is told to
     do without, and then all of them are as wide as the tree."""
     return not tree.traits.by_entropy or "compute" in tree.adapt
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of a head's rows: those of one kind share a pass."""
+
+    true: bool
+    """True if they read the target's features, False if the head's own states."""
+    contrast: bool
+    levels: Levels | None = None
+    """Computes rows of one session, in fixed shapes; None: they are computed as they come."""
+
+
+def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
+    """Compute rows of one kind, of several sessions, in one pass; those of fixed shapes are of one
+    session."""
+    kind, first = parts[0].kind, parts[0]
+    assert isinstance(kind, Kind)
+    if kind.levels is not None and first.segment.paths is not None:
+        there = first.segment.paths, first.segment.start
+        rows = first.tokens, first.features, first.positions
+        return [kind.levels(*rows, *there, contrast=kind.contrast)]
+    found = head.forward(
+        joined([part.tokens for part in parts]),
+        joined([part.features for part in parts]),
+        joined([part.positions for part in parts]),
+        [part.segment for part in parts],
+        true=kind.true,
+        rows=wanted_rows(parts),
+        contrast=kind.contrast,
+    )
+    counts = [part.wanted for part in parts]
+    later = [None] * len(parts) if found.contrast is None else torch.split(found.contrast, counts)
+    return [
+        Predicted(*its)
+        for its in zip(
+            torch.split(found.logits, counts), torch.split(found.states, counts), later, strict=True
+        )
+    ]

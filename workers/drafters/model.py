@@ -22,6 +22,7 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.spans import Spans
+from dovetail.workers.drafters.passes import EMPTY, Rows, Steps, joined, read_alone, wanted_rows
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import GrowingSession
 from dovetail.workers.drafters.tree import CHUNK, Grower
@@ -135,7 +136,7 @@ class Drafter(Grower[DraftSession]):
     def read(self, session: DraftSession, rows: int | None) -> None:
         """Read at most `rows` further rows of the log, or all that are missing."""
         with self._spans.measure("prefill"):
-            self._read_missing(session, rows)
+            read_alone(self._read_missing(session, rows), self.compute)
 
     def rows(self, session: DraftSession) -> tuple[int, int]:
         """Return how many rows of the log have been read, and how many have not."""
@@ -189,27 +190,25 @@ class Drafter(Grower[DraftSession]):
             survivors = tree.move_root(root, width)
         cache.keep([cache.length + row for row in (*accepted, *survivors)], len(accepted))
 
-    def _read_log(self, session: DraftSession, shape: Shape) -> Tensor:
+    def _read_log(self, session: DraftSession, shape: Shape) -> Steps:
         return self._read_missing(session)
 
-    def _read_missing(self, session: DraftSession, rows: int | None = None) -> Tensor:
+    def _read_missing(self, session: DraftSession, rows: int | None = None) -> Steps:
         """Compute the missing rows of the log, or the first `rows` of them. Return the logits
         [1, V] after the last one."""
-        cache, logits = session.cache, torch.empty(0)
+        cache, logits = session.cache, EMPTY
         told = len(session.log)
         stop = told if rows is None else cache.length + rows
         while missing := session.log[cache.length : min(stop, next_stop(cache, told, CHUNK))]:
             start, count = cache.length, len(missing)
             tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
-            logits = self.model.forward(
-                tokens, positions, [Segment(cache, start, count)], rows=torch.tensor([count - 1])
-            )
+            logits = yield Rows(tokens, positions, Segment(cache, start, count), wanted=1)
             cache.keep(range(start, start + count), count)
             if cache.length == told - TURN_TAIL:
                 cache.checkpoint()
         return logits
 
-    def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Tensor:
+    def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Steps:
         """The rows of `nodes` go behind those of the tree."""
         tree, cache = session.tree, session.cache
         segment_start = cache.length + tree.rows_used
@@ -219,4 +218,18 @@ class Drafter(Grower[DraftSession]):
         )
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 1 + tree.levels[nodes].astype(np.int64))
-        return self.model.forward(tokens, positions, [segment])
+        logits: Tensor = yield Rows(tokens, positions, segment, wanted=len(nodes))
+        return logits
+
+    def compute(self, parts: Sequence[Rows]) -> Sequence[Tensor]:
+        """Compute in one pass; one after the other where levels of one session are captured, which
+        are launched at once."""
+        if len(parts) > 1 and getattr(self.model.back_end, "captures", False):
+            return [logits for part in parts for logits in self.compute([part])]
+        logits = self.model.forward(
+            joined([part.tokens for part in parts]),
+            joined([part.positions for part in parts]),
+            [part.segment for part in parts],
+            rows=wanted_rows(parts),
+        )
+        return torch.split(logits, [part.wanted for part in parts])

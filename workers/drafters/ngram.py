@@ -31,7 +31,7 @@ from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import misfit
 from dovetail.protocol.tree import ROOT, TokenTree
 from dovetail.workers.speculation.history import History
-from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
+from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 
 SIZES = (4, 3, 2, 1)
 """Lengths of the n-grams that are indexed; from an occurrence on, longer matches are found by
@@ -156,7 +156,6 @@ class Lookup:
         *,
         more: Sequence[int] = (),
         price: Price = FREE,
-        ahead: bool = False,
     ) -> Proposal:
         """Append the `accepted` nodes of the last proposal, `bonus` and `more` to the log, and
         propose; candidates found after `deadline_ns` are left out.
@@ -204,9 +203,28 @@ class Lookup:
         """Nor to learn."""
         return False
 
-    def grow_ahead(self, session: LookupSession) -> bool:
+    def grow_all_ahead(self, sessions: Sequence[LookupSession]) -> Sequence[int]:
         """Nor to grow ahead."""
-        return False
+        return ()
+
+    def draft_all(
+        self, orders: Sequence[Order[LookupSession]]
+    ) -> Iterator[tuple[int, Proposal | Exception]]:
+        """Propose for one session after the other: there is no pass that they could share."""
+        for place, order in enumerate(orders):
+            try:
+                outcome: Proposal | Exception = self.draft(
+                    order.session,
+                    order.accepted,
+                    order.bonus,
+                    order.shape,
+                    order.deadline_ns,
+                    more=order.more,
+                    price=order.price,
+                )
+            except Exception as error:
+                outcome = error
+            yield place, outcome
 
     def _children(
         self,

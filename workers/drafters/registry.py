@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.messages import MAX_TOKENS
+from dovetail.protocol.messages import MAX_SESSIONS, MAX_TOKENS
 from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, DraftSettings
 from dovetail.protocol.spans import Spans
-from dovetail.workers.draft import DraftWorker, Identity
+from dovetail.workers.draft import DraftWorker
+from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
 
@@ -59,6 +60,7 @@ class Wanted:
             curves=known_levels(self.profile, model, device.library),
             kept_tokens=kept,
             kept_beside=base_rows(model),
+            together=MAX_SESSIONS,
             **more,
         )
 

@@ -24,13 +24,15 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
+from dovetail.workers.drafters.passes import Rows, Steps
+from dovetail.workers.drafters.side_by_side import Growth
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.recurrent.lent import LentStates
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.room import check_rows
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
 from dovetail.workers.speculation.policies import open_policy
-from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
+from dovetail.workers.speculation.proposal import Order, Shape
 
 
 @dataclass(frozen=True)
@@ -114,36 +116,19 @@ class SharedDrafter(Drafter):
             own=1 + rows,
         )
 
-    def draft(
-        self,
-        session: DraftSession,
-        accepted: Sequence[int],
-        bonus: int,
-        shape: Shape,
-        deadline_ns: int | None = None,
-        *,
-        more: Sequence[int] = (),
-        price: Price = FREE,
-        ahead: bool = False,
-    ) -> Proposal:
-        """Draft as `Drafter.draft` does, from the rows that the target has committed meanwhile;
+    def _begin(self, place: int, order: Order[DraftSession]) -> Growth[DraftSession]:
+        """Begin as `Drafter` does, from the rows that the target has committed meanwhile;
         `RequestError` where it does not have them."""
+        session = order.session
         assert isinstance(session, SharedSession)
-        tokens = [
-            *(int(session.tree.tokens[session.offered[node]]) for node in accepted),
-            bonus,
-            *more,
-        ]
-        self._attach(session, [*session.log, *tokens])
-        return super().draft(
-            session, accepted, bonus, shape, deadline_ns, more=more, price=price, ahead=ahead
-        )
+        self._attach(session, [*session.log, *self._committed(order)])
+        return super()._begin(place, order)
 
-    def grow_ahead(self, session: DraftSession) -> bool:
-        """Grow as `Drafter.grow_ahead` does, as long as the target has the session: what it lent
-        ends with that, and may be another session's by then."""
+    def _may_grow_ahead(self, session: DraftSession) -> bool:
+        """Return whether the target has the session still: what it lent ends with that, and may be
+        another session's by then."""
         assert isinstance(session, SharedSession)
-        return self._is_lent(session) and not session.behind and super().grow_ahead(session)
+        return self._is_lent(session) and not session.behind
 
     def _is_lent(self, session: SharedSession) -> bool:
         try:
@@ -198,18 +183,18 @@ class SharedDrafter(Drafter):
             own.length = session.first
             own.keep([session.first + 1 + old for old in (row, *survivors)], 0)
 
-    def _read_log(self, session: DraftSession, shape: Shape) -> Tensor:
+    def _read_log(self, session: DraftSession, shape: Shape) -> Steps:
         """The root's row; logits [1, V] after it."""
         assert isinstance(session, SharedSession)
         position = len(session.log) - 1
         segment = Segment(session.over, session.first, 1, Paths.of(position, [[session.first]]))
-        logits = self.model.forward(
-            torch.tensor(session.log[-1:]), torch.tensor([position]), [segment]
+        logits: Tensor = yield Rows(
+            torch.tensor(session.log[-1:]), torch.tensor([position]), segment, wanted=1
         )
         session.rooted = True
         return logits
 
-    def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Tensor:
+    def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Steps:
         """Compute nodes, whose rows go behind those of the tree; each sees what is committed, the
         root, its ancestors and itself."""
         assert isinstance(session, SharedSession)
@@ -223,6 +208,6 @@ class SharedDrafter(Drafter):
         )
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(position + tree.levels[nodes].astype(np.int64))
-        return self.model.forward(
-            tokens, positions, [Segment(session.over, start + used, len(nodes), paths)]
-        )
+        segment = Segment(session.over, start + used, len(nodes), paths)
+        logits: Tensor = yield Rows(tokens, positions, segment, wanted=len(nodes))
+        return logits

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,12 +25,13 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.ahead import GrowthAhead
-from dovetail.workers.drafters.session import NO_NODES, GrowingSession, WaitingTime, tree_rows
-from dovetail.workers.drafters.worth import hardly_matters, worth_a_pass
+from dovetail.workers.drafters.passes import Reading, Steps
+from dovetail.workers.drafters.session import GrowingSession, WaitingTime, tree_rows
+from dovetail.workers.drafters.side_by_side import Growth, SideBySide
 from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.growth import Nodes
 from dovetail.workers.speculation.prices import PassTimes
-from dovetail.workers.speculation.proposal import FREE, Price, Proposal, Shape
+from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.speculation.score_calibration import Scale, ScoreCalibration
 
@@ -40,21 +41,11 @@ CHUNK = 256
 NOTHING = Shape(0, 0, 0)
 
 
-class _Pass(NamedTuple):
-    """One pass of the model: how many nodes joined the pool, how many rows were computed for them,
-    and when it began and ended on the clock."""
-
-    added: int
-    rows: int
-    start_ns: int
-    end_ns: int
-
-
 SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 
 class Grower(ABC, Generic[SessionT]):
-    """Proposes for sessions, one pass at a time."""
+    """Proposes for sessions, one pass at a time, which several of them share."""
 
     kept: int = 32
     """Children of a node that a tree that grows ahead keeps at least, hidden from the policies
@@ -83,8 +74,12 @@ class Grower(ABC, Generic[SessionT]):
         self._clock = clock
         self._times = PassTimes()
         self._ahead = GrowthAhead(self._times, clock)
+        self._beside = SideBySide(self, self._times, spans)
 
-    @torch.inference_mode()
+    def now_ns(self) -> int:
+        """The clock that passes and deadlines are measured by."""
+        return self._clock()
+
     def draft(
         self,
         session: SessionT,
@@ -97,41 +92,75 @@ class Grower(ABC, Generic[SessionT]):
         price: Price = FREE,
         ahead: bool = False,
     ) -> Proposal:
-        """Move the root of `session` below the `accepted` nodes of the last proposal over `bonus`
-        and what was committed behind it, grow, and propose.
+        """Draft for one session, as `draft_all` does; raises what it would yield."""
+        order = Order(session, accepted, bonus, shape, deadline_ns, more, price, ahead)
+        for _, outcome in self.draft_all([order]):
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        raise RuntimeError("an order was not answered")
 
-        Growth stops at the first level that ends after `deadline_ns` on the clock, that there are
-        no rows for, or that is not worth its `price`. `ahead`: it goes on when the proposal has
-        left (`grow_ahead`).
+    @torch.inference_mode()
+    def draft_all(
+        self, orders: Sequence[Order[SessionT]]
+    ) -> Iterator[tuple[int, Proposal | Exception]]:
+        """Move the roots of different sessions, grow their trees side by side, and propose: yield
+        each order's place and its proposal, or what it failed with, as soon as that is there.
+
+        Growth of a tree stops at the first pass that ends after the order's deadline, that there
+        are no rows for, or that is not worth its price. Where the order says `ahead` it goes on
+        when the proposal has left (`grow_ahead`).
         """
+        growths: list[Growth[SessionT]] = []
+        for place, order in enumerate(orders):
+            try:
+                growths.append(self._begin(place, order))
+            except Exception as error:
+                yield place, error
+        for growth in self._beside.grow(growths):
+            try:
+                outcome: Proposal | Exception = growth.error or self._end(growth)
+            except Exception as error:
+                outcome = error
+            yield growth.place, outcome
+
+    def _committed(self, order: Order[SessionT]) -> list[int]:
+        """The tokens that an order says were committed."""
+        session = order.session
+        accepted = [int(session.tree.tokens[session.offered[node]]) for node in order.accepted]
+        return [*accepted, order.bonus, *order.more]
+
+    def _begin(self, place: int, order: Order[SessionT]) -> Growth[SessionT]:
+        """Move the root of a session to where an order says."""
+        session, width = order.session, order.shape.width
         waited = self._ahead.end(session)
         drawn = (
             session.ranking.draws is not None
         )  # nothing is left out of what is drawn, and what is left over from a draw is none
-        ahead = ahead and not drawn
+        ahead = order.ahead and not drawn
         waiting = WaitingTime(
-            ahead=ahead, width=shape.width, children=max(shape.width, self.kept if ahead else 0)
+            ahead=ahead, width=width, children=max(width, self.kept if ahead else 0)
         )
-        tokens = [
-            *(int(session.tree.tokens[session.offered[node]]) for node in accepted),
-            bonus,
-            *more,
-        ]
         with self._spans.finely("move"):
-            hit, unused = self._follow(session, tokens, waiting.children)
-        session.tree.show(shape.width)
-        session.price, session.waiting_time = FREE if drawn else price, waiting
-        shape = session.within_reach(shape) if session.readable else NOTHING
-        passes = self._grow_until(session, shape, deadline_ns)
-        grown = sum(p.added for p in passes)
-        wasted = unused - (session.tree.unused - grown)
-        times = [(p.rows, p.end_ns - p.start_ns) for p in passes if p.rows] + [
-            *reversed(waited.passes)
-        ]
+            hit, unused = self._follow(session, self._committed(order), waiting.children)
+        session.tree.show(width)
+        session.price, session.waiting_time = FREE if drawn else order.price, waiting
+        shape = session.within_reach(order.shape) if session.readable else NOTHING
+        return Growth(place, session, shape, order.deadline_ns, hit, unused, waited)
+
+    def _end(self, growth: Growth[SessionT]) -> Proposal:
+        """Propose what has grown. Without the root's own children there is no tree."""
+        session, waited = growth.session, growth.waited
+        if not session.tree.root_expanded:
+            session.tree.clear()
+        grown = sum(done.added for done in growth.passes)
+        wasted = growth.unused - (session.tree.unused - grown)
+        times = [(done.rows, done.end_ns - done.start_ns) for done in growth.passes if done.rows]
+        times += reversed(waited.passes)
         proposal = replace(
-            self._propose(session, shape),
+            self._propose(session, growth.shape),
             grown=grown,
-            hit=hit,
+            hit=growth.hit,
             ahead=waited.joined,
             wasted=wasted,
             passes=tuple(times[:MAX_PASSES]),
@@ -139,25 +168,26 @@ class Grower(ABC, Generic[SessionT]):
         session.waiting_time.since_ns = self._clock()
         return proposal
 
-    @torch.inference_mode()
     def grow_ahead(self, session: SessionT) -> bool:
-        """Expand what the next proposals will most probably use, in one pass; False: the last order
-        did not ask for it, or nothing is worth it any more."""
-        waiting, tree = session.waiting_time, session.tree
-        if not len(nodes := self._ahead.next_nodes(session)):
-            return False
-        rows, used = tree.rows_of(nodes), tree.rows_used
-        try:
-            done = self._pass(
-                session, nodes, lambda: self._read_ahead(session, nodes, waiting.width)
-            )
-        except BaseException:  # nodes without rows are what they were
-            waiting.done = True
-            tree.restore_rows(nodes, rows, used)
-            raise
-        waiting.joined += done.added
-        if done.rows:
-            waiting.passes.append((done.rows, done.end_ns - done.start_ns))
+        """Grow ahead for one session, as `grow_all_ahead` does."""
+        return bool(self.grow_all_ahead([session]))
+
+    @torch.inference_mode()
+    def grow_all_ahead(self, sessions: Sequence[SessionT]) -> Sequence[int]:
+        """Expand what the next proposals of these sessions will most probably use, in one pass;
+        return the places of those that it was for, the first of them. None: the last orders did not
+        ask for it, or nothing is worth it any more."""
+        return self._ahead.grow(
+            [
+                (place, session)
+                for place, session in enumerate(sessions)
+                if self._may_grow_ahead(session)
+            ],
+            self,
+        )
+
+    def _may_grow_ahead(self, session: SessionT) -> bool:
+        """Return whether a tree may grow ahead now, if the order asked for it."""
         return True
 
     def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
@@ -187,23 +217,37 @@ class Grower(ABC, Generic[SessionT]):
         nodes), with at most `width` children a node; None: nothing."""
 
     @abstractmethod
-    def _read_log(self, session: SessionT, shape: Shape) -> Tensor:
+    def _read_log(self, session: SessionT, shape: Shape) -> Steps:
         """Compute the rows of the log that are missing; logits [1, V] after its last token."""
 
     @abstractmethod
-    def _read_nodes(self, session: SessionT, nodes: Nodes, shape: Shape) -> Tensor:
+    def _read_nodes(self, session: SessionT, nodes: Nodes, shape: Shape) -> Steps:
         """Compute the rows of `nodes`, whose parents have theirs; logits [N, V] after them."""
 
-    def _read_ahead(self, session: SessionT, nodes: Nodes, width: int) -> Tensor:
-        """Compute logits where nobody waits: of the root (-1) by itself, or of `nodes`."""
-        shape = Shape(0, 0, width)
+    @abstractmethod
+    def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Compute parts of one kind, of several sessions, in one pass: of each what its session
+        goes on with."""
+
+    def steps(self, session: SessionT, nodes: Nodes, shape: Shape) -> Steps:
+        """Compute the logits [N, V] after `nodes`; the root (-1) is by itself."""
+        at_root = nodes[0] == ROOT
         return (
-            self._read_log(session, shape)
-            if nodes[0] == ROOT
-            else self._read_nodes(session, nodes, shape)
+            self._read_log(session, shape) if at_root else self._read_nodes(session, nodes, shape)
         )
 
-    def _rows_of_pass(self, session: SessionT, nodes: Nodes) -> Nodes:
+    def steps_ahead(self, session: SessionT, nodes: Nodes) -> Steps:
+        """Compute what `steps` does where nobody waits."""
+        return self.steps(session, nodes, Shape(0, 0, session.waiting_time.width))
+
+    def take(self, session: SessionT, reading: Reading) -> int:
+        """Put what follows from the logits after nodes into the tree; how many nodes joined it."""
+        assert reading.logits is not None
+        return self._add_children(
+            session, reading.logits, reading.nodes, session.waiting_time.children
+        )
+
+    def rows_of_pass(self, session: SessionT, nodes: Nodes) -> Nodes:
         """Return how many rows the first 1, 2, ... of `nodes` take."""
         return np.arange(1, len(nodes) + 1)
 
@@ -243,56 +287,6 @@ class Grower(ABC, Generic[SessionT]):
             way.append(child)
             node = child
         return way
-
-    def _grow_until(self, session: SessionT, shape: Shape, deadline_ns: int | None) -> list[_Pass]:
-        """Make passes up to the first that ends after the deadline. Without the root's own children
-        there is no tree."""
-        passes: list[_Pass] = []
-        for done in self._grow(session, shape):
-            passes.append(done)
-            if deadline_ns is not None and done.end_ns > deadline_ns:
-                break
-        if not session.tree.root_expanded:
-            session.tree.clear()
-        return passes
-
-    def _grow(self, session: SessionT, shape: Shape) -> Iterator[_Pass]:
-        """The passes of the policy, as far as there are rows and they are worth what they keep
-        waiting."""
-        left_out = NO_NODES
-        for offer in session.policy.passes(session.tree, shape):
-            at_root, free = offer[0] == ROOT, session.free_rows
-            if not (at_root or free) or np.array_equal(offer, left_out):
-                return  # there is no place, or the policy has nothing else
-            given_up = not at_root and hardly_matters(session, shape, self.given_up)
-            nodes = (
-                NO_NODES
-                if given_up
-                else worth_a_pass(
-                    session, offer if at_root else offer[:free], self._times, self._rows_of_pass
-                )
-            )
-            if len(nodes):
-                yield self._expand(session, nodes, shape)
-            else:
-                left_out = offer
-
-    def _expand(self, session: SessionT, nodes: Nodes, shape: Shape) -> _Pass:
-        """A pass that is waited for; only such passes have spans."""
-        if nodes[0] == ROOT:
-            with self._spans.measure("root"):
-                return self._pass(session, nodes, lambda: self._read_log(session, shape))
-        with self._spans.measure("level"):
-            return self._pass(session, nodes, lambda: self._read_nodes(session, nodes, shape))
-
-    def _pass(self, session: SessionT, nodes: Nodes, read: Callable[[], Tensor]) -> _Pass:
-        """Logits after `nodes`, and what follows from them put into the tree."""
-        before, start_ns = session.rows + session.tree.rows_used, self._clock()
-        added = self._add_children(session, read(), nodes, session.waiting_time.children)
-        done = _Pass(added, session.rows + session.tree.rows_used - before, start_ns, self._clock())
-        if done.rows:
-            self._times.add(done.rows, done.end_ns - done.start_ns)
-        return done
 
     def _propose(self, session: SessionT, shape: Shape) -> Proposal:
         """Return what the policy selects, without what nobody would verify: a child is no likelier

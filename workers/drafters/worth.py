@@ -1,7 +1,8 @@
 """The worth of another pass that an order waits for: by the price that the order names, or, while
 the tree grows ahead anyway, by what is left to gain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.session import GrowingSession
 from dovetail.workers.speculation.growth import NO_ROW, Nodes
-from dovetail.workers.speculation.prices import PassTimes, worth_expanding
+from dovetail.workers.speculation.prices import Candidates, PassTimes, worth_expanding
 from dovetail.workers.speculation.proposal import FREE, Shape
 
 SessionT = TypeVar("SessionT", bound=GrowingSession)
@@ -32,22 +33,33 @@ def hardly_matters(session: GrowingSession, shape: Shape, given_up: float) -> bo
     return bool(gains.sum() <= given_up * (1.0 + probabilities.sum()))
 
 
-def worth_a_pass(
-    session: SessionT,
-    nodes: Nodes,
-    times: PassTimes,
-    rows_of_pass: Callable[[SessionT, Nodes], Nodes],
-) -> Nodes:
-    """Return those of `nodes` that the next pass should expand, by the order's price; without one,
-    all. `rows_of_pass`: how many rows the first 1, 2, ... of them take."""
+@dataclass(frozen=True)
+class Wanted:
+    """Nodes of one tree that the next pass may expand, best first."""
+
+    nodes: Nodes
+    candidates: Candidates | None
+    """Their worth; None: all of them are expanded, whatever that takes."""
+
+
+def wanted_of(
+    session: SessionT, nodes: Nodes, rows_of_pass: Callable[[SessionT, Nodes], Nodes]
+) -> Wanted:
+    """Return what the next pass may expand of `nodes`, by the order's price. `rows_of_pass`: how
+    many rows the first 1, 2, ... of them take."""
     if session.price == FREE:
-        return nodes
+        return Wanted(nodes, None)
     if nodes[0] == ROOT:
         probabilities, rows = np.ones(1, np.float32), np.array([session.missing_rows])
     else:
         nodes = nodes[(-session.tree.scores[nodes]).argsort(kind="stable")]
-        probabilities, rows = (
-            session.tree.probabilities(nodes),
-            rows_of_pass(session, nodes),
-        )
-    return nodes[: worth_expanding(probabilities, rows, session.price, times, session.chance)]
+        probabilities, rows = session.tree.probabilities(nodes), rows_of_pass(session, nodes)
+    return Wanted(nodes, Candidates(probabilities, rows, session.price, session.chance))
+
+
+def worth_together(wanted: Sequence[Wanted], times: PassTimes) -> list[int]:
+    """Return how many nodes of each tree the next pass should expand."""
+    priced = [one.candidates for one in wanted if one.candidates is not None]
+    free = sum(len(one.nodes) for one in wanted if one.candidates is None)
+    counts = iter(worth_expanding(priced, times, beside=free) if priced else ())
+    return [len(one.nodes) if one.candidates is None else next(counts) for one in wanted]

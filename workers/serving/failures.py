@@ -16,6 +16,7 @@ from dovetail.protocol.messages import (
     Close,
     Command,
     Draft,
+    Drafts,
     Event,
     Failed,
     Feed,
@@ -65,6 +66,8 @@ def failed_events(command: Command, epoch: int, error: RequestError) -> list[Eve
         case Verify():
             subjects = [(item.session, item.round) for item in command.items]
             subjects += [(item.session, item.round) for item in command.reads]
+        case Drafts():
+            subjects = [(order.session, order.round) for order in command.orders]
         case Read():
             subjects = [(command.item.session, command.item.round)]
         case Open() | Feed() | Refeed() | Draft():

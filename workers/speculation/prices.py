@@ -10,6 +10,7 @@ Knows numbers only: no model, no tree and no clock.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -75,6 +76,17 @@ class PassTimes:
             or 0.0
         )
 
+    def estimates_ns(self, rows: NDArray[np.intp], beside: int = 0) -> NDArray[np.float64]:
+        """Return what passes of so many rows will take, beyond a pass of `beside` rows."""
+        known = {
+            rows_class(count): self.estimate_ns(count)
+            for count in {1 << (most - 1).bit_length() for most in rows.tolist() if most}
+        }
+        already_ns = self.estimate_ns(beside)
+        return np.array(
+            [(known[rows_class(count)] if count else 0.0) - already_ns for count in rows.tolist()]
+        )
+
 
 @dataclass
 class Chance:
@@ -88,30 +100,58 @@ class Chance:
         self.value += FORGETTING * (found - self.value)
 
 
-def worth_expanding(
-    probabilities: NDArray[np.float32],
-    rows: NDArray[np.intp],
-    price: Price,
-    times: PassTimes,
-    chance: Chance,
-) -> int:
-    """Return how many of some nodes, best first, the next pass should expand: where its gain is
-    furthest above its price; 0 if it is nowhere above.
+@dataclass(frozen=True)
+class Candidates:
+    """Nodes of one tree that a pass may expand, best first, and what the order pays for it."""
 
-    `probabilities` [N]: of the nodes' paths. `rows` [N]: how many rows the first 1, 2, ... of them
-    take. Nodes below the floor never count; without a rate all the others do.
+    probabilities: NDArray[np.float32]
+    """[N]: of the nodes' paths."""
+    rows: NDArray[np.intp]
+    """[N]: how many rows the first 1, 2, ... of them take."""
+    price: Price
+    chance: Chance
+
+    @property
+    def gains(self) -> NDArray[np.float64]:
+        """Tokens that each node brings, of those at or above the floor."""
+        worth = int(np.count_nonzero(self.probabilities >= self.price.floor))
+        found: NDArray[np.float64] = np.maximum(
+            self.chance.value * self.probabilities[:worth].astype(np.float64) - self.price.floor,
+            0.0,
+        )
+        return found
+
+
+def worth_expanding(
+    trees: Sequence[Candidates], times: PassTimes, *, beside: int = 0
+) -> Sequence[int]:
+    """Return how many nodes of each tree the next pass should expand: where what all of them bring
+    is furthest above the price of all their rows; none where it is nowhere above.
+
+    Nodes below the floor never count; without a rate all the others do. `beside`: other rows of the
+    pass, which are computed in any case. A second is worth as much as the trees say in the mean.
     """
-    worth = int(np.count_nonzero(probabilities >= price.floor))
-    if price.rate is None or not worth:
-        return worth
-    gains = np.cumsum(
-        np.maximum(chance.value * probabilities[:worth].astype(np.float64) - price.floor, 0.0)
+    gains = [tree.gains for tree in trees]
+    counts = np.array([len(its) for its in gains])
+    priced = [place for place, tree in enumerate(trees) if tree.price.rate is not None]
+    for place, tree in enumerate(trees):
+        if tree.price.rate is None and counts[place]:
+            beside += int(tree.rows[counts[place] - 1])
+    if not any(counts[place] for place in priced):
+        return [int(count) for count in counts]
+    rate = sum(trees[place].price.rate or 0.0 for place in priced) / len(priced)
+    whose = np.repeat(priced, counts[priced])
+    gained = np.concatenate([gains[place] for place in priced])
+    rows = np.concatenate(
+        [np.diff(trees[place].rows[: counts[place]], prepend=0) for place in priced]
     )
-    costs = (
-        price.rate * 1e-9 * np.array([times.estimate_ns(count) for count in rows[:worth].tolist()])
-    )
-    best = int(np.argmax(gains - costs))
-    return best + 1 if gains[best] > costs[best] else 0
+    order = np.argsort(-gained, kind="stable") if len(priced) > 1 else np.arange(len(gained))
+    costs = rate * 1e-9 * (times.estimates_ns(beside + np.cumsum(rows[order]), beside))
+    worth = np.cumsum(gained[order]) - costs
+    best = int(np.argmax(worth))
+    taken = whose[order[: best + 1]] if worth[best] > 0.0 else whose[:0]
+    counts[priced] = np.bincount(taken, minlength=len(trees))[priced]
+    return [int(count) for count in counts]
 
 
 def most_used(probabilities: NDArray[np.float32], width: int, times: PassTimes) -> int:

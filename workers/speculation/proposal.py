@@ -1,7 +1,9 @@
 """The order for a draft, and its proposal. Knows no tensors: a draft without a model speaks of the
 same."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.tree import TokenTree
@@ -29,6 +31,25 @@ class Price:
 
 
 FREE = Price()
+SessionCo = TypeVar("SessionCo", covariant=True)
+
+
+@dataclass(frozen=True)
+class Order(Generic[SessionCo]):
+    """The order for one session: its root moves below the `accepted` nodes of its last proposal,
+    over `bonus` and `more`, and a tree of this shape is grown there."""
+
+    session: SessionCo
+    accepted: Sequence[int]
+    bonus: int
+    shape: Shape
+    deadline_ns: int | None = None
+    """Growth stops at the first pass that ends after it on the clock; None: there is none."""
+    more: Sequence[int] = ()
+    """Tokens that were committed behind the bonus."""
+    price: Price = FREE
+    ahead: bool = False
+    """True if growth goes on when the proposal has left."""
 
 
 @dataclass(frozen=True)

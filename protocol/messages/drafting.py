@@ -1,0 +1,162 @@
+"""Orders for a draft, and the proposals that answer them."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dovetail.protocol.arrays import Array, stack
+from dovetail.protocol.messages.parts import (
+    MAX_NODES,
+    MAX_PASSES,
+    MAX_SESSIONS,
+    MAX_TOKENS,
+    AboutSession,
+    BesideFields,
+    Count,
+    Message,
+    Nanoseconds,
+    NodeParents,
+    Nodes,
+    NodeTokens,
+    Rows,
+    SpanFields,
+    Token,
+    Tokens,
+)
+from dovetail.protocol.tree import TokenTree
+
+
+class Draft(AboutSession):
+    """The verdict on the last proposal and the order for the next: `accepted` are node indices of
+    the last Drafted, `bonus` follows them."""
+
+    ARRAYS = ("features",)
+    type: Literal["draft"] = "draft"
+    prefix: Count
+    """Committed length including `accepted` and `bonus`."""
+    accepted: Nodes
+    bonus: Token
+    more: Tokens = ()
+    """Tokens that were committed behind the bonus in rounds in which nothing was drafted; `round`
+    has moved on by as many rounds as that took."""
+    max_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)]
+    max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    max_width: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    deadline_ms: Annotated[float, Field(gt=0.0, le=3.6e6)] | None = None
+    """Growth stops at the first level that ends after it; none: no deadline."""
+    rate: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
+    """Tokens that a second is worth to the session: growth whose expected gain is below this price
+    of its time is not waited for. None: whatever the policy asks for is grown."""
+    floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """A node less likely than this to be accepted would not be verified: it need not be offered,
+    and nothing is grown below it."""
+    ahead: bool = False
+    """True if growth goes on while the proposal is verified, until the next command."""
+    features: Array | None = None
+    """[1 + accepted + more, row] for a draft that reads its target: of the last root and the
+    accepted nodes, and of the tokens before the last of bonus and `more`. None in round 1, before
+    which the prompt was fed."""
+
+
+class Drafts(Message):
+    """Orders for several sessions at once, whose levels the draft computes in passes that they
+    share. Each is answered as a Draft is, as soon as its own tree is done. Only for a worker whose
+    limits have `together`."""
+
+    ARRAYS = ("features",)
+    type: Literal["drafts"] = "drafts"
+    orders: Annotated[
+        tuple[Draft, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
+    ]
+    """Those of different sessions, each without features of its own."""
+    rows: Annotated[tuple[Rows, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
+    """Rows of `features` that are each order's; empty: there are none."""
+    features: Array | None = None
+    """[sum of rows, row]: the features of all orders, one below the other."""
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> "Drafts":
+        if any(order.features is not None for order in self.orders):
+            raise ValueError("the features of several orders stand below one another")
+        there = 0 if self.features is None else self.features.shape[0] if self.features.shape else 0
+        if (self.rows and len(self.rows) != len(self.orders)) or sum(self.rows) != there:
+            raise ValueError(
+                f"{len(self.orders)} orders have {list(self.rows)} rows of features, and {there} "
+                "came"
+            )
+        return self
+
+    @classmethod
+    def of(cls, orders: Sequence[Draft]) -> "Drafts":
+        """Return several orders as one command; the features of all have one type and width."""
+        features = [order.features for order in orders]
+        some = [array for array in features if array is not None]
+        return cls.model_construct(
+            epoch=orders[0].epoch,
+            orders=tuple(
+                order if order.features is None else order.model_copy(update={"features": None})
+                for order in orders
+            ),
+            rows=tuple(0 if array is None else array.shape[0] for array in features)
+            if some
+            else (),
+            features=stack(some) if some else None,
+        )
+
+    def split(self) -> Sequence[Draft]:
+        """Return the orders, each with its features."""
+        if self.features is None:
+            return self.orders
+        stops = [*accumulate(self.rows)]
+        return [
+            order.model_copy(update={"features": self.features.rows(stop - count, stop)})
+            if count
+            else order
+            for order, count, stop in zip(self.orders, self.rows, stops, strict=True)
+        ]
+
+
+class Drafted(AboutSession):
+    """A proposal: nodes best first, a parent before its children, so that every prefix of the list
+    is a tree."""
+
+    ARRAYS = ("candidates", "probabilities")
+    type: Literal["drafted"] = "drafted"
+    tokens: NodeTokens
+    parents: NodeParents
+    scores: Annotated[tuple[float, ...], Field(max_length=MAX_NODES, fail_fast=True)]
+    """Path log-probabilities (float32 values)."""
+    grown: Annotated[int, Field(ge=0, le=1 << 24)]
+    """Nodes that joined the tree between the order and this proposal."""
+    hit: bool
+    """True if the root lay in the tree that was there already."""
+    ahead: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Nodes that had joined the tree between the last proposal and the order."""
+    wasted: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Nodes, neither offered nor below the new root, that were dropped when the root moved."""
+    passes: Annotated[
+        tuple[tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], Nanoseconds], ...],
+        Field(max_length=MAX_PASSES, fail_fast=True),
+    ] = ()
+    """(rows, duration) of the draft's passes between the order and this proposal, and of the last
+    ones before it."""
+    entropy: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """Cumulative top-K entropy, in nats, of the path whose last token is the surest, where the
+    policy asks for it (HeteroSpec, section 4.1)."""
+    spans: SpanFields = ()
+    beside: BesideFields = ()
+    """Spans of what this worker did beside its commands since it last said so: growth ahead,
+    messages."""
+    candidates: Array | None = None
+    """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among
+    which the children of the root (row 0) and of node i (row i + 1) were drawn, without replacement
+    and siblings in the order of their nodes."""
+    probabilities: Array | None = None
+    """float32 [1 + nodes, K] of the candidates. Rows of nodes without children, and places behind
+    the last candidate, are 0."""
+
+    @property
+    def tree(self) -> TokenTree:
+        return TokenTree(self.tokens, self.parents)

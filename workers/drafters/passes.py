@@ -1,0 +1,157 @@
+"""Passes of a draft over rows of several sessions.
+
+What a session needs computed, a log or nodes of its tree, is a `Reading`: it asks for its rows part
+by part, and goes on with what was computed for each. Parts of one kind are computed in one pass.
+Knows no trees.
+"""
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.models.segment import Segment
+from dovetail.workers.speculation.growth import Nodes
+
+EMPTY = torch.empty(0)
+ResultT = TypeVar("ResultT")
+
+
+class Part(Protocol):
+    """Rows of one session."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Parts of one kind may share a pass."""
+
+    @property
+    def count(self) -> int:
+        """Rows that it has."""
+
+
+Steps = Generator[Any, Any, Tensor]
+"""Yields parts, is sent what was computed for each, and returns logits [N, V]."""
+Compute = Callable[[Sequence[Any]], Sequence[Any]]
+"""Parts of one kind -> what was computed for each."""
+
+
+@dataclass
+class Reading:
+    """The rows of one session that are being computed: of its log, or of `nodes`."""
+
+    nodes: Nodes
+    begin: Callable[[], Steps]
+    since_ns: int = 0
+    """When its first pass began."""
+    rows: int = 0
+    """Rows of its passes, with those of other sessions."""
+    own_rows: int = 0
+    """Rows that it has had computed for itself."""
+    logits: Tensor | None = None
+    """[N, V] after the nodes, once all is computed."""
+    error: Exception | None = None
+    """The reason why it failed."""
+    part: Any = None
+    """The part that it asks for next."""
+    _steps: Steps | None = field(default=None, repr=False)
+
+    @property
+    def over(self) -> bool:
+        """Return whether it asks for nothing more."""
+        return self.logits is not None or self.error is not None
+
+    def go_on(self, found: Any = None) -> None:
+        """Go on to the next part, with what was computed for the last one."""
+        try:
+            if self._steps is None:
+                self._steps = self.begin()
+            self.part = self._steps.send(found)
+        except StopIteration as end:
+            self.part, self.logits = None, end.value
+        except Exception as error:
+            self.part, self.error = None, error
+
+
+def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) -> None:
+    """Compute the next part of each reading that is not over; one that fails concerns no other.
+    `now_ns`: when this began."""
+    for reading in readings:
+        if reading.part is None:
+            reading.since_ns = now_ns
+            reading.go_on()
+    kinds: dict[Hashable, list[Reading]] = {}
+    for reading in readings:
+        if reading.part is not None:
+            kinds.setdefault(reading.part.kind, []).append(reading)
+    asked = [reading for alike in kinds.values() for reading in alike]
+    rows = sum(reading.part.count for reading in asked)
+    for reading in asked:
+        reading.rows += rows
+        reading.own_rows += reading.part.count
+    for alike in kinds.values():
+        _pass(alike, compute)
+
+
+def _pass(readings: Sequence[Reading], compute: Compute) -> None:
+    """Compute a part of each in one pass. If that fails, one session may be to blame: then each
+    gets a pass of its own."""
+    try:
+        found = compute([reading.part for reading in readings])
+    except Exception as error:
+        if len(readings) > 1:
+            for reading in readings:
+                _pass([reading], compute)
+        else:
+            readings[0].part, readings[0].error = None, error
+        return
+    for reading, its in zip(readings, found, strict=True):
+        reading.go_on(its)
+
+
+def read_alone(steps: Generator[Any, Any, ResultT], compute: Compute) -> ResultT:
+    """Return what `steps` come to, each part computed by itself."""
+    try:
+        part = next(steps)
+        while True:
+            (found,) = compute([part])
+            part = steps.send(found)
+    except StopIteration as end:
+        result: ResultT = end.value
+        return result
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one session for a model or a head."""
+
+    tokens: Tensor
+    """int64 [N]; `positions` likewise."""
+    positions: Tensor
+    segment: Segment
+    wanted: int
+    """So many of the last rows are those that something is asked about."""
+    kind: Hashable = None
+    features: Tensor = EMPTY
+    """[N, W], for a head."""
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all of them, one below the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
+
+
+def wanted_rows(parts: Sequence[Rows]) -> Tensor | None:
+    """Return which rows of a pass are wanted, int64; None: all of them."""
+    if all(part.wanted == part.count for part in parts):
+        return None
+    stops = accumulate(part.count for part in parts)
+    return torch.cat(
+        [torch.arange(stop - part.wanted, stop) for part, stop in zip(parts, stops, strict=True)]
+    )

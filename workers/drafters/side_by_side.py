@@ -1,0 +1,192 @@
+"""Trees of several sessions that grow side by side: a pass expands nodes of all of them, and each
+session is done as soon as nothing in its own tree is worth a pass any more.
+
+What a pass may expand of a tree its policy says, how much of that is worth the rows `worth.py`;
+which rows these are, and what becomes of them, is the engine's business.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from dovetail.protocol.spans import Spans
+from dovetail.protocol.tree import ROOT
+from dovetail.workers.drafters.passes import Reading, Steps, read_together
+from dovetail.workers.drafters.session import NO_NODES, GrowingSession, WaitingTime
+from dovetail.workers.drafters.worth import Wanted, hardly_matters, wanted_of, worth_together
+from dovetail.workers.speculation.growth import Nodes
+from dovetail.workers.speculation.prices import PassTimes
+from dovetail.workers.speculation.proposal import Shape
+
+SessionT = TypeVar("SessionT", bound=GrowingSession)
+OwnT = TypeVar("OwnT", bound=GrowingSession, contravariant=True)
+
+
+class Pass(NamedTuple):
+    """One pass, of the model for a session: how many nodes joined its pool, how many rows were
+    computed, with those of other sessions, and when it began and ended on the clock."""
+
+    added: int
+    rows: int
+    start_ns: int
+    end_ns: int
+
+
+class Engine(Protocol[OwnT]):
+    """The part of an engine that computes for trees that grow."""
+
+    given_up: float
+
+    def now_ns(self) -> int:
+        """The clock that passes and deadlines are measured by."""
+
+    def steps(self, session: OwnT, nodes: Nodes, shape: Shape, /) -> Steps:
+        """Compute the logits after `nodes`; the root (-1) is by itself."""
+
+    def steps_ahead(self, session: OwnT, nodes: Nodes, /) -> Steps:
+        """Compute what `steps` does where nobody waits."""
+
+    def compute(self, parts: Sequence[Any], /) -> Sequence[Any]:
+        """Compute parts of one kind in one pass."""
+
+    def rows_of_pass(self, session: OwnT, nodes: Nodes, /) -> Nodes:
+        """Return how many rows the first 1, 2, ... of `nodes` take."""
+
+    def take(self, session: OwnT, reading: Reading, /) -> int:
+        """Put what was computed into the tree; how many nodes joined it."""
+
+
+@dataclass(eq=False)
+class Growth(Generic[SessionT]):
+    """The tree of one session, while an order for it is carried out."""
+
+    place: int
+    """The order's, among those that came with it."""
+    session: SessionT
+    shape: Shape
+    deadline_ns: int | None
+    hit: bool
+    unused: int
+    """Nodes there were that had neither been offered last nor lay on the way."""
+    waited: WaitingTime
+    """The time before the order."""
+    passes: list[Pass] = field(default_factory=list)
+    wanted: Wanted | None = None
+    """Nodes that its next pass may expand."""
+    reading: Reading | None = None
+    """Rows that are being computed for it."""
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._offers = self.session.policy.passes(self.session.tree, self.shape)
+        self._offer = self._left_out = NO_NODES
+
+    def look(self, engine: Engine[SessionT]) -> bool:
+        """See what the next pass may expand; False: the tree is done. Nothing is offered that there
+        are no rows for, or that was left out the last time."""
+        session = self.session
+        for offer in self._offers:
+            at_root, free = offer[0] == ROOT, session.free_rows
+            if not (at_root or free) or np.array_equal(offer, self._left_out):
+                return False
+            self._offer = offer
+            if at_root or not hardly_matters(session, self.shape, engine.given_up):
+                nodes = offer if at_root else offer[:free]
+                self.wanted = wanted_of(session, nodes, engine.rows_of_pass)
+                return True
+            self._left_out = offer
+        return False
+
+    def choose(self, count: int, engine: Engine[SessionT]) -> None:
+        """Expand the first `count` nodes of what is wanted in the next pass."""
+        assert self.wanted is not None
+        session, shape, nodes = self.session, self.shape, self.wanted.nodes[:count]
+        self.wanted = None
+        if count:
+            self.reading = Reading(nodes, lambda: engine.steps(session, nodes, shape))
+        else:
+            self._left_out = self._offer
+
+    def past(self, end_ns: int) -> bool:
+        """Return whether it is past the deadline."""
+        return self.deadline_ns is not None and end_ns > self.deadline_ns
+
+
+@dataclass(frozen=True)
+class SideBySide(Generic[SessionT]):
+    """Grows trees."""
+
+    engine: Engine[SessionT]
+    times: PassTimes
+    """Learns what passes take."""
+    spans: Spans
+
+    def grow(self, growths: Sequence[Growth[SessionT]]) -> Iterator[Growth[SessionT]]:
+        """Grow the trees; yield each as soon as it is done, or has failed."""
+        growing = [*growths]
+        while growing:
+            for growth in [*growing]:
+                if growth.error is not None or not self._goes_on(growth):
+                    growing.remove(growth)
+                    yield growth
+            self._choose([growth for growth in growing if growth.wanted is not None])
+            if reading := [growth for growth in growing if growth.reading is not None]:
+                for growth in self._pass(reading):
+                    growing.remove(growth)
+                    yield growth
+
+    def _goes_on(self, growth: Growth[SessionT]) -> bool:
+        """Return whether a tree is to grow further."""
+        if growth.reading is not None:
+            return True
+        try:
+            return growth.look(self.engine)
+        except Exception as error:
+            growth.error = error
+            return False
+
+    def _choose(self, growths: Sequence[Growth[SessionT]]) -> None:
+        """Choose what the next pass expands, by the rows of all together."""
+        wanted = [growth.wanted for growth in growths if growth.wanted is not None]
+        for growth, count in zip(growths, worth_together(wanted, self.times), strict=True):
+            growth.choose(count, self.engine)
+
+    def _pass(self, growths: Sequence[Growth[SessionT]]) -> list[Growth[SessionT]]:
+        """Make a pass that is waited for; only such passes have spans. Return those that are past
+        their deadlines with it."""
+        readings = [growth.reading for growth in growths if growth.reading is not None]
+        at_root = all(reading.nodes[0] == ROOT for reading in readings)
+        with self.spans.measure("root" if at_root else "level"):
+            start_ns = self.engine.now_ns()
+            read_together(readings, self.engine.compute, start_ns)
+            done = [
+                growth
+                for growth, reading in zip(growths, readings, strict=True)
+                if reading.over and self._take(growth, reading)
+            ]
+            end_ns = self.engine.now_ns()
+        return self._note(done, end_ns)
+
+    def _take(self, growth: Growth[SessionT], reading: Reading) -> bool:
+        """Put what was computed into the tree; False: it failed."""
+        growth.reading, growth.error = None, reading.error
+        if reading.error is None:
+            try:
+                added = self.engine.take(growth.session, reading)
+                growth.passes.append(Pass(added, reading.rows, reading.since_ns, 0))
+            except Exception as error:
+                growth.error = error
+        return growth.error is None
+
+    def _note(self, done: Sequence[Growth[SessionT]], end_ns: int) -> list[Growth[SessionT]]:
+        """Note when the passes of these ended."""
+        for growth in done:
+            growth.passes[-1] = growth.passes[-1]._replace(end_ns=end_ns)
+        for rows, start_ns in {
+            (growth.passes[-1].rows, growth.passes[-1].start_ns) for growth in done
+        }:
+            if rows:
+                self.times.add(rows, end_ns - start_ns)
+        return [growth for growth in done if growth.past(end_ns)]
