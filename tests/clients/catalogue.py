@@ -29,6 +29,7 @@ CLIENTS = (
     ClientKind("lm-eval", ("lm-eval[api]>=0.4.9", "transformers>=5,<6"), "lm_eval_cli.py"),
     ClientKind("inspect-ai", ("inspect-ai>=0.3.200", "openai>=2"), "inspect_cli.py"),
     ClientKind("guidellm", ("guidellm>=0.8,<0.9",), "guidellm_cli.py"),
+    ClientKind("vllm", ("vllm[bench]>=0.33,<0.34",), "vllm_bench.py"),
     ClientKind("schemathesis", ("schemathesis>=4",), "schemathesis_cli.py"),
 )
 BY_NAME = {client.name: client for client in CLIENTS}
