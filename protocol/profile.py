@@ -64,6 +64,8 @@ class ProfileKey(Frozen):
     """`shapes_key()` of the model."""
     cache: str = "fp32"
     """The type of keys and values."""
+    shards: Positive = 1
+    """The memory nodes that the target is spread over."""
 
 
 class LinearChoice(Frozen):
@@ -127,11 +129,24 @@ class Entry(Frozen):
         return self.model_copy(update={"levels": levels})
 
 
+class NodeTimes(Frozen):
+    """Seconds of a pass of a target on one memory node of a machine, and spread over all of
+    them."""
+
+    key: tuple[str, ...]
+    """Machine, nodes, model and settings: change any of these, and it is measured anew."""
+    rows: Positive
+    alone_s: Seconds
+    sharded_s: Seconds
+
+
 class Profile(Frozen):
     """The whole file."""
 
     format: Literal[1] = 1
     entries: tuple[Entry, ...] = ()
+    nodes: tuple[NodeTimes, ...] = ()
+    """At most one for each key."""
 
     def find(self, key: ProfileKey) -> Entry:
         """Return what is known under a key; an empty entry if nothing is."""
@@ -141,6 +156,12 @@ class Profile(Frozen):
         """This entry in place of the one of the same key."""
         return self.model_copy(
             update={"entries": (*(e for e in self.entries if e.key != entry.key), entry)}
+        )
+
+    def with_nodes(self, times: NodeTimes) -> "Profile":
+        """These seconds in place of those of the same key."""
+        return self.model_copy(
+            update={"nodes": (*(n for n in self.nodes if n.key != times.key), times)}
         )
 
 
@@ -179,18 +200,24 @@ def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]
 
     Returns the new entry. `ProfileError` if the file cannot be written.
     """
+    found = rewrite_profile(path, lambda known: known.with_entry(change(known.find(key))))
+    return found.find(key)
+
+
+def rewrite_profile(path: Path, change: Callable[[Profile], Profile]) -> Profile:
+    """Replace the profile on disk by `change` of it, while nobody else does, and return it;
+    `ProfileError` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(path.name + ".lock")):
-            profile = load_profile(path)
-            entry = change(profile.find(key))
-            _write(path, profile.with_entry(entry).model_dump_json(indent=1))
+            profile = change(load_profile(path))
+            _write(path, profile.model_dump_json(indent=1))
     except OSError as error:
         raise ProfileError(
             f"the profile file {path} cannot be written ({error.strerror}): free some space there, "
             "or set XDG_CACHE_HOME to another folder"
         ) from None
-    return entry
+    return profile
 
 
 def machine_key(cpuinfo: Path = Path("/proc/cpuinfo"), *, cores: int | None = None) -> str:

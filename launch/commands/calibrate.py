@@ -10,6 +10,7 @@ file, from where workers read it and tell it the coordinator.
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,19 @@ from dovetail.launch.files.directory import profile_path, writable_profile_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.calibration_tables import chart_of, read_found, show_found
-from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.machine.measurement import Role
-from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.machine.sharding import (
+    choice_of,
+    layout_for,
+    may_be_sharded,
+    node_times,
+    other_layout,
+)
+from dovetail.launch.machine.topology import format_numbers, read_topology
 from dovetail.launch.processes.preflight import (
     check_draft,
     check_inflation,
     check_source,
-    estimated_bytes,
     is_path,
     memory_bytes,
 )
@@ -40,8 +46,14 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.files import writing
-from dovetail.protocol.profile import Entry, ProfileKey, load_profile, update_profile
-from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN
+from dovetail.protocol.profile import (
+    Entry,
+    ProfileKey,
+    load_profile,
+    rewrite_profile,
+    update_profile,
+)
+from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN, TargetSettings
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
@@ -97,6 +109,9 @@ def command(
 
     With --target.split.device DEVICE or --target.device DEVICE the times of layers on it are
     measured, resident and streamed, and its link. `dovetail plan` composes placements from them.
+
+    On a machine with several memory nodes a target is measured twice, on the best one and spread
+    over all of them, and target.numa auto takes the faster of both from then on.
     """
     if math.isnan(seconds):  # which no range excludes
         raise UserError("--seconds nan is not a number of seconds: write one such as 30")
@@ -125,6 +140,8 @@ def command(
         click.echo(json.dumps(found))
         return
     show_found(found)
+    if words := choice_of(configuration.settings.target).words:
+        click.echo(words)
     note(
         f"saved in {profile}"
         if profile is not None
@@ -194,6 +211,18 @@ def _keep_target(
         _keep(profile, key, lambda entry: entry.with_device(read_found(DeviceCosts, parts)))
 
 
+def _keep_nodes(target: TargetSettings, both: Sequence[dict[str, Any]]) -> None:
+    """Write what the target takes on one memory node and spread over all of them into the profile
+    file, which target.numa = 'auto' goes by."""
+    if (profile := writable_profile_path()) is None:
+        return
+    costs = [read_found(Calibration, found["calibration"]) for found in both]
+    for found, calibration in zip(both, costs, strict=True):
+        _keep(profile, found["key"], partial(Entry.with_calibration, calibration=calibration))
+    times = node_times(target, read_topology(), *costs)
+    rewrite_profile(profile, lambda known: known.with_nodes(times))
+
+
 def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:
     update_profile(profile, ProfileKey.model_validate(key), change)
 
@@ -203,9 +232,7 @@ def _measure_both(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return what is found of the target, and of the draft if there is one."""
     target = configuration.settings.target
-    place = lay_out_here(
-        numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)
-    )
+    place = layout_for(target)
     long = f"--seconds={seconds}"
     ours = [
         *(long, *(f"--context={length}" for length in contexts)),
@@ -214,6 +241,11 @@ def _measure_both(
     ]
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
         found = _measure(supervisor, "target", place.target, ours, step)
+        by_kernels = found["backends"]["backend"] == "kernels"
+        if isa is None and by_kernels and may_be_sharded(target, read_topology()):
+            other = other_layout(target, read_topology(), place).target
+            both = [found, _measure(supervisor, "target", other, ours, step)]
+            _keep_nodes(target, both if other.shards else both[::-1])
         if not _has_draft(configuration):
             return found, None
         drafts = [long, *_draft_arguments(configuration)]
@@ -230,7 +262,7 @@ def _measure(
     """Return what a process of `role` finds, bound to `place`."""
     where = [
         f"--role={role}",
-        f"--cores={format_numbers(place.cores)}",
+        f"--cores={place.cores_text}",
         f"--memory-nodes={format_numbers(place.nodes)}",
     ]
     child = supervisor.start(

@@ -19,7 +19,7 @@ from dovetail.launch.console.network_notice import leaves_the_machine
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import only_announcement
-from dovetail.launch.machine.fit import check_memory, only_node
+from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.preflight import check_draft, check_target
@@ -176,8 +176,8 @@ def _check_models(configuration: Configuration, role: Played) -> None:
         check_target(configuration.settings)
     if role != "target":
         check_draft(configuration.settings)
-    node = only_node(layout_of(configuration.settings).target) if role == "target" else None
-    check_memory(configuration.settings, (role,), node=node)
+    nodes = nodes_of(layout_of(configuration.settings).target) if role == "target" else ()
+    check_memory(configuration.settings, (role,), nodes=nodes)
 
 
 def _wait_for_another_machine(

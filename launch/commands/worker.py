@@ -15,7 +15,8 @@ from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
 from dovetail.launch.console.terminal import note
 from dovetail.launch.machine.binding import Binding, Place, bind
-from dovetail.launch.machine.fit import check_memory, only_node
+from dovetail.launch.machine.fit import check_memory, nodes_of
+from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.processes.child import (
     LET_GO,
     end_when_told,
@@ -54,14 +55,18 @@ RECONNECT_S = 300.0
     "[default: the only one of this user]",
 )
 @click.option(
-    "--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]"
+    "--cores",
+    metavar="LIST",
+    help="Cores to bind to, such as 0,2-3; of a target in two shards 0-3/4-7.  "
+    "[default: not bound]",
 )
 @click.option(
     "--memory-nodes",
     metavar="LIST",
     default="",
     cls=Rare,
-    help="Memory nodes to take memory from, with --cores.  [default: not bound]",
+    help="Memory nodes to take memory from, with --cores; one for each shard.  "
+    "[default: not bound]",
 )
 @click.option(
     "--reconnect-s",
@@ -130,15 +135,22 @@ def command(
         "unified": [check_target, check_unified],
     }[role]:
         check(configuration.settings)
-    place = place_of(role, configuration.settings.target, cores, memory_nodes)
+    target = configuration.settings.target
+    place = place_of(role, target, cores, memory_nodes)
     if parent is None:  # else it was looked at before any process was started
-        check_memory(configuration.settings, (role,), node=only_node(place))
+        check_memory(configuration.settings, (role,), nodes=nodes_of(place))
     binding = bind(place) if place is not None else Binding("none", Place(()))
-    threads = thread_count(role, configuration.settings.target, place)
+    threads = thread_count(role, target, place)
     if own_log:
         keep_stderr_short()
     os.environ.update(thread_environment(threads))
     say = note if parent is None else lambda _: None
+    if (
+        role == "target"
+        and cores is None
+        and (words := choice_of(configuration.settings.target).words)
+    ):
+        say(words)
     with nullcontext() if parent is None else ending_at_once():
         if told := connect == TOLD:
             connect = await_address(configuration, role)
@@ -149,7 +161,7 @@ def command(
             reconnect_s,
             name or role,
             threads,
-            str(binding),
+            binding,
             say,
             standby,
             told,

@@ -86,7 +86,7 @@ FLAGS = (
     ),
     Foreign(("--kv-cache-dtype",), VLLM, "`--target.cache fp32` or `half`; no fewer bits"),
     Foreign(("-t", "--threads", "-tb", "--threads-batch"), LLAMA, "`--target.threads N`"),
-    Foreign(("--numa",), LLAMA, "`--target.numa auto`, a node, a list of nodes, or `off`"),
+    Foreign(("--numa",), LLAMA, "`--target.numa auto`, `shard`, a node, a list of nodes, or `off`"),
     Foreign(
         ("-C", "--cpu-mask", "-Cr", "--cpu-range"),
         LLAMA,

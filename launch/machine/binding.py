@@ -31,6 +31,20 @@ class Place:
 
     cores: tuple[int, ...]
     nodes: tuple[int, ...] = ()
+    shards: tuple[tuple[int, ...], ...] = ()
+    """The cores of each shard of a target; its memory comes from the node that stands at the same
+    place in `nodes`, if there are any. None: it is not spread."""
+
+    @property
+    def shards_at_nodes(self) -> tuple[tuple[tuple[int, ...], int | None], ...]:
+        """The cores of each shard, and its node if that is known."""
+        nodes = self.nodes or (None,) * len(self.shards)
+        return tuple(zip(self.shards, nodes, strict=True)) if self.shards else ()
+
+    @property
+    def cores_text(self) -> str:
+        """The cores as --cores takes them: "0-3", or "0-3/4-7" of two shards."""
+        return "/".join(map(format_numbers, self.shards or (self.cores,)))
 
 
 @dataclass(frozen=True)
@@ -42,12 +56,13 @@ class Binding:
     reason: str = ""
 
     def __str__(self) -> str:
-        """Format it for `status`: "full: cores 0-7, memory of node 1", "cores 0-7, memory not bound
-        (why)", "none (why)"."""
+        """Format it for `status`: "full: cores 0-7, memory of node 1", "full: cores 0-3/4-7 in 2
+        shards, memory of node 0-1", "cores 0-7, memory not bound (why)", "none (why)"."""
         because = f" ({self.reason})" if self.reason else ""
         if self.level == "none":
             return f"none{because}"
-        cores = format_numbers(self.place.cores)
+        shards = len(self.place.shards)
+        cores = self.place.cores_text + (f" in {shards} shards" if shards else "")
         if self.level == "full":
             return f"full: cores {cores}, memory of node {format_numbers(self.place.nodes)}"
         return f"cores {cores}, memory not bound{because}"
@@ -84,7 +99,8 @@ class Linux:
 
 def bind(place: Place, system: System | None = None) -> Binding:
     """Bind this process to a place, as far down the ladder as it has to be; memory of several nodes
-    is taken from them in turn."""
+    is taken from them in turn. Of shards the kernels bind threads and weights, and whether they may
+    is tried here."""
     system = system or Linux()
     try:
         system.set_affinity(place.cores)
@@ -92,17 +108,22 @@ def bind(place: Place, system: System | None = None) -> Binding:
         return Binding("none", place, f"sched_setaffinity refused: {error.strerror}")
     if not place.nodes:
         return Binding("cores", place)
-    try:
-        system.set_memory_policy(
-            MPOL_BIND if len(place.nodes) == 1 else MPOL_INTERLEAVE, place.nodes
-        )
-    except OSError as error:
-        return Binding(
-            "cores",
-            place,
-            f"set_mempolicy refused node {format_numbers(place.nodes)}: {error.strerror}",
-        )
+    if refusal := _bind_memory(place, system):
+        why = f"set_mempolicy refused node {format_numbers(place.nodes)}: {refusal}"
+        return Binding("cores", place, why)
     return Binding("full", place)
+
+
+def _bind_memory(place: Place, system: System) -> str:
+    """Return why memory is not bound; empty if it is, or if the kernels may bind that of shards."""
+    if place.shards:
+        return memory_refusal(place.nodes, system)
+    mode = MPOL_BIND if len(place.nodes) == 1 else MPOL_INTERLEAVE
+    try:
+        system.set_memory_policy(mode, place.nodes)
+    except OSError as error:
+        return error.strerror or "refused"
+    return ""
 
 
 def memory_refusal(nodes: Sequence[int], system: System | None = None) -> str:

@@ -7,7 +7,8 @@ half of its speed or more: the draft then has the last core in turns with it, an
 ahead (see `dovetail.runtime.control.pairs`), as a core that two busy processes share costs the
 target far more than it brings: its threads wait for each other at every layer. On a machine with
 several nodes the target gets the best one whole, cores and memory - more of them only where its
-weights do not fit into one - and draft and coordinator go to another node. One thread runs on a
+weights do not fit into one - and draft and coordinator go to another node. With `shard` it is
+spread over all nodes, and the draft has the last core. One thread runs on a
 physical core: its second hardware thread shares the units that the target keeps busy. That all
 holds for the target alone too, whose output then is the same to the last rounding: nothing here
 depends on the draft. The coordinator's few microseconds a round fall where a worker waits for it.
@@ -18,15 +19,17 @@ what it builds on.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import zip_longest
+from typing import Literal, TypeVar
 
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.topology import Node, Topology, cpus_for, format_numbers, read_topology
 from dovetail.protocol.errors import UserError
 
 Threads = int | Literal["auto"]
+ItemT = TypeVar("ItemT")
 
 MOST_SHARED = 2
 """Cores of which the target leaves none to its draft."""
@@ -54,11 +57,14 @@ def lay_out(
 ) -> CoreLayout:
     """Assign cores and memory nodes to the processes.
 
-    `numa`: auto, off (no node is told from another), or the nodes of the target as "0" or "0,2-3";
+    `numa`: auto, off (no node is told from another), shard, or the nodes of the target as "0" or
+    "0,2-3";
     `threads`: how many cores the target was told to take, from the first on, second hardware
     threads last; `target_bytes`: what its weights need, 0 if that is not known. `UserError` if
     there is no such node or not that many hardware threads.
     """
+    if numa == "shard":
+        return lay_out_shards(topology, threads)
     own = target_nodes(topology, numa, target_bytes)
     other = _best([node for node in topology.computing if node not in own])[:1]
     most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
@@ -67,13 +73,7 @@ def lay_out(
         if numa != "off"
         else sorted(core for node in own for core in node.cores)[:most]
     )
-    if threads != "auto" and threads > len(_threads(cores)):
-        here = sorted(_threads(cores))
-        known = f"of the hardware threads that it may use ({format_numbers(here)})"
-        raise UserError(
-            f"target.threads = {threads} is more than the number {known}, {len(here)}: ask for "
-            "less, or write auto"
-        )
+    _check_threads(threads, _threads(cores))
     elsewhere = [core for node in other for core in node.cores][: most - len(cores)]
     shares = len(cores) == 1 or (len(cores) <= MOST_SHARED and not 0 < target_bytes < SMALL_BYTES)
     left_alone = cores if elsewhere or shares else cores[:-1]
@@ -91,6 +91,48 @@ def lay_out(
         Place(tuple(target), memory),
         Place(there, tuple(node.number for node in other if node.memory_bytes)),
         Place(there),
+    )
+
+
+def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
+    """Spread the target over all nodes that have cores and memory, as evenly as they have cores;
+    the draft gets the last core. `UserError` where there is one such node alone, or a thread for
+    fewer of them."""
+    nodes = [node for node in topology.computing if node.memory_bytes]
+    if len(nodes) < 2:
+        raise UserError(
+            "target.numa = 'shard' spreads a target over memory nodes, and this process may use "
+            f"the cores and the memory of {len(nodes)} ({format_numbers(n.number for n in nodes)})"
+            ": leave it out"
+        )
+    most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
+    cores = _in_turn([(node, core) for core in node.cores] for node in nodes)[:most]
+    spare = cores[-1] if len(cores) > MOST_SHARED else None
+    if threads == "auto":
+        taken = [(node, core[0]) for node, core in cores if (node, core) != spare]
+    else:
+        given = [[core for at, core in cores if at == node] for node in nodes]
+        _check_threads(threads, [thread for own in given if own for thread in _threads(own)])
+        taken = _in_turn(
+            [(node, thread) for thread in _threads(own)]
+            for node, own in zip(nodes, given, strict=True)
+            if own
+        )[:threads]
+    shards = [(node, tuple(core for at, core in taken if at == node)) for node in nodes]
+    if not all(own for _, own in shards):
+        raise UserError(
+            f"target.numa = 'shard': {len(taken)} of {len(nodes)} memory nodes would have a "
+            "thread of the target: raise target.threads, or leave one of the two out"
+        )
+    last, core = cores[-1]
+    return CoreLayout(
+        Place(
+            tuple(core for _, own in shards for core in own),
+            tuple(node.number for node, _ in shards),
+            tuple(own for _, own in shards),
+        ),
+        Place(core[:1], (last.number,)),
+        Place(tuple(sorted(thread for _, core in cores for thread in core))),
     )
 
 
@@ -132,6 +174,24 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return cores
 
 
+def parse_place(cores: str, nodes: str) -> Place:
+    """The place in --cores "0,2-3" and --memory-nodes "0", or of shards in "0-3/4-7" and "0,1";
+    `UserError` for what is no such list, or names a core that is not there or is another shard's,
+    or as many nodes as there are no shards."""
+    shards = tuple(map(parse_cores, cores.split("/")))
+    every, numbers = tuple(core for own in shards for core in own), parse_nodes(nodes)
+    if len(shards) == 1:
+        return Place(every, numbers)
+    if len(set(every)) < len(every):
+        raise UserError(f"--cores {cores}: a core cannot be in two shards: name each once")
+    if numbers and len(numbers) != len(shards):
+        raise UserError(
+            f"--memory-nodes {nodes}: name as many nodes as there are shards in --cores {cores}, "
+            f"{len(shards)}, or none"
+        )
+    return Place(every, numbers, shards)
+
+
 def parse_nodes(text: str) -> tuple[int, ...]:
     """The memory nodes in "0,2-3", none in an empty text; `UserError` if it is no such list.
     Whether they are there, the kernel says."""
@@ -149,8 +209,8 @@ def _named(topology: Topology, numa: str) -> list[Node]:
     numbers = _parse_list(numa)
     if numbers is None:
         raise UserError(
-            f"target.numa = {numa!r} is not possible: write auto, off, a node such as 0, or a "
-            "list of nodes such as 0,1"
+            f"target.numa = {numa!r} is not possible: write auto, off, shard, a node such as 0, or "
+            "a list of nodes such as 0,1"
         )
     here = f"this process may use the nodes {format_numbers(sorted(known))}"
     if missing := sorted(set(numbers) - set(known)):
@@ -177,6 +237,22 @@ def _best(nodes: Sequence[Node]) -> list[Node]:
             node.number,
         ),
     )
+
+
+def _check_threads(wanted: Threads, here: Sequence[int]) -> None:
+    """`UserError` for more threads than there are hardware threads."""
+    if wanted != "auto" and wanted > len(here):
+        known = f"of the hardware threads that it may use ({format_numbers(sorted(here))})"
+        raise UserError(
+            f"target.threads = {wanted} is more than the number {known}, {len(here)}: ask for "
+            "less, or write auto"
+        )
+
+
+def _in_turn(lists: Iterable[Sequence[ItemT]]) -> list[ItemT]:
+    """The first of each list, then the second of each that has one, ..."""
+    rows = zip_longest(*lists)
+    return [item for row in rows for item in row if item is not None]
 
 
 def _threads(cores: Sequence[tuple[int, ...]]) -> list[int]:

@@ -248,10 +248,12 @@ def _memory_nodes(facts: Facts) -> Iterator[Check]:
         )
     else:
         place = lay_out(facts.topology).target
+        several = sum(node.memory_bytes > 0 for node in facts.topology.computing) > 1
         yield Check(
             "memory nodes",
             True,
-            f"{said}; memory can be bound; the target's is node {format_numbers(place.nodes)}",
+            f"{said}; memory can be bound; the target's is node {format_numbers(place.nodes)}"
+            + (", or all with cores by --target.numa shard" if several else ""),
         )
 
 

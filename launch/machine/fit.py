@@ -46,30 +46,35 @@ class Need:
     what: str
     size: int
     """Bytes of memory."""
-    node: int | None = None
-    """The only memory node that it may take memory from."""
+    nodes: tuple[int, ...] = ()
+    """The memory nodes that it has to take memory from, as much from each; none: from any."""
 
 
 def check_memory(
-    settings: Settings, roles: Sequence[str], *, node: int | None = None, room: Room | None = None
+    settings: Settings,
+    roles: Sequence[str],
+    *,
+    nodes: tuple[int, ...] = (),
+    room: Room | None = None,
 ) -> None:
     """`SettingsError` unless processes of these roles (target, draft, unified, coordinator),
     started together, fit into memory.
 
-    `node`: the only memory node of the target; `room`: what there is, unless that is to be looked
-    up. What a hub has and this machine has not yet, and what a GPU takes, is not counted.
-    memory.ram takes the place of what is found: who sets it knows better.
+    `nodes`: the memory nodes that the target is bound to, as `nodes_of` has them; `room`: what
+    there is, unless that is to be looked up. What a hub has and this machine has not yet, and what
+    a GPU takes, is not counted. memory.ram takes the place of what is found: who sets it knows
+    better.
     """
     room = room or _room()
     if settings.memory.ram_bytes is not None:  # it is about a target's own memory
         roles = [role for role in roles if role in ("target", "unified")]
         room = Room(settings.memory.ram_bytes + PROCESS_BYTES, "with a process, as memory.ram says")
-    needs = [*_needs(settings, roles, node)]
+    needs = [*_needs(settings, roles, nodes)]
     if (why := _refusal(needs, room)) is None:
         return
     for name, value, other in _smaller(settings, roles):
-        if _refusal([*_needs(other, roles, node)], room) is None:
-            size = sum(need.size for need in _needs(other, roles, node))
+        if _refusal([*_needs(other, roles, nodes)], room) is None:
+            size = sum(need.size for need in _needs(other, roles, nodes))
             raise SettingsError(
                 f"{why}: with --{name} {value} "
                 f"{'it needs' if len(needs) == 1 else 'they need'} {_gb(size)}, which fits"
@@ -87,10 +92,12 @@ def _room() -> Room | None:
     return None if room is None else replace(room, size=room.size + ahead.taken_bytes())
 
 
-def only_node(place: Place | None) -> int | None:
-    """Return the memory node of a process that is bound to one alone; memory of several is taken
-    from all of them."""
-    return place.nodes[0] if place is not None and len(place.nodes) == 1 else None
+def nodes_of(place: Place | None) -> tuple[int, ...]:
+    """Return the memory nodes of a process that is bound to one alone, or whose shards are bound to
+    one each; memory of several is else taken from any of them."""
+    if place is None or (len(place.nodes) != 1 and not place.shards):
+        return ()
+    return place.nodes
 
 
 def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
@@ -101,12 +108,8 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
             f" and {_gb(room.swap)} of swap" if room.swap else ""
         )
     for need in needs:
-        on_node = None if need.node is None else node_room(need.node)
-        if on_node is not None and need.size > on_node.size:
-            return (
-                f"{_listed([need])}, and there are {_gb(on_node.size)} {on_node.bound} "
-                "(target.numa = 'off' lifts that)"
-            )
+        if why := _refusal_of_nodes(need):
+            return f"{_listed([need])}{why} (target.numa = 'off' lifts that)"
         own = process_room()
         if (
             own is not None
@@ -120,7 +123,18 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
     return None
 
 
-def _needs(settings: Settings, roles: Sequence[str], node: int | None) -> Iterator[Need]:
+def _refusal_of_nodes(need: Need) -> str:
+    """Return what a node lacks of its share of a need; empty: nothing."""
+    shares = len(need.nodes)
+    share = f", {_gb(need.size // shares)} of it on each of {shares} nodes" if shares > 1 else ""
+    for node in need.nodes:
+        room = node_room(node)
+        if room is not None and need.size // shares > room.size:
+            return f"{share}, and there are {_gb(room.size)} {room.bound}"
+    return ""
+
+
+def _needs(settings: Settings, roles: Sequence[str], nodes: tuple[int, ...]) -> Iterator[Need]:
     """Yield what each role takes, as far as the files tell."""
     target = with_target(settings.target)
     tensors = _tensors(target.model)
@@ -128,7 +142,7 @@ def _needs(settings: Settings, roles: Sequence[str], node: int | None) -> Iterat
     for role in roles:
         if role == "target" and tensors and in_memory:
             yield Need(
-                f"the target with {target.weights} weights", _target_bytes(settings, tensors), node
+                f"the target with {target.weights} weights", _target_bytes(settings, tensors), nodes
             )
         elif role == "draft":
             yield from _draft_need(settings, tensors)
@@ -140,7 +154,7 @@ def _needs(settings: Settings, roles: Sequence[str], node: int | None) -> Iterat
             yield Need(
                 f"the target with {target.weights} weights and its substitute",
                 _target_bytes(settings, tensors) + codes,
-                node,
+                nodes,
             )
         elif role == "coordinator":
             yield Need("the coordinator", SMALL_PROCESS_BYTES)

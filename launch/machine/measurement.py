@@ -12,8 +12,8 @@ import click
 
 from dovetail.launch.cli import run
 from dovetail.launch.files.directory import substitutes_path, writable_profile_path
-from dovetail.launch.machine.binding import Place, bind
-from dovetail.launch.machine.cores import parse_cores, parse_nodes
+from dovetail.launch.machine.binding import bind
+from dovetail.launch.machine.cores import parse_place
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes
@@ -68,7 +68,7 @@ def measure(
     end_with(parent)
     end_when_told()
     said = claim_stdout()
-    place = Place(parse_cores(cores), parse_nodes(memory_nodes))
+    place = parse_place(cores, memory_nodes)
     bind(place)
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
@@ -77,9 +77,13 @@ def measure(
     from dovetail.workers.calibration.draft import calibrate_draft
     from dovetail.workers.calibration.target import calibrate
     from dovetail.workers.devices import open_device
+    from dovetail.workers.kernels.shards import Shard
     from dovetail.workers.models.memory import is_out_of_memory
+    from dovetail.workers.serving.sharded import begin_shards
 
     found: dict[str, Any]
+    if place.shards:
+        begin_shards([Shard(own, node) for own, node in place.shards_at_nodes])
     device = beside_cpu(configuration)
     if device:
         open_device(device, threads)  # one that is not there is told now, not after the measurement

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dovetail.launch.machine.fit import check_memory, only_node
+from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.planning.candidates import Candidate, Reader
 from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.launch.planning.subject import folder_of, subject_here
@@ -99,7 +99,7 @@ def _fits(configuration: Configuration) -> bool:
     settings = configuration.settings
     roles = [role for role in processes_of(settings) if role != "draft"]
     try:
-        check_memory(settings, roles, node=only_node(layout_of(settings).target))
+        check_memory(settings, roles, nodes=nodes_of(layout_of(settings).target))
     except SettingsError:
         return False
     return True

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.launch.files.directory import profile_path
-from dovetail.launch.machine.cores import CoreLayout, lay_out_here
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.machine.sharding import layout_for
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, design_of
 from dovetail.launch.planning.prices import Engine, Hardware
 from dovetail.launch.processes.nursery import thread_environment
-from dovetail.launch.processes.preflight import estimated_bytes, free_memory_bytes
+from dovetail.launch.processes.preflight import free_memory_bytes
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
@@ -91,11 +92,7 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     """Return what is known of the target of the settings on this machine; what is unknown is
     measured in a second, or estimated. `before`: of the same target in other weights."""
     settings = configuration.settings
-    layout = lay_out_here(
-        numa=settings.target.numa,
-        threads=settings.target.threads,
-        target_bytes=estimated_bytes(settings.target),
-    )
+    layout = layout_for(settings.target)
     threads = (
         settings.target.threads if settings.target.threads != "auto" else len(layout.target.cores)
     )
@@ -115,7 +112,9 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
             f"the config.json of a {config.get('model_type')} model does not say how large it "
             "is: no plan can be made for it"
         )
-    known = known_costs(target, profile_path(), device=device or "cpu")
+    known = known_costs(
+        target, profile_path(), device=device or "cpu", shards=len(layout.target.shards) or 1
+    )
     parts = known.parts if device is not None else None
     calibration, folder = known.calibration, Path(target.model).expanduser()
     limits = _limits(calibration, say) if before is None or calibration else before.limits

@@ -33,6 +33,8 @@ from dovetail.workers.models.checkpoints.gguf.view import (
 )
 
 MAX_CONFIG_BYTES = 16 << 20
+LIBRARYS = ("bf16", "int8-per-tensor")
+"""Types of weights that torch multiplies with."""
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
 
 
@@ -53,6 +55,39 @@ def check_target(settings: Settings) -> None:
     """`UserError` if the target cannot be loaded on this machine, as far as a look at it tells."""
     check_model("target", settings.target.model)
     check_inflation(settings.target.inflate, memory_bytes())
+    check_shards(settings)
+
+
+def why_not_sharded(target: TargetSettings) -> str:
+    """Return the setting by which a target is not computed by the kernels on the CPU alone, in
+    words; empty: there is none."""
+    return next(
+        (
+            words
+            for holds, words in (
+                (target.device != "cpu", f"target.device is {target.device!r}"),
+                (bool(target.split.device), "a device computes its last layers (target.split)"),
+                (target.prefill not in ("auto", "local"), "a device reads prompts for it"),
+                (target.backend == "library", "torch computes it (target.backend)"),
+                (target.weights in LIBRARYS, f"torch multiplies with weights {target.weights}"),
+            )
+            if holds
+        ),
+        "",
+    )
+
+
+def check_shards(settings: Settings) -> None:
+    """`SettingsError` for a target that is to be spread over memory nodes and cannot be."""
+    if settings.target.numa != "shard":
+        return
+    shares = "it shares a process with its draft (draft.share)"
+    why = why_not_sharded(settings.target) or (shares if settings.draft.share is True else "")
+    if why:
+        raise SettingsError(
+            "target.numa = 'shard' spreads a target that the kernels compute on the CPU alone, and "
+            f"{why}: leave one of the two out"
+        )
 
 
 def check_draft(settings: Settings) -> None:

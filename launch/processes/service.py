@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from dovetail.launch.console.terminal import Intervals, loading_text
 from dovetail.launch.files.directory import announced
-from dovetail.launch.machine.fit import check_memory, only_node
+from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child_output import Ear, ending_of, let_speak_and_kill, registered
 from dovetail.launch.processes.inquiry import Inquiry
@@ -280,7 +280,7 @@ class Service:
             )
         roles = [self._workers[part] for part in (name, *loading)]
         try:
-            check_memory(self._settings, roles, node=only_node(self._layout.target), room=room)
+            check_memory(self._settings, roles, nodes=nodes_of(self._layout.target), room=room)
         except SettingsError as misfit:
             return str(misfit)
         return ""

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from dovetail.launch.console.terminal import QUANTISED, Intervals, loading_text
-from dovetail.launch.machine.cores import CoreLayout, lay_out_here
-from dovetail.launch.machine.fit import check_memory, only_node
+from dovetail.launch.console.terminal import QUANTISED, Intervals, loading_text, note
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.machine.fit import check_memory, nodes_of
+from dovetail.launch.machine.sharding import choice_of, layout_for
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import ahead
 from dovetail.launch.processes.preflight import (
@@ -20,7 +21,6 @@ from dovetail.launch.processes.preflight import (
     check_text,
     check_whole,
     draft_bytes,
-    estimated_bytes,
     text_here,
 )
 from dovetail.launch.processes.supervise import Child, Supervisor
@@ -126,7 +126,10 @@ def begin_workers(
     """Begin to start workers, by name, that are told on stdin where the coordinator is: their
     imports take the longest. Returns a function that waits until they are there. Two that have
     models are forked from one process that imports for both; so is a single one if that process was
-    started ahead."""
+    started ahead. Whether the target is spread over memory nodes, and why, is said where there are
+    several."""
+    if words := choice_of(settings.target, shares=settings.draft.share is True).words:
+        note(words)
     if ahead.begun() or (processes_of(settings) == ROLES and settings.draft.kind != "ngram"):
         nursery = supervisor.start_nursery()
         start = partial(supervisor.start_forked, nursery, commands)
@@ -156,16 +159,13 @@ def check_stack(configuration: Configuration) -> None:
     check_memory(
         configuration.settings,
         ("coordinator", *processes_of(configuration.settings)),
-        node=only_node(layout_of(configuration.settings).target),
+        nodes=nodes_of(layout_of(configuration.settings).target),
     )
 
 
 def layout_of(settings: Settings) -> CoreLayout:
     """The places of the processes that these settings ask for, on this machine."""
-    target = settings.target
-    return lay_out_here(
-        numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)
-    )
+    return layout_for(settings.target, shares=settings.draft.share is True)
 
 
 def wait_until_ready(
@@ -238,10 +238,9 @@ def worker_arguments(
     """The command of a worker with these settings in its place; a draft that is a head reads the
     target's embedding, a substitute all of it."""
     place = layout.draft if role == "draft" else layout.target
-    cores = (
-        sorted({*layout.target.cores, *layout.draft.cores}) if role == "unified" else place.cores
-    )
-    where = [f"--cores={format_numbers(cores)}", f"--memory-nodes={format_numbers(place.nodes)}"]
+    both = sorted({*layout.target.cores, *layout.draft.cores})
+    cores = format_numbers(both) if role == "unified" else place.cores_text
+    where = [f"--cores={cores}", f"--memory-nodes={format_numbers(place.nodes)}"]
     target = configuration.settings.target.model
     reads = [f"--target.model={target}"] if role == "draft" and target else []
     if role == "draft" and configuration.settings.draft.kind == "substitute":

@@ -19,12 +19,13 @@ from dovetail.launch.files.directory import (
     substitutes_path,
     writable_profile_path,
 )
-from dovetail.launch.machine.binding import Place
-from dovetail.launch.machine.cores import lay_out_here, parse_cores, parse_nodes
+from dovetail.launch.machine.binding import Binding, Place
+from dovetail.launch.machine.cores import lay_out_here, parse_place
+from dovetail.launch.machine.sharding import layout_for
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import end_undisturbed
 from dovetail.launch.processes.nursery import import_at_once
-from dovetail.launch.processes.preflight import check_text, estimated_bytes, text_here
+from dovetail.launch.processes.preflight import check_text, text_here
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import UserError
@@ -47,6 +48,7 @@ TOLD = "-"
 """The address of a worker that is told it on standard input."""
 LEAN = "dovetail.workers.models.imports.lean_torch"
 """The module that a worker imports torch by."""
+NOWHERE = Place(())
 
 
 def await_address(configuration: Configuration, role: Role) -> str:
@@ -78,7 +80,7 @@ def place_of(
     """Return where this worker is to be bound: where it is told; else a target on a machine of
     several nodes to those that its settings mean; None: nowhere."""
     if cores is not None:
-        return Place(parse_cores(cores), parse_nodes(memory_nodes))
+        return parse_place(cores, memory_nodes)
     if memory_nodes:
         raise UserError(
             "--memory-nodes goes with --cores: name the cores too, or leave both out and set "
@@ -86,9 +88,7 @@ def place_of(
         )
     if role == "draft":  # what the settings say of the target may hold for another machine
         return None
-    place = lay_out_here(
-        numa=target.numa, threads=target.threads, target_bytes=estimated_bytes(target)
-    ).target
+    place = layout_for(target).target
     return place if place.nodes or target.numa not in ("auto", "off") else None
 
 
@@ -104,11 +104,7 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
         return target.threads
     if place is not None:
         return len(place.cores)
-    return len(
-        lay_out_here(numa=target.numa, target_bytes=estimated_bytes(target)).target.cores
-        if role != "draft"
-        else lay_out_here().draft.cores
-    )
+    return len(layout_for(target).target.cores if role != "draft" else lay_out_here().draft.cores)
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ class WorkerProcess:
     """Time for which a lost coordinator is looked for."""
     name: str
     threads: int
-    binding: str
+    binding: Binding
     say: Callable[[str], None]
     standby: bool
     told: bool = False
@@ -189,7 +185,8 @@ class WorkerProcess:
                 return dict(zip(links, self._open_unified(), strict=True))
             if first == "target":
                 self._check_text(with_target(self.configuration.settings.target).model)
-            return {first: _opener(self.configuration, first)(self.name, self.threads)}
+            place = self.binding.place
+            return {first: _opener(self.configuration, first, place)(self.name, self.threads)}
 
     def _check_text(self, source: str) -> None:
         """Check the tokenizer of the target, unless the command that started this worker has."""
@@ -238,7 +235,7 @@ class WorkerProcess:
         return serve(
             link,
             worker,
-            binding=self.binding,
+            binding=str(self.binding),
             standby=self.standby,
             load_s=load_s,
             reconnecting=reconnecting if self.reconnect_s else None,
@@ -267,15 +264,19 @@ class SecondRole(threading.Thread):
             os._exit(1)
 
 
-def _opener(configuration: Configuration, role: Role) -> "Callable[[str, int], Worker]":
-    """Return how the worker of this role is opened: (name, threads) -> worker."""
+def _opener(
+    configuration: Configuration, role: Role, place: Place = NOWHERE
+) -> "Callable[[str, int], Worker]":
+    """Return how the worker of this role is opened in its place: (name, threads) -> worker."""
     target, profile = with_target(configuration.settings.target), writable_profile_path()
     if role == "target":
+        from dovetail.workers.kernels.shards import Shard
         from dovetail.workers.serving.open_target import open_target_worker
 
         memory = configuration.settings.memory
+        shards = [Shard(cores, node) for cores, node in place.shards_at_nodes]
         return lambda name, threads: open_target_worker(
-            target, name=name, threads=threads, profile=profile, memory=memory
+            target, name=name, threads=threads, profile=profile, memory=memory, shards=shards
         )
     draft = configuration.settings.draft
     if draft.kind == "none":

@@ -22,6 +22,12 @@ from dovetail.workers.models.checkpoints.gguf.view import resolved
 
 HEAD, SMALL = "head", "small"
 """A draft whose kind its settings do not name: whether it reads its target's states tells which."""
+NODES = {
+    "auto": "the target on the best memory node",
+    "shard": "the target spread over all memory nodes, each with its weights",
+}
+"""The meaning of the values of target.numa, but for lists of nodes."""
+ALL_NODES = "the target on the memory nodes {}, its weights on all of them in turn"
 QUIET = 0.05
 """A GPU that is busy for less is nobody's."""
 
@@ -140,12 +146,7 @@ class Facts:
     def _elsewhere(self) -> Iterator[Elsewhere]:
         for numa, limits in self.others_nodes.items():
             if (roofline := self._roofline(limits)) is not None:
-                what = (
-                    "the target on the best memory node"
-                    if numa == "auto"
-                    else f"the target on the memory nodes {numa}, its weights on all of them "
-                    "in turn"
-                )
+                what = NODES.get(numa, ALL_NODES.format(numa))
                 yield Elsewhere(what, (f"--target.numa={numa}",), roofline)
 
     def _roofline(self, limits: MachineLimits | None) -> Roofline | None:

@@ -14,7 +14,7 @@ import click
 
 from dovetail.launch.cli import run
 from dovetail.launch.machine.binding import Place, bind
-from dovetail.launch.machine.cores import parse_cores, parse_nodes
+from dovetail.launch.machine.cores import parse_place
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.processes.nursery import thread_environment
@@ -29,7 +29,7 @@ SECONDS = 0.6
 def probe(supervisor: Supervisor, place: Place) -> MachineLimits:
     """The limits of the cores of a place; they have to be idle."""
     where = [
-        f"--cores={format_numbers(place.cores)}",
+        f"--cores={place.cores_text}",
         f"--memory-nodes={format_numbers(place.nodes)}",
     ]
     child = supervisor.start(
@@ -54,14 +54,18 @@ def measure(cores: str, memory_nodes: str, parent: int) -> None:
     end_with(parent)
     end_when_told()
     said = claim_stdout()
-    place = Place(parse_cores(cores), parse_nodes(memory_nodes))
+    place = parse_place(cores, memory_nodes)
     bind(place)
     os.environ.update(thread_environment(len(place.cores)))
     from dovetail.workers import kernels
     from dovetail.workers.calibration.limits import best_of, measure_limits
     from dovetail.workers.devices import open_device
+    from dovetail.workers.kernels.shards import Shard
+    from dovetail.workers.serving.sharded import begin_shards
 
     open_device("cpu", len(place.cores))
+    if place.shards:
+        begin_shards([Shard(own, node) for own, node in place.shards_at_nodes])
     if kernels.available():
         kernels.set_threads(len(place.cores))
     found = best_of(measure_limits(SECONDS), measure_limits(SECONDS))

@@ -147,12 +147,13 @@ def _workload_words(settings: Settings, prompts: int, seed: int, *, drafts: bool
 
 
 def other_nodes(topology: Topology, target: TargetSettings, now: Place) -> Mapping[str, Place]:
-    """Return what target.numa could say else - the best node, or all of them, from which memory is
-    taken in turn - with the place that it gives; none on a machine with one memory node."""
+    """Return what target.numa could say else - the best node, all of them, from which memory is
+    taken in turn, or all of them with a shard each - with the place that it gives; none on a
+    machine with one memory node."""
     if len(topology.computing) < 2:
         return {}
     found: dict[str, Place] = {}
-    for numa in ("auto", format_numbers(node.number for node in topology.computing)):
+    for numa in ("auto", format_numbers(node.number for node in topology.computing), "shard"):
         try:
             place = lay_out(topology, numa=numa, threads=target.threads).target
         except UserError:  # it has not so many threads

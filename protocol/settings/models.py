@@ -109,8 +109,8 @@ class TargetSettings(Frozen):
     )
     numa: str | Annotated[int, Field(ge=0, le=1023)] = Field(
         "auto",
-        description="memory nodes of the target: auto (the best one), off, a node, or a list "
-        "such as 0,1",
+        description="memory nodes of the target: shard (spread over all), auto (shard where "
+        "calibrate found that faster, else the best one), off, a node, or a list such as 0,1",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="CPU threads; auto: one a physical core, leaving one to the draft"
@@ -150,11 +150,11 @@ class TargetSettings(Frozen):
     def _numa(cls, value: str | int) -> str | int:
         if (
             isinstance(value, str)
-            and value not in ("auto", "off")
+            and value not in ("auto", "off", "shard")
             and NODES.fullmatch(value) is None
         ):
             raise ValueError(
-                "write auto, off, a memory node such as 0, or a list of them such as 0,1"
+                "write auto, off, shard, a memory node such as 0, or a list of them such as 0,1"
             )
         return value
 

@@ -39,6 +39,7 @@ from benchmarks.rounds import rounds
 from benchmarks.routing import routing
 from benchmarks.same_file import gguf_pair
 from benchmarks.sameness import bytes_command
+from benchmarks.shards import shards
 from benchmarks.substitute import substitute
 from benchmarks.training import training
 from benchmarks.transport import transport
@@ -60,6 +61,7 @@ for command in (
     llama,
     context,
     limit,
+    shards,
     experts,
     recurrence,
     rest,

@@ -10,14 +10,18 @@ import torch
 
 from benchmarks.child import obey, timed
 from benchmarks.models import draw_tree, token_row
+from dovetail.launch.machine.binding import Place, bind
+from dovetail.launch.machine.cores import parse_place
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.kernels import PackedMatrix
 from dovetail.workers.kernels.layer_plan import LANES
+from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.serving.sharded import begin_shards, settle_target
 from dovetail.workers.verifier import Verifier, tree_paths
 from support.opening import opening
 
@@ -27,12 +31,21 @@ FILLED = 1024
 
 
 def prepare(
-    folder: Path, weights: str, backend: str, context: int, threads: int, cache_type: str
+    folder: Path,
+    weights: str,
+    backend: str,
+    context: int,
+    threads: int,
+    cache_type: str,
+    place: Place,
 ) -> tuple[Any, Any]:
     torch.set_num_threads(threads)
+    if place.shards:
+        begin_shards([Shard(cores, node) for cores, node in place.shards_at_nodes])
     model = load_language_model(
         str(folder), weights=weights, device="cpu", backend=backend, cache=cache_type
     )
+    settle_target(model)
     cache = model.new_cache(context + MOST_ROWS)
     vocabulary = model.vocabulary_size
     fill(model, cache, context)
@@ -124,8 +137,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--cache", dest="cache_type", default="fp32")
-    arguments = parser.parse_args()
-    obey(lambda: prepare(**vars(arguments)))
+    parser.add_argument("--cores", default="")
+    parser.add_argument("--memory-nodes", default="")
+    arguments = vars(parser.parse_args())
+    cores, nodes = arguments.pop("cores"), arguments.pop("memory_nodes")
+    place = parse_place(cores, nodes) if cores else Place(())
+    if cores:
+        bind(place)
+    obey(lambda: prepare(**arguments, place=place))
 
 
 if __name__ == "__main__":

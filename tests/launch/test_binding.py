@@ -54,6 +54,20 @@ def test_memory_of_several_nodes_is_taken_in_turn() -> None:
     assert system.calls[1] == ("memory", MPOL_INTERLEAVE, (0, 2))
 
 
+def test_of_shards_the_kernels_bind_memory_and_whether_they_may_is_tried() -> None:
+    place = Place((0, 1, 4, 5), (0, 1), ((0, 1), (4, 5)))
+    system = Recorder()
+    words = "cores 0-1/4-5 in 2 shards, memory"
+    assert str(bind(place, system)) == f"full: {words} of node 0-1"
+    assert system.calls == [
+        ("affinity", (0, 1, 4, 5)),
+        ("memory", MPOL_BIND, (0, 1)),
+        ("memory", MPOL_DEFAULT, ()),
+    ]
+    refused = "(set_mempolicy refused node 0-1: Operation not permitted)"
+    assert str(bind(place, Recorder("memory"))) == f"{words} not bound {refused}"
+
+
 def test_where_memory_is_refused_the_cores_stay_bound() -> None:
     system = Recorder("memory")
     binding = bind(Place((0,), (0,)), system)

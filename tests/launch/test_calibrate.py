@@ -1,6 +1,7 @@
 """`dovetail calibrate` as users have it."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -8,14 +9,18 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.commands import calibrate as command
+from dovetail.launch.machine import sharding
 from dovetail.launch.machine.calibration_tables import _parts
 from dovetail.launch.machine.cores import lay_out_here
+from dovetail.launch.machine.topology import read_topology
 from dovetail.launch.processes.worker import _opener
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.calibration import DeviceCosts, RowsSeconds
 from dovetail.protocol.profile import load_profile
 from support.charts import shapes_of
 from support.models import tiny_llama
+from support.sysfs import FakeNode, write_machine
 
 Calibrate = Callable[..., CompletedProcess[str]]
 
@@ -67,6 +72,30 @@ def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: 
     assert levels.t_v.at(10) == found["t_d"]["10"]
     curves = shapes_of((tmp_path / "plot.svg").read_text(), "curve")
     assert len(curves) == len(found["t_v_by_context"]) + 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two nodes need a core each")
+@pytest.mark.slow
+def test_on_two_memory_nodes_a_target_is_measured_on_one_and_over_both(
+    refused: Calibrate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second node has a core of this machine and memory of none: its policy is refused, and
+    pages are those of the core that writes first."""
+    first, *_, last = sorted(os.sched_getaffinity(0))
+    nodes = {0: FakeNode([[first]], 16), 1: FakeNode([[last]], 16)}
+    topology = read_topology(write_machine(tmp_path / "two", nodes), affinity=(first, last))
+    monkeypatch.setattr(sharding, "read_topology", lambda: topology)
+    monkeypatch.setattr(command, "read_topology", lambda: topology)
+    result = refused("--seconds", "0.2", "--draft", "none")
+    assert result.returncode == 0, result.stderr
+    known = load_profile(tmp_path / "cache/dovetail/profile.json")
+    assert sorted((entry.key.shards, entry.key.threads) for entry in known.entries) == [
+        (1, 1),
+        (2, 2),
+    ]
+    (times,) = known.nodes
+    faster = "spread over" if times.sharded_s < times.alone_s else "on one memory node: a pass"
+    assert f"the target is {faster}" in " ".join(result.stdout.split())
 
 
 @pytest.mark.slow

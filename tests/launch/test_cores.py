@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.machine.binding import Place
-from dovetail.launch.machine.cores import CoreLayout, lay_out, parse_cores, parse_nodes
+from dovetail.launch.machine.cores import (
+    CoreLayout,
+    lay_out,
+    parse_cores,
+    parse_nodes,
+    parse_place,
+)
 from dovetail.launch.machine.topology import Node, Topology, format_numbers, read_topology
 from dovetail.protocol.errors import UserError
 from support.sysfs import (
@@ -187,6 +193,60 @@ def test_the_nodes_of_the_target_can_be_named(tmp_path: Path) -> None:
 def test_a_node_that_is_not_there_is_refused(tmp_path: Path, numa: str, words: str) -> None:
     with pytest.raises(UserError, match=rf"target.numa.*{words}"):
         lay_out(machine(tmp_path, WITH_CXL), numa=numa)
+
+
+def test_a_target_is_spread_over_all_nodes_but_for_the_last_core(tmp_path: Path) -> None:
+    every = tuple(range(16))
+    assert lay_out(machine(tmp_path, TWO_SOCKETS), numa="shard") == CoreLayout(
+        Place((0, 1, 2, 3, 4, 5, 6), (0, 1), ((0, 1, 2, 3), (4, 5, 6))),
+        Place((7,), (1,)),
+        Place(every),
+    )
+
+
+def test_shards_have_as_many_threads_as_they_are_given_in_turn(tmp_path: Path) -> None:
+    topology = machine(tmp_path / "two", TWO_SOCKETS)
+    layout = lay_out(topology, numa="shard", threads=5)
+    assert layout.target == Place((0, 1, 2, 4, 5), (0, 1), ((0, 1, 2), (4, 5)))
+    assert lay_out(topology, numa="shard", threads=16).target.shards == (
+        (0, 1, 2, 3, 8, 9, 10, 11),
+        (4, 5, 6, 7, 12, 13, 14, 15),
+    )
+    assert lay_out(Topology(topology.nodes, 3.0), numa="shard").target.shards == ((0,), (4,))
+    eight = lay_out(machine(tmp_path / "eight", EIGHT_NODES), numa="shard").target
+    assert [len(cores) for cores in eight.shards] == [6] * 7 + [5]
+    with_cxl = lay_out(machine(tmp_path / "cxl", WITH_CXL), numa="shard")
+    assert with_cxl.target.nodes == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "threads", "words"),
+    [
+        (ONE_NODE, "auto", r"cores and the memory of 1 \(0\): leave it out"),
+        (TWO_SOCKETS, 1, r"1 of 2 memory nodes would have a thread"),
+        (TWO_SOCKETS, 17, r"target.threads = 17 is more than .* \(0-15\), 16"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(
+    tmp_path: Path, nodes: dict[int, FakeNode], threads: int, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        lay_out(machine(tmp_path, nodes), numa="shard", threads=threads)
+
+
+def test_a_place_of_shards_is_read_as_it_is_written() -> None:
+    first, last = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
+    place = Place((first, last), (0, 1), ((first,), (last,)))
+    assert parse_place(place.cores_text, "0-1") == place
+    assert parse_place(f"{first}/{last}", "").shards_at_nodes == (((first,), None), ((last,), None))
+    assert parse_place(str(first), "3") == Place((first,), (3,))
+    for cores, nodes, words in (
+        (f"{first}/{first}", "", "in two shards"),
+        (f"{first}/{last}", "0", "as many nodes as there are shards"),
+        (f"{first}/", "", "not a list of cores"),
+    ):
+        with pytest.raises(UserError, match=words):
+            parse_place(cores, nodes)
 
 
 def test_processes_share_no_core_where_there_are_more_than_two(tmp_path: Path) -> None:

@@ -167,8 +167,13 @@ def test_a_node_of_its_own_bounds_a_target_that_is_bound_to_it(
     with pytest.raises(
         SettingsError, match=r"available on memory node 1 \(target\.numa = 'off' lifts that\)"
     ):
-        check_memory(wanted, ("target",), node=1, room=Room(PLENTY, ""))
-    check_memory(wanted, ("target",), node=None, room=Room(PLENTY, ""))
+        check_memory(wanted, ("target",), nodes=(1,), room=Room(PLENTY, ""))
+    with pytest.raises(
+        SettingsError,
+        match=r" of it on each of 2 nodes, and there are 1e-06 GB available on memory node 1 ",
+    ):
+        check_memory(wanted, ("target",), nodes=(99999999, 1), room=Room(PLENTY, ""))
+    check_memory(wanted, ("target",), nodes=(), room=Room(PLENTY, ""))
 
 
 def test_a_limit_of_address_space_is_refused_before_it_is_met(bf16: Path, run: Run) -> None:

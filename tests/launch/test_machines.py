@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.machine.topology import format_numbers, read_topology
 from dovetail.launch.processes.stack import Stack, layout_of
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
@@ -20,6 +20,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))]
+ONE_NODE = len(read_topology().computing) == 1
 ASK = ("Name five fruits.", "--max-tokens", "32", "--temperature", "1", "--seed", "5", "--json")
 
 
@@ -112,12 +113,44 @@ def test_a_worker_by_hand_is_bound_nowhere_and_says_so(start: Start) -> None:
     assert workers[0].binding == "none"
 
 
+@pytest.mark.skipif(len(CORES) < 2, reason="two shards need two cores")
+@pytest.mark.slow
+def test_a_target_over_shards_says_so_and_is_the_one_that_it_would_be_undivided(
+    start: Start, run: Run, stack: Stack
+) -> None:
+    coordinator = start("coordinator")
+    assert coordinator.stdout is not None
+    address = coordinator.stdout.readline().strip()
+    shards = f"{CORES[0]}/{CORES[-1]}"
+    worker = start("worker", "--role", "target", "--connect", address, "--cores", shards)
+    assert worker.stderr is not None
+    spread, loaded = (
+        next(line for line in worker.stderr if words in line)
+        for words in ("target: spread over 2 shards; where", "is loaded, 2 threads")
+    )
+    assert "the kernel does not say" in spread
+    assert f"cores {shards} in 2 shards" in loaded
+    with Client(open_link(address, role="client")) as asking:
+        while not (workers := asking.status().workers):
+            assert worker.poll() is None
+    with Client(open_link(stack.address, role="client")) as asking:
+        others = asking.status().workers
+    undivided = next(one for one in others if "target" in one.roles)
+    assert workers[0].binding == f"cores {shards} in 2 shards, memory not bound"
+    assert workers[0].fingerprint == undivided.fingerprint
+    far = json.loads(run("generate", "--connect", address, *ASK).stdout)
+    near = json.loads(run("generate", "--connect", stack.address, *ASK).stdout)
+    assert far["token_ids"] == near["token_ids"]
+
+
 def test_a_place_that_makes_no_sense_is_refused_before_anything_is_loaded(run: Run) -> None:
     target = ("worker", "--role", "target", "--connect", "ipc:///tmp/nowhere")
     for arguments, words in (
         (("--memory-nodes", "0"), "--memory-nodes goes with --cores"),
         (("--cores", CORES[0], "--memory-nodes", "x"), "is not a list of nodes"),
         (("--target.numa", "63"), "there is no node 63"),
+        (("--cores", f"{CORES[0]}/{CORES[0]}"), "in two shards"),
+        *([(("--target.numa", "shard"), "spreads a target")] if ONE_NODE else []),
     ):
         refused = run(*target, *arguments)
         assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)

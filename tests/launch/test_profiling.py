@@ -525,12 +525,13 @@ def test_other_memory_nodes_gain_what_their_cores_and_memory_allow() -> None:
     ("nodes", "numa", "expected"),
     [
         (ONE_NODE, "auto", {}),
-        (TWO_SOCKETS, "auto", {"0-1": (0, 1)}),
-        (TWO_SOCKETS, "off", {"auto": (0,), "0-1": (0, 1)}),
-        (SPARSE, "0", {"auto": (8,), "0,8": (0, 8)}),
-        (WITH_CXL, "1", {"auto": (0,), "0-1": (0, 1)}),
+        (TWO_SOCKETS, "auto", {"0-1": (0, 1), "shard": (0, 1)}),
+        (TWO_SOCKETS, "shard", {"auto": (0,), "0-1": (0, 1)}),
+        (TWO_SOCKETS, "off", {"auto": (0,), "0-1": (0, 1), "shard": (0, 1)}),
+        (SPARSE, "0", {"auto": (8,), "0,8": (0, 8), "shard": (0, 8)}),
+        (WITH_CXL, "1", {"auto": (0,), "0-1": (0, 1), "shard": (0, 1)}),
     ],
-    ids=["one", "two", "two, off", "the smaller one", "with memory alone"],
+    ids=["one", "two", "two, spread", "two, off", "the smaller one", "with memory alone"],
 )
 def test_on_several_memory_nodes_the_best_one_and_all_of_them_are_looked_at(
     tmp_path: Path, nodes: dict[int, FakeNode], numa: str, expected: dict[str, tuple[int, ...]]

@@ -44,7 +44,7 @@ def test_a_misspelt_policy_is_refused() -> None:
         (DraftSettings, "kind", "eagle4", "there is no draft kind 'eagle4'"),
         (DraftSettings, "weights", "int5", "there is no type of draft weights 'int5'"),
         (TargetSettings, "weights", "int7", "there is no type of target weights 'int7'"),
-        (TargetSettings, "numa", "everywhere", "write auto, off, a memory node such as 0"),
+        (TargetSettings, "numa", "everywhere", "write auto, off, shard, a memory node such as 0"),
         (TargetSettings, "numa", -1, "greater than or equal to 0"),
         (TargetSettings, "weights", "fp31", "there is no type of target weights 'fp31'"),
         (TargetSettings, "threads", 0, "greater than or equal to 1"),

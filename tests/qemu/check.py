@@ -1,5 +1,5 @@
-"""What runs inside the virtual machine: topology, layout and binding against a kernel that has two
-memory nodes. Standard library only.
+"""What runs inside the virtual machine: topology, layout, binding and the kernels' shards against a
+kernel that has two memory nodes. Standard library only.
 
 Where a page really lies, the kernel is asked with move_pages(2), by another call than the one that
 put it there.
@@ -16,6 +16,9 @@ from pathlib import Path
 from dovetail.launch.machine.binding import MPOL_DEFAULT, Linux, Place, bind, memory_refusal
 from dovetail.launch.machine.cores import lay_out
 from dovetail.launch.machine.topology import format_numbers, read_topology
+from dovetail.workers import kernels
+from dovetail.workers.kernels import HUGE_PAGE, Kind, PackedMatrix, shards
+from dovetail.workers.kernels.shards import Shard
 
 MOVE_PAGES = 279  # x86-64
 PAGES = 256
@@ -41,7 +44,11 @@ def nodes_of_fresh_pages(count: int = PAGES) -> list[int]:
     memory = mmap.mmap(-1, count * mmap.PAGESIZE)
     for page in range(count):
         memory[page * mmap.PAGESIZE] = 1
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return nodes_of_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), count)
+
+
+def nodes_of_pages(start: int, count: int) -> list[int]:
+    """The nodes on which pages lie, the kernel's error where one is not there."""
     addresses = (ctypes.c_void_p * count)(*(start + page * mmap.PAGESIZE for page in range(count)))
     found = (ctypes.c_int * count)()
     if CALLS.syscall(MOVE_PAGES, 0, ctypes.c_ulong(count), addresses, None, found, 0) != 0:
@@ -162,13 +169,13 @@ def a_cpuset_is_obeyed() -> None:
 
 
 def a_quota_is_obeyed() -> None:
-    """with a quota of one and a half CPUs, two cores are laid out"""
+    """with a quota of one and a half CPUs, two cores are laid out, one of them for the draft too"""
     group = Path("/sys/fs/cgroup/thrift")
     group.mkdir(exist_ok=True)
     (group / "cpu.max").write_text("150000 100000")
     (group / "cgroup.procs").write_text(str(os.getpid()))
     layout = lay_out(read_topology())
-    expect((layout.target.cores, layout.draft.cores), ((4,), (6,)))
+    expect((layout.target.cores, layout.draft.cores), ((4, 6), (6,)))
 
 
 def an_offline_core_is_left_out() -> None:
@@ -179,6 +186,109 @@ def an_offline_core_is_left_out() -> None:
         expect(lay_out(read_topology()).target, Place((5, 6), (1,)))
     finally:
         Path("/sys/devices/system/cpu/cpu4/online").write_text("1")
+
+
+class Rows:
+    """float32 [rows, width], as much of an array as the kernels ask for."""
+
+    dtype = "float32"
+
+    def __init__(self, rows: int, width: int, numbers: list[float] | None = None) -> None:
+        self.shape = (rows, width)
+        self.memory = (ctypes.c_float * (rows * width))(*(numbers or ()))
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return ctypes.addressof(self.memory)
+
+    def new_empty(self, shape: tuple[int, int]) -> "Rows":
+        return Rows(*shape)
+
+
+def numbers(rows: int, width: int) -> Rows:
+    return Rows(rows, width, [(at * 37 % 101 - 50) / 50 for at in range(rows * width)])
+
+
+def over_both_nodes() -> None:
+    kernels.set_threads(4)
+    shards.set_shards([Shard((0, 2), 0), Shard((4, 6), 1)])
+
+
+def a_target_is_spread_over_both_nodes() -> None:
+    """target.numa shard: cores 0 and 2 with node 0, core 4 with node 1, and the draft on core 6"""
+    layout = lay_out(read_topology(), numa="shard")
+    expect(layout.target, Place((0, 2, 4), (0, 1), ((0, 2), (4,))))
+    expect(layout.draft, Place((6,), (1,)))
+    expect(str(bind(layout.target)), "full: cores 0,2/4 in 2 shards, memory of node 0-1")
+
+
+def weights_lie_on_the_node_of_the_cores_that_read_them() -> None:
+    """of 20 panels of a matrix the first ten lie on node 0 and the others on node 1, to the page"""
+    over_both_nodes()
+    matrix = PackedMatrix(Kind.FP32, 960, 256)
+    start, pages = matrix.struct.packed, 960 * 256 * 4 // mmap.PAGESIZE
+    expect(nodes_of_pages(start, pages), [0] * (pages // 2) + [1] * (pages // 2))
+    matrix.pack(numbers(960, 256))  # whoever writes now: they are there
+    expect(nodes_of_pages(start, pages), [0] * (pages // 2) + [1] * (pages // 2))
+    placed = shards.placed()
+    expect((placed.looked > 0, placed.home, placed.refused), (True, placed.looked, ""))
+
+
+def a_large_matrix_lies_in_huge_pages_on_its_nodes() -> None:
+    """of 36 MB in huge pages one at most, that on the border, lies half on another node"""
+    over_both_nodes()
+    matrix = PackedMatrix(Kind.FP32, 9600, 960)
+    start, pages = matrix.struct.packed, 9600 * 960 * 4 // mmap.PAGESIZE
+    found = nodes_of_pages(start, pages)
+    wrong = sum(node != (at >= pages // 2) for at, node in enumerate(found))
+    expect((start % HUGE_PAGE, wrong <= HUGE_PAGE // 2 // mmap.PAGESIZE), (0, True))
+
+
+def experts_lie_on_both_nodes_each() -> None:
+    """of each of eight experts in one memory a half lies on each node"""
+    over_both_nodes()
+    one = PackedMatrix(Kind.FP32, 96, 1024)
+    memory, start = kernels.fresh_memory(8 * one.nbytes, 8)
+    first = one.at(memory, start)
+    first.spread(8, one.nbytes)
+    half = one.nbytes // 2 // mmap.PAGESIZE
+    expect(nodes_of_pages(start, 16 * half), 8 * ([0] * half + [1] * half))
+
+
+def rows_of_heads_lie_on_the_node_of_the_head() -> None:
+    """of two layers of four heads the first rows of heads 0 and 1 lie on node 0, of the others on
+    node 1, and no memory is taken for the rest"""
+    over_both_nodes()
+    head, used = 16 * mmap.PAGESIZE, 4 * mmap.PAGESIZE
+    memory, start = kernels.fresh_memory(8 * head, huge=False)
+    shards.spread_heads(start, (2, 4), head, used)
+    found = nodes_of_pages(start, 8 * 16)
+    for index in range(8):
+        expect(found[16 * index : 16 * index + 4], [index % 4 // 2] * 4)
+        expect(max(found[16 * index + 4 : 16 * index + 16]) < 0, True)
+    del memory
+
+
+def threads_run_on_the_nodes_of_their_shards() -> None:
+    """the kernels' threads and their caller are on the cores of their shards, and a product has the
+    bytes that it has undivided"""
+    matrix, x = PackedMatrix(Kind.FP32, 960, 256), numbers(5, 256)
+    matrix.pack(numbers(960, 256))
+    expected = bytes(matrix.linear(x).memory)
+    others = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    over_both_nodes()
+    shards.settle()
+    threads = {int(task.name) for task in Path("/proc/self/task").iterdir()} - others
+    for _ in range(20):
+        expect(bytes(matrix.linear(x).memory) == expected, True)
+    found = sorted(sorted(os.sched_getaffinity(thread)) for thread in threads)
+    expect(found, [[0, 2], [4, 6], [4, 6]])
+    expect(os.sched_getaffinity(0), {0, 2})
+    for thread in threads:
+        core = int(Path(f"/proc/self/task/{thread}/stat").read_text().rsplit(")")[1].split()[36])
+        expect(core in os.sched_getaffinity(thread), True)
 
 
 CHECKS = (
@@ -195,6 +305,12 @@ CHECKS = (
     a_cpuset_is_obeyed,
     a_quota_is_obeyed,
     an_offline_core_is_left_out,
+    a_target_is_spread_over_both_nodes,
+    weights_lie_on_the_node_of_the_cores_that_read_them,
+    a_large_matrix_lies_in_huge_pages_on_its_nodes,
+    experts_lie_on_both_nodes_each,
+    rows_of_heads_lie_on_the_node_of_the_head,
+    threads_run_on_the_nodes_of_their_shards,
 )
 
 if __name__ == "__main__":

@@ -75,11 +75,11 @@ class Known:
     parts: DeviceCosts | None
 
 
-def known_costs(settings: TargetSettings, profile: Path, *, device: str) -> Known:
-    """Return what was measured of the settings' target, with the threads in use. `ProfileError` if
-    the file is damaged."""
+def known_costs(settings: TargetSettings, profile: Path, *, device: str, shards: int = 1) -> Known:
+    """Return what was measured of the settings' target, with the threads in use. `shards`: what it
+    is spread over. `ProfileError` if the file is damaged."""
     known = load_profile(profile)
-    for key in keys_of(settings):
+    for key in keys_of(settings, shards):
         entry = known.find(key)
         if entry.calibrations or entry.devices:
             calibration = next(
@@ -89,7 +89,7 @@ def known_costs(settings: TargetSettings, profile: Path, *, device: str) -> Know
     return Known(None, None)
 
 
-def keys_of(settings: TargetSettings) -> Iterator[ProfileKey]:
+def keys_of(settings: TargetSettings, shards: int = 1) -> Iterator[ProfileKey]:
     """Under which its calibration may be: with the kernels, else with the library."""
     design = read_design(settings)
     types = {
@@ -106,6 +106,7 @@ def keys_of(settings: TargetSettings) -> Iterator[ProfileKey]:
                 threads=torch.get_num_threads(),
                 shapes=design_key(design, weights),
                 cache=settings.cached,
+                shards=shards,
             )
         if weights in CANDIDATES:
             yield profile_key(list(design.shapes), weights=weights)

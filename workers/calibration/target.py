@@ -49,10 +49,12 @@ from dovetail.workers.calibration.passes import (
 from dovetail.workers.calibration.reading import measure_reading
 from dovetail.workers.calibration.subject import Design, Subject, design_key, read_design
 from dovetail.workers.devices import open_device
+from dovetail.workers.kernels import shards
 from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.checkpoints.gguf.view import FILE, weight_paths
 from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.progress import LoadingTold, hearing_loads
+from dovetail.workers.serving.sharded import settle_target
 
 SHARE_OF_MEMORY = 0.8
 """The share of the free memory that is for a model that is measured without being needed."""
@@ -96,6 +98,7 @@ def calibrate(
     say("loading the model", LOADED / 3)
     with hearing_loads(_told_by(say)):
         subject = open_subject(settings, design, memory_bytes=memory_bytes, profile=profile)
+    settle_target(subject.model)
     curves, skipped, experts = _measure(subject, base, lengths, seconds, say)
     reading = _measure_reading(settings, subject, threads, seconds, say)
     say("measuring the machine again", 0.98)
@@ -259,6 +262,7 @@ def calibration_key(subject: Subject) -> ProfileKey:
         threads=torch.get_num_threads(),
         shapes=shapes,
         cache=model.cache,
+        shards=shards.count(),
     )
 
 

@@ -43,6 +43,9 @@ ALIGNMENT = 64
 """Bytes of a cache line and of the widest register."""
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page of x86, and of Arm with pages of 4 KB."""
+LEAST_RUN = 4 * HUGE_PAGE
+"""Bytes in a row that each shard has where memory is in huge pages: of the one on a border half
+lies on the other's node, which then is an eighth at most."""
 
 
 class Kind(IntEnum):
@@ -99,6 +102,12 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_use_isa": (c_int, (c_int,)),
     "dt_set_threads": (None, (c_int,)),
     "dt_threads": (c_int, ()),
+    "dt_set_shards": (c_int, (c_void_p, c_int)),
+    "dt_shards": (c_int, ()),
+    "dt_settle": (c_int, ()),
+    "dt_spread": (None, (c_void_p, c_int64)),
+    "dt_spread_matrices": (None, (POINTER(MatrixStruct), c_int64, c_int64, c_int64)),
+    "dt_placed": (None, (c_void_p,)),
     "dt_layer_bytes": (c_int64, ()),
     "dt_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     **dict.fromkeys(
@@ -193,15 +202,20 @@ def threads() -> int:
 class PackedMatrix:
     """A matrix [n out, k in] in the layout of the kernels, packed once by rows, with its bias."""
 
-    head: bytes = b""
-    """Bytes in front of the packed rows, which say how these lie."""
-
     def __init__(
-        self, kind: IntEnum, n: int, k: int, *, bias: Array | None = None, size: int | None = None
+        self,
+        kind: IntEnum,
+        n: int,
+        k: int,
+        *,
+        bias: Array | None = None,
+        size: int | None = None,
+        head: bytes = b"",
     ) -> None:
         """`kind`: a `Kind`, or a `Coded` of coded.py, whose matrices are packed otherwise. `size`:
-        the bytes of the weights, where kind and shape do not tell."""
-        self.kind, self.n, self.k = kind, n, k
+        the bytes of the weights, where kind and shape do not tell. `head`: bytes in front of the
+        packed rows, which say how these lie."""
+        self.kind, self.n, self.k, self.head = kind, n, k, head
         self._linear = library().dt_linear
         size = library().dt_packed_bytes(kind, n, k) if size is None else size
         packed_bytes = -(-size // ALIGNMENT) * ALIGNMENT
@@ -215,7 +229,16 @@ class PackedMatrix:
         if bias is not None:
             self.struct.bias = scales + scales_bytes
             memmove(self.struct.bias, address_of(bias, (n,), ("float32",)), n * 4)
+        memmove(packed, head, len(head))
         self._reference = byref(self.struct)
+        self.spread()
+
+    def spread(self, count: int = 1, stride: int = 0) -> None:
+        """Give each shard, if there are any, the memory of the outputs that it computes, which has
+        not been written to yet; likewise of `count` matrices like this one, `stride` bytes
+        apart."""
+        page = page_of(max(self.nbytes, count * stride), count)
+        library().dt_spread_matrices(self._reference, count, stride, page)
 
     def pack(self, rows: Array, first: int = 0) -> None:
         """Pack rows [count, k] as the outputs first .. first + count: fp32, fp16 or bf16 for FP32
@@ -296,10 +319,19 @@ def stored_rows(kind: Kind, rows: Array, shape: tuple[int, int]) -> tuple[Kind, 
     return STORED.get(str(rows.dtype).removeprefix("torch."), kind), address
 
 
-def fresh_memory(count: int, *, huge: bool = True) -> tuple[Any, int]:
+def page_of(count: int, items: int = 1) -> int:
+    """Return the bytes of the pages for so much memory: huge ones, but for pieces of which each
+    shard has too little for them. `items`: the pieces that are each divided among the shards."""
+    shards = library().dt_shards() if available() else 1
+    return HUGE_PAGE if shards == 1 or count // (items * shards) >= LEAST_RUN else mmap.PAGESIZE
+
+
+def fresh_memory(count: int, items: int = 1, *, huge: bool = True) -> tuple[Any, int]:
     """Fresh memory of zeros and its address. `huge`: in huge pages where the system gives them,
     since a pass reads all weights, and every 4 KB page costs a look-up; what is larger than a huge
-    page begins with one. Else in small pages, which are there as they are written."""
+    page begins with one. Else, and where `page_of` says so of its `items`, in small pages, which
+    are there as they are written."""
+    huge = huge and page_of(count, items) == HUGE_PAGE
     room = HUGE_PAGE if huge and count >= HUGE_PAGE else 0
     try:
         memory = mmap.mmap(-1, max(count, 1) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

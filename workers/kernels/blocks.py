@@ -9,7 +9,7 @@ ggml's numbers. Knows shapes and addresses, not files.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import Structure, c_int32, c_int64, memmove, sizeof
+from ctypes import Structure, c_int32, c_int64, sizeof
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +89,9 @@ class BlockMatrix(PackedMatrix):
             offset += part_bytes(part, k)
             first += part.count
             vectors += 0 if part.type in PLAIN else -(-part.count // VECTOR)
-        super().__init__(kind, first, k, bias=bias, size=offset)
+        head = bytes(PartsStruct(len(parts), vectors)) + bytes(structs)
+        super().__init__(kind, first, k, bias=bias, size=offset, head=head)
         self._structs = structs
-        self.head = bytes(PartsStruct(len(parts), vectors)) + bytes(structs)
-        memmove(self.struct.packed, self.head, len(self.head))
 
     def pack_part(self, index: int, rows: Array | Callable[[int, int], Array]) -> None:
         """Pack all rows of a part, by as many threads as share a call: uint8 [count, bytes] as a

@@ -206,10 +206,11 @@ def stacked(one: MatrixT, count: int, biases: Tensor | None = None) -> list[Matr
     """Return `count` empty matrices like one side by side in one memory, to be packed, with their
     biases [count, n]."""
     stride = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
-    memory, start = fresh_memory(count * stride)
+    memory, start = fresh_memory(count * stride, count)
     matrices = [one.at(memory, start + index * stride) for index in range(count)]
     for matrix in matrices:
         memmove(matrix.struct.packed, one.head, len(one.head))
+    matrices[0].spread(count, stride)
     if biases is not None:
         for matrix, bias in zip(matrices, biases, strict=True):
             memmove(matrix.struct.bias, address_of(bias, (one.n,), ("float32",)), one.n * 4)

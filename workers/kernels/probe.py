@@ -11,7 +11,7 @@ from ctypes import CDLL, c_double, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache, partial
 
-from dovetail.workers.kernels import declare, fresh_memory, library
+from dovetail.workers.kernels import declare, fresh_memory, library, shards, threads
 
 READ_BYTES = 256 << 20
 """Read in one go: beyond the caches of nearly all CPUs."""
@@ -56,6 +56,7 @@ def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
 def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
     """10^9 bytes a second that all threads together read from memory, the best of several tries."""
     memory, start = fresh_memory(read_bytes)
+    shards.spread_evenly(start, read_bytes, threads())
     for page in range(0, read_bytes, PAGE):
         memory[page] = b"\1"
     read = _declared(library()).dt_probe_read

@@ -1,10 +1,12 @@
 """A target worker opened from settings: its model loaded on its device, or spread over several."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dovetail.protocol.calibration import Calibration, ExpertCosts
+from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import (
     MAX_CURVES,
     Fingerprint,
@@ -12,12 +14,14 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers.devices import Device, open_device
+from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.remembered.proofs import tell_proof
+from dovetail.workers.serving.sharded import begin_shards, tell_shards
 from dovetail.workers.serving.spread import Spread, known_readings, spread_of
 from dovetail.workers.sessions.prefix_cache import affordable_tokens, room_tokens
 from dovetail.workers.target import Identity, TargetWorker
@@ -35,12 +39,14 @@ def open_target_worker(
     profile: Path | None = None,
     memory: MemorySettings = UNLIMITED,
     beside: int = 0,
+    shards: Sequence[Shard] = (),
 ) -> TargetWorker:
     """Return a target worker with its model loaded on its device, or spread over several;
     `UserError` names what is wrong with the settings.
 
     `profile`: the file that remembers what was measured on this machine. `beside`: bits of the
-    codes of a substitute that shares its GPU, 0 for none.
+    codes of a substitute that shares its GPU, 0 for none. `shards`: what it is spread over on the
+    CPU; none: nothing.
     """
     device = open_device(settings.device, threads)
     spread = spread_of(
@@ -52,8 +58,17 @@ def open_target_worker(
         beside=beside,
     )
     _warn(settings, name)
+    if shards:
+        if spread is not None or not device.is_cpu:
+            raise SettingsError(
+                "target.numa = 'shard' spreads a target that the CPU computes alone, and a device "
+                "has a part of this one: leave it out, or target.device, target.split and "
+                "target.prefill"
+            )
+        begin_shards(shards)
     model = _load(settings, device, spread, profile)
     tell_proof(model.proved, name)
+    tell_shards(model, name)
     if spread is not None:
         for place in {place.torch_device for place in spread.gpus}:
             tell_products(place, name)

@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "packing.h"
 #include "pool.h"
+#include "shards.h"
 
 #include <cstdlib>
 #include <mutex>
@@ -96,6 +97,21 @@ void dt_set_threads(int count) {
     set_threads(count);
 }
 int dt_threads() { return threads(); }
+
+// The threads that there are are divided among these shards; 0 of them: among none. 0 or an errno; nothing has changed then.
+int dt_set_shards(const ShardCores* wanted, int count) {
+    const Turn mine;
+    const int error = declare_shards(wanted, count);
+    if (error == 0) set_threads(threads());
+    return error;
+}
+int dt_shards() { return shards(); }
+int dt_settle() { return settle(0); }
+
+// Neither shares anything with another caller.
+void dt_spread(const Spread* memory, int64_t page) { spread(*memory, page); }
+void dt_spread_matrices(const Matrix* matrix, int64_t items, int64_t stride, int64_t page) { spread_matrices(*matrix, items, stride, page); }
+void dt_placed(Placed* found) { *found = placed(); }
 
 int64_t dt_packed_bytes(int kind, int64_t n, int64_t k) { return bits_of(kind) != 0 ? codes_bytes(kind, n, k) : packed_bytes(kind, n, k); }
 

@@ -506,31 +506,40 @@ static void attend_range(const Plan& plan, const dovetail::Segment& s, int64_t k
     });
 }
 
-static void attend_numbered(const Plan& plan, int64_t number, float* memory) {
-    const dovetail::Segment* s = plan.pass->segments;
-    for (; number >= plan.units(*s); s++) number -= plan.units(*s);
-    const int64_t ranges = plan.ranges(*s);
-    attend_range(plan, *s, number / ranges, number % ranges * plan.unit_rows(*s), memory);
+// Of a segment's units, which go through one key head after the other, a shard has those of its heads.
+static int64_t units_of(const Plan& plan, int shard) {
+    int64_t units = 0;
+    for (int32_t i = 0; i < plan.pass->segment_count; i++) {
+        const int64_t all = plan.units(plan.pass->segments[i]);
+        units += dovetail::share_begin(all, shard + 1) - dovetail::share_begin(all, shard);
+    }
+    return units;
+}
+
+static void attend_numbered(const Plan& plan, int shard, int64_t number, float* memory) {
+    for (const dovetail::Segment* s = plan.pass->segments;; s++) {
+        const int64_t all = plan.units(*s), first = dovetail::share_begin(all, shard), count = dovetail::share_begin(all, shard + 1) - first;
+        const int64_t unit = first + number, ranges = plan.ranges(*s);
+        if (number < count) return attend_range(plan, *s, unit / ranges, unit % ranges * plan.unit_rows(*s), memory);
+        number -= count;
+    }
 }
 
 // out [rows, heads head_dim] from qkv [rows, (heads + 2 kv_heads) head_dim], whose keys and values are in the caches already; over latents
 // [rows, heads rank] from queries [rows, heads head_dim].
 static void attention(const dovetail::Layer& l, const dovetail::Pass& pass, const float* qkv, float* out) {
     const Plan plan = {&l, &pass, qkv, out, dovetail::threads()};
-    int64_t units = 0, work = 0, floats = 0;
+    int64_t work = 0, floats = 0;
     for (int32_t i = 0; i < pass.segment_count; i++) {
         const dovetail::Segment& s = pass.segments[i];
-        units += plan.units(s);
         work += plan.rows(s) * plan.stride(s) * l.kv_heads;
         floats = larger(floats, desk_floats(smaller(plan.unit_rows(s), plan.rows(s)), plan.stride(s), l.head_dim));
     }
     float* memory = (float*)dovetail::scratch(ATTENTION_SCRATCH, plan.threads * floats * (int64_t)sizeof(float));
-    int64_t next = 0;  // units cost differently, and so do cores that others use
-    auto run_part = [&](int part, int) {
-        for (int64_t unit; (unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < units;) attend_numbered(plan, unit, memory + part * floats);
-    };
-    if (work < WORTH_SHARING / 4) run_part(0, 1);
-    else dovetail::parallel(run_part);
+    const auto units = [&](int shard) { return units_of(plan, shard); };
+    const auto attend = [&](int shard, int64_t unit, int part) { attend_numbered(plan, shard, unit, memory + part * floats); };
+    if (work < WORTH_SHARING / 4) take_all(units, attend);
+    else take_shares(units, attend);
 }
 
 }  // namespace DT_NS

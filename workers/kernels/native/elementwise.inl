@@ -33,6 +33,15 @@ static inline void each(int64_t n, int64_t work, const Body& body) {
     else dovetail::parallel(run_part);
 }
 
+// body(unit) for each of n units by a thread of the shard that has it: who writes to fresh memory first decides on which node it lies.
+template <class Body>
+static inline void each_at_home(int64_t n, const Body& body) {
+    auto run_part = [&](int part, int parts) {
+        for (int64_t unit = share(n, part, parts); unit < share(n, part + 1, parts); unit++) body(unit);
+    };
+    dovetail::parallel_at_home(run_part);
+}
+
 static inline void rms_norm(const float* x, const float* weight, float* y, int64_t n, float epsilon) {
     F16 squares = zero();
     for (int64_t i = 0; i < n; i += LANES) {

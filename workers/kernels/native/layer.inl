@@ -90,7 +90,7 @@ static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* q
         });
     int64_t stretches = 0;
     for (int32_t i = 0; i < pass.segment_count; i++) stretches += stretch_count(pass.segments[i]);
-    each(stretches * l.kv_heads, (int64_t)pass.rows * row_width(l), [&](int64_t unit) {
+    const auto place_unit = [&](int64_t unit) {
         const dovetail::Segment* s = pass.segments;
         int64_t number = unit % stretches;
         for (; number >= stretch_count(*s); s++) number -= stretch_count(*s);
@@ -100,7 +100,9 @@ static void place(const dovetail::Layer& l, const dovetail::Pass& pass, float* q
             const int64_t key = at + rows.slot / LANES * LANES * l.head_dim + rows.slot % LANES, value = at + rows.slot * l.head_dim;
             place_stretch(l, pass, Places<std::remove_pointer_t<decltype(keys)>>{keys + key, values + value}, rows, kv_head, qkv);
         });
-    });
+    };
+    if (dovetail::shards() > 1) each_at_home(stretches * l.kv_heads, place_unit);
+    else each(stretches * l.kv_heads, (int64_t)pass.rows * row_width(l), place_unit);
 }
 
 // ---- the layer ----

@@ -7,9 +7,9 @@
 // weights go straight through it. With several, a block of BLOCK steps of one panel stays in the L1 cache while every tile goes over it, and meanwhile the
 // next block is prefetched, so that the memory works while the tiles compute. x is packed so that a tile reads it in one sweep: rows that lie 16 KB apart
 // would evict each other from L1.
-#include <atomic>
-
 #include "packing.h"
+
+#include "shares.inl"
 
 namespace DT_NS {
 
@@ -377,29 +377,6 @@ static void prepare(Pass& pass, const float* x, int64_t x_stride, char* memory, 
         share(pack);
         pass.x = memory;
     }
-}
-
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// So many units of columns for each thread: whoever is held up leaves the rest to the others.
-constexpr int64_t UNITS = 16;
-
-// body(unit) for each of n units, which the threads take as they come.
-template <class Body>
-static void take_turns(int64_t n, const Body& body) {
-    std::atomic<int64_t> next{0};
-    auto take = [&](int, int) {
-        for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(unit);
-    };
-    dovetail::parallel(take);
-}
-
-// body(from, to) for ranges that make up 0 .. n.
-template <class Body>
-static void in_pieces(int64_t n, const Body& body) {
-    const int64_t pieces = dovetail::threads() == 1 ? 1 : smaller(n, UNITS * dovetail::threads());
-    take_turns(pieces, [&](int64_t piece) { body(n * piece / pieces, n * (piece + 1) / pieces); });
 }
 
 template <int KIND>

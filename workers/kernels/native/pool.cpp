@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include "shards.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -31,12 +33,17 @@ public:
         const unsigned now = generation_.load();
         claims_ = std::vector<Claim>(threads);
         for (auto& claim : claims_) claim.taken = now;
-        for (int part = 1; part < threads; part++) workers_.emplace_back([this, part, now] { work(part, now); });
+        divide_threads(threads);
+        for (int part = 1; part < threads; part++)
+            workers_.emplace_back([this, part, now] {
+                settle(part);
+                work(part, now);
+            });
     }
 
     int size() const { return static_cast<int>(workers_.size()) + 1; }
 
-    void run(Task task, void* context) {
+    void run(Task task, void* context, bool at_home) {
         if (workers_.empty()) return task(context, 0, 1);
         task_ = task;
         context_ = context;
@@ -48,7 +55,7 @@ public:
         }
         wake_.notify_all();
         task(context, 0, size());
-        for (int part = 1; part < size(); part++) attempt(part, mine);
+        for (int part = 1, stop = at_home ? first_part(1) : size(); part < stop; part++) attempt(part, mine);
         for (int spins = 0; left_.load(std::memory_order_acquire) != 0; spins++) {
             if (spins < SPINS) pause();
             else std::this_thread::yield();
@@ -124,6 +131,6 @@ Pool& pool() {
 
 void set_threads(int threads) { pool().resize(threads); }
 int threads() { return pool().size(); }
-void run(Task task, void* context) { pool().run(task, context); }
+void run(Task task, void* context, bool at_home) { pool().run(task, context, at_home); }
 
 }  // namespace dovetail

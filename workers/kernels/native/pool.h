@@ -3,18 +3,24 @@
 
 namespace dovetail {
 
-// Called once for each thread, and where that does not run by the caller in its place: `part` of `parts`.
+// Called once for each thread: `part` of `parts`.
 using Task = void (*)(void* context, int part, int parts);
 
 void set_threads(int threads);
 int threads();
 
-// Run all parts of `task` and return when they are done; one call at a time.
-void run(Task task, void* context);
+// Run all parts of `task` and return when they are done; one call at a time. A part whose thread does not run is done by the caller in its place, unless it
+// belongs to another shard and has to stay `at_home`.
+void run(Task task, void* context, bool at_home);
 
 template <class Body>
 void parallel(Body& body) {
-    run([](void* context, int part, int parts) { (*static_cast<Body*>(context))(part, parts); }, &body);
+    run([](void* context, int part, int parts) { (*static_cast<Body*>(context))(part, parts); }, &body, false);
+}
+
+template <class Body>
+void parallel_at_home(Body& body) {
+    run([](void* context, int part, int parts) { (*static_cast<Body*>(context))(part, parts); }, &body, true);
 }
 
 }  // namespace dovetail

@@ -31,11 +31,8 @@ static void run_products(const Product* products, int64_t count) {
         Pass pass = pass_of<KIND>(products[i]);
         prepare<KIND>(pass, products[i].x, products[i].x_stride, products[i].packed, [](auto& pack) { pack(0, 1); });
     });
-    const int64_t panels = dovetail::panels_of(products[0].matrix->n);  // all are of one shape
-    const int64_t pieces = smaller(panels, (UNITS * dovetail::threads() + count - 1) / count);
-    take_turns(count * pieces, [&](int64_t unit) {
-        const int64_t piece = unit % pieces;
-        columns<KIND>(pass_of<KIND>(products[unit / pieces]), panels * piece / pieces, panels * (piece + 1) / pieces);
+    in_pieces_of_each(count, dovetail::panels_of(products[0].matrix->n), [&](int64_t i, int64_t from, int64_t to) {  // all are of one shape
+        columns<KIND>(pass_of<KIND>(products[i]), from, to);
     });
 }
 
@@ -45,12 +42,9 @@ static void run_block_products(const Product* products, int64_t count) {
         const Product& p = products[i];
         prepare_blocks(*p.matrix, p.x, p.x_stride, p.rows, p.packed, 0, 1);
     });
-    const int64_t vectors = dovetail::parts_of(*products[0].matrix).vectors;  // all are of one shape
-    const int64_t pieces = smaller(vectors, (UNITS * dovetail::threads() + count - 1) / count);
-    take_turns(count * pieces, [&](int64_t unit) {
-        const Product& p = products[unit / pieces];
-        const int64_t piece = unit % pieces;
-        block_columns({*p.matrix, p.rows, p.packed, p.y, p.y_stride}, vectors * piece / pieces, vectors * (piece + 1) / pieces);
+    in_pieces_of_each(count, dovetail::parts_of(*products[0].matrix).vectors, [&](int64_t i, int64_t from, int64_t to) {  // all are of one shape
+        const Product& p = products[i];
+        block_columns({*p.matrix, p.rows, p.packed, p.y, p.y_stride}, from, to);
     });
     for (int64_t i = 0; i < count; i++) {
         const Product& p = products[i];

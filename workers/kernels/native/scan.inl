@@ -356,8 +356,9 @@ static void each_row(const dovetail::Pass& pass, int64_t work, const Body& body)
     });
 }
 
+// Of a segment's units, which go through one head after the other, a shard has those of its heads.
 static void scan_units(const dovetail::Scan& c, const dovetail::Pass& pass, const ScanRows& rows, const Walk* walks) {
-    const int64_t parts = head_blocks(c) / SCAN_BLOCKS, units = pass.segment_count * c.value_heads * parts, block = (int64_t)c.key_dim * LANES;
+    const int64_t parts = head_blocks(c) / SCAN_BLOCKS, places = c.value_heads * parts, block = (int64_t)c.key_dim * LANES;
     int64_t blocks = 0, hops = 0;
     for (int32_t i = 0; i < pass.segment_count; i++) {
         blocks = larger(blocks, walks[i].blocks);
@@ -365,16 +366,15 @@ static void scan_units(const dovetail::Scan& c, const dovetail::Pass& pass, cons
     }
     const int64_t floats = (blocks * SCAN_BLOCKS + 1) * block;
     float* memory = (float*)dovetail::scratch(WALK_SCRATCH, dovetail::threads() * floats * (int64_t)sizeof(float));
-    int64_t next = 0;
-    auto run_part = [&](int part, int) {
-        for (int64_t unit; (unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < units;) {
-            const int64_t segment = unit / (c.value_heads * parts), place = unit % (c.value_heads * parts);
-            const int64_t head = place / parts, key_head = head / (c.value_heads / c.key_heads), column = place % parts * SCAN_BLOCKS * LANES;
-            scan_unit({&c, pass.segments + segment, walks + segment, head, key_head, column, memory + part * floats}, rows);
-        }
+    const auto count = [&](int shard) { return dovetail::share_begin(places, shard + 1) - dovetail::share_begin(places, shard); };
+    const auto units = [&](int shard) { return pass.segment_count * count(shard); };
+    const auto walk = [&](int shard, int64_t unit, int part) {
+        const int64_t segment = unit / count(shard), place = dovetail::share_begin(places, shard) + unit % count(shard);
+        const int64_t head = place / parts, key_head = head / (c.value_heads / c.key_heads), column = place % parts * SCAN_BLOCKS * LANES;
+        scan_unit({&c, pass.segments + segment, walks + segment, head, key_head, column, memory + part * floats}, rows);
     };
-    if (hops * c.value_heads * c.value_dim * c.key_dim < WORTH_SHARING) run_part(0, 1);
-    else dovetail::parallel(run_part);
+    if (hops * c.value_heads * c.value_dim * c.key_dim < WORTH_SHARING) take_all(units, walk);
+    else take_shares(units, walk);
 }
 
 // out [rows, value_heads value_dim], or [rows, channels] of a convolution alone, from given [rows, stride], whose first part is overwritten by a convolution.

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dovetail.workers.kernels import shards
 from dovetail.workers.kernels.layer import slots_of
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, SharedRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
@@ -35,6 +36,20 @@ def with_room(capacity: int) -> int:
     """Rows to have memory for, so that the next turn of a conversation finds its place: to move 400
     rows into fresh memory takes longer than to read 12."""
     return capacity + min(capacity // 2, MOST_ROOM)
+
+
+def give_rows(keys: Tensor, values: Tensor, length: int) -> None:
+    """Give the first rows of fresh keys [..., heads, blocks, head_dim, 16] and values [..., heads,
+    slots, head_dim] to the shards of their heads, if there are any, before others write there."""
+    if shards.count() == 1:
+        return
+    heads, slots = values.shape[-3:-1]
+    for part, rows in ((keys, -(-length // LANES) * LANES), (values, length)):
+        if part.numel():
+            head_bytes = part.stride(values.ndim - 3) * part.element_size()
+            layers = part.numel() * part.element_size() // (heads * head_bytes)
+            used = head_bytes * rows // slots
+            shards.spread_heads(part.data_ptr(), (layers, heads), head_bytes, used)
 
 
 class BlockedCache:
@@ -150,6 +165,8 @@ class BlockedCache:
         (a multiple of 16) to `stop` - 1."""
         keys, values = self._open(max(0, capacity - start))
         new = list(self._views(keys, values))
+        for views in new:
+            give_rows(*views, max(0, stop - start))
         for begin, end, held in self._stretches(start, stop):
             for (new_keys, new_values), (old_keys, old_values) in zip(new, held, strict=True):
                 to, blocks = begin - start, -(-(end - begin) // LANES)
