@@ -98,9 +98,9 @@ class Linux:
 
 
 def bind(place: Place, system: System | None = None) -> Binding:
-    """Bind this process to a place, as far down the ladder as it has to be; memory of several nodes
-    is taken from them in turn. Of shards the kernels bind threads and weights, and whether they may
-    is tried here."""
+    """Bind this process to a place, as far down the ladder as it has to be. Memory of several nodes
+    is taken from them in turn; of shards it lies where it is written first, the kernels see to who
+    does, and a policy keeps the system from moving it later on."""
     system = system or Linux()
     try:
         system.set_affinity(place.cores)
@@ -108,22 +108,16 @@ def bind(place: Place, system: System | None = None) -> Binding:
         return Binding("none", place, f"sched_setaffinity refused: {error.strerror}")
     if not place.nodes:
         return Binding("cores", place)
-    if refusal := _bind_memory(place, system):
-        why = f"set_mempolicy refused node {format_numbers(place.nodes)}: {refusal}"
-        return Binding("cores", place, why)
-    return Binding("full", place)
-
-
-def _bind_memory(place: Place, system: System) -> str:
-    """Return why memory is not bound; empty if it is, or if the kernels may bind that of shards."""
-    if place.shards:
-        return memory_refusal(place.nodes, system)
-    mode = MPOL_BIND if len(place.nodes) == 1 else MPOL_INTERLEAVE
+    one_each = len(place.nodes) == 1 or place.shards
     try:
-        system.set_memory_policy(mode, place.nodes)
+        system.set_memory_policy(MPOL_BIND if one_each else MPOL_INTERLEAVE, place.nodes)
     except OSError as error:
-        return error.strerror or "refused"
-    return ""
+        return Binding(
+            "cores",
+            place,
+            f"set_mempolicy refused node {format_numbers(place.nodes)}: {error.strerror}",
+        )
+    return Binding("full", place)
 
 
 def memory_refusal(nodes: Sequence[int], system: System | None = None) -> str:

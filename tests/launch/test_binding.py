@@ -54,16 +54,12 @@ def test_memory_of_several_nodes_is_taken_in_turn() -> None:
     assert system.calls[1] == ("memory", MPOL_INTERLEAVE, (0, 2))
 
 
-def test_of_shards_the_kernels_bind_memory_and_whether_they_may_is_tried() -> None:
+def test_memory_of_shards_stays_on_the_node_where_it_is_written_first() -> None:
     place = Place((0, 1, 4, 5), (0, 1), ((0, 1), (4, 5)))
     system = Recorder()
     words = "cores 0-1/4-5 in 2 shards, memory"
     assert str(bind(place, system)) == f"full: {words} of node 0-1"
-    assert system.calls == [
-        ("affinity", (0, 1, 4, 5)),
-        ("memory", MPOL_BIND, (0, 1)),
-        ("memory", MPOL_DEFAULT, ()),
-    ]
+    assert system.calls == [("affinity", (0, 1, 4, 5)), ("memory", MPOL_BIND, (0, 1))]
     refused = "(set_mempolicy refused node 0-1: Operation not permitted)"
     assert str(bind(place, Recorder("memory"))) == f"{words} not bound {refused}"
 
