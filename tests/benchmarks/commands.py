@@ -44,6 +44,7 @@ from benchmarks.substitute import substitute
 from benchmarks.training import training
 from benchmarks.transport import transport
 from benchmarks.turns import turns
+from benchmarks.users import users
 
 
 @click.group()
@@ -94,6 +95,7 @@ for command in (
     links,
     gains,
     gaps,
+    users,
     utilisation,
     picture,
     plan,
