@@ -162,7 +162,11 @@ def loads(
                 about = kind, draft, inflate, f"{max_tokens}", f"{temperature}", f"{prompts}"
                 for row in beside(before, about, methods.split(","), streams, repeat):
                     rows.append({"weights": kind, "draft": draft, **row})
-                    note(f"{kind} {draft}: {row['load']} {row['method']} {row['median']:.2f}")
+                    other = row["before"]["median"]
+                    note(
+                        f"{kind} {draft}: {row['load']} {row['method']} {row['median']:.2f}, "
+                        f"{other:.2f} of before"
+                    )
                 continue
             with running(kind, draft, inflate) as client:
                 found = Streams(client, texts, max_tokens, temperature)
