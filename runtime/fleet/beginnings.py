@@ -38,22 +38,28 @@ def read_by_draft(running: RunningRequest) -> int:
 
 
 def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
-    """Return whether a request had better begin later on a target, which reads just now what the
-    request begins with for another session of its owner."""
+    """Return whether a request had better begin later on a target: what it begins with is just now
+    read there for another session of its owner, or by that session's draft, which it could share,
+    too."""
     if not (request.may_reuse and target.limits.shares):
         return False
-    base = target.shelf.find(
-        request.packed, owner=request.owner, running=prompts(running, target, read_by_target)
-    )
-    there = WORTH + (0 if base is None else base.tokens)
+    there = list(prompts(running, target, read_by_target))
+    base = target.shelf.find(request.packed, owner=request.owner, running=there)
+    if base is not None and base.session in running and _draft_reads(running[base.session]):
+        return True
+    worth = WORTH + (0 if base is None else base.tokens)
     return any(
         prompt.owner == request.owner
-        and there <= min(common_tokens(request.packed, prompt.log), len(request.prompt) - 1)
-        for prompt in prompts(running, target, _unread)
-        if prompt.rows
+        and prompt.rows < prompt.tokens
+        and worth <= min(common_tokens(request.packed, prompt.log), len(request.prompt) - 1)
+        for prompt in there
     )
 
 
-def _unread(running: RunningRequest) -> int:
-    """Return how many rows of its prompt the target of a session has not read yet."""
-    return len(running.session.request.prompt) - read_by_target(running)
+def _draft_reads(running: RunningRequest) -> bool:
+    """Return whether the draft of a session reads its prompt, and features with it."""
+    draft, number = running.draft, running.session.number
+    if draft is None or draft.hello.reads is None or number in draft.turns.postponed:
+        return False
+    sync = running.session.draft_sync
+    return draft.turns.reads(number) or (sync is not None and not sync.complete)

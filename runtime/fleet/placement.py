@@ -186,6 +186,9 @@ class Placement:
                 on_target=prompts(self._running, target, read_by_target),
                 on_draft=() if draft is None else prompts(self._running, draft, read_by_draft),
             )
+            if reads is not None and target_base is None and not request.tree.insist:
+                target_base = self._beginning(target, request)
+                draft = draft if target_base is None else None
         draft_sync = (
             DraftSync(len(request.prompt), reads=reads, base=draft_base)
             if draft is not None
@@ -196,6 +199,14 @@ class Placement:
         )
         running.session.target_base, running.drafts = target_base, drafts
         return running
+
+    def _beginning(self, target: Worker, request: Request) -> Base | None:
+        """Return what a request may begin with on its target where its draft, which reads features
+        of that, does not have it: the draft joins later, if that is worth having it all computed
+        again."""
+        running = prompts(self._running, target, read_by_target)
+        base = target.shelf.find(request.packed, owner=request.owner, running=running)
+        return base if base is not None and base.shared else None
 
     def try_out(
         self,

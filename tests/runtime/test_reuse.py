@@ -359,6 +359,24 @@ def test_a_request_waits_while_what_it_begins_with_is_read_for_another_of_its_ow
     assert reused == [0, len(BEGINNING), 0]
 
 
+def test_what_the_draft_has_not_read_is_shared_without_it_and_the_draft_joins() -> None:
+    house = House(limits=SHARING, reads=READS)
+    first = house.submit((*BEGINNING, 1), max_tokens=200, speculate=False)
+    while not house.target or not house.target.rounds.get(1):
+        house.coordinator.pump()
+        for worker in house.workers:
+            worker.step()
+    tokens = 150
+    tree = TreeSettings(policy="dynamic")
+    second = house.submit((*BEGINNING, 2), max_tokens=tokens, tree=tree)
+    ends = {reply.request: reply for reply in house.replies() if isinstance(reply, Finished)}
+    result = ends[second].result
+    assert list(result.token_ids) == continuation((*BEGINNING, 2), tokens)
+    assert result.reused_tokens == len(BEGINNING)
+    assert result.accepted_tokens > 0
+    assert first in ends
+
+
 def test_a_request_waits_no_longer_when_the_other_is_cancelled() -> None:
     house = House(limits=SHARING)
     first = house.submit((*BEGINNING, 1))
