@@ -8,6 +8,7 @@ import click
 
 from benchmarks.accuracy import accuracy
 from benchmarks.ahead import ahead
+from benchmarks.beginnings import beginnings
 from benchmarks.building import build_llama
 from benchmarks.context import context
 from benchmarks.coupling import coupling
@@ -94,6 +95,7 @@ for command in (
     losses,
     links,
     gains,
+    beginnings,
     gaps,
     users,
     utilisation,
