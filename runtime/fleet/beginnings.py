@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.prefix_cache import WORTH, common_tokens
+from dovetail.runtime.fleet.prefix_cache import common_tokens
 from dovetail.runtime.session.kept import Kept
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.state import State
+
+WORTH_WAITING = 64
+"""Tokens. Reading so few takes hardly longer than the pass that is waited for."""
 
 
 def prompts(
@@ -47,7 +50,7 @@ def comes_later(request: Request, target: Worker, running: Mapping[int, RunningR
     base = target.shelf.find(request.packed, owner=request.owner, running=there)
     if base is not None and base.session in running and _draft_reads(running[base.session]):
         return True
-    worth = WORTH + (0 if base is None else base.tokens)
+    worth = WORTH_WAITING + (0 if base is None else base.tokens)
     return any(
         prompt.owner == request.owner
         and prompt.rows < prompt.tokens

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 WHOLE = 16
 """Rows are shared in runs of so many."""
+LEAST = 128
+"""Fewer rows are copied."""
 ANEW = 2
 """Rows are shared anew if they are more than so many times those that the other shares already."""
 
@@ -26,10 +28,11 @@ class SharedRows:
     def begin(self, session: int, base: int, tokens: int) -> None:
         """Note that a session begins with the rows of the first `tokens` tokens of another."""
         rows = tokens // WHOLE * WHOLE
-        if rows > ANEW * self._rows.get(base, 0):
+        if rows >= LEAST and rows > ANEW * self._rows.get(base, 0):
             self._groups[base], self._rows[base] = session, rows
-        self._groups[session] = self._groups[base]
-        self._rows[session] = min(rows, self._rows[base])
+        if base in self._groups:
+            self._groups[session] = self._groups[base]
+            self._rows[session] = min(rows, self._rows[base])
 
     def follow(self, session: int, base: int, tokens: int) -> None:
         """Note that a session has taken over the rows of the first `tokens` tokens of another."""

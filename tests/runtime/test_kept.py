@@ -83,26 +83,28 @@ def test_where_sessions_share_it_is_left_to_its_next_turn_and_others_begin_with_
 
 
 def test_rows_that_several_sessions_share_are_counted_once() -> None:
-    held = replace(cache(kept(1, LOG)), shares=True)
+    held = replace(cache(kept(1, LOG * 5)), shares=True)
     for session in (2, 3):
-        held.taken(session, Base(1, 36, shared=True))
-    assert held.shared.saved == 2 * 32
-    held.taken(4, Base(3, 39, shared=True))
-    assert held.shared.saved == 3 * 32
-    held.pin(Base(1, 39))
-    held.taken(5, Base(1, 39))
-    assert held.shared.saved == 3 * 32
-    for session, saved in ((5, 2 * 32), (2, 32), (9, 32), (4, 0), (3, 0)):
+        held.taken(session, Base(1, 163, shared=True))
+    assert held.shared.saved == 2 * 160
+    held.taken(4, Base(3, 199, shared=True))
+    assert held.shared.saved == 3 * 160
+    held.pin(Base(1, 199))
+    held.taken(5, Base(1, 199))
+    assert held.shared.saved == 3 * 160
+    held.taken(6, Base(9, 127, shared=True))
+    assert held.shared.saved == 3 * 160
+    for session, saved in ((5, 2 * 160), (2, 160), (9, 160), (4, 0), (3, 0)):
         held.shared.end(session)
         assert held.shared.saved == saved
 
 
 def test_rows_that_are_many_more_are_shared_anew() -> None:
     held = replace(cache(), shares=True)
-    held.taken(2, Base(1, 16, shared=True))
+    held.taken(2, Base(1, 128, shared=True))
     for session in (3, 4):
-        held.taken(session, Base(2, 160, shared=True))
-    assert held.shared.saved == 2 * 160
+        held.taken(session, Base(2, 320, shared=True))
+    assert held.shared.saved == 2 * 320
 
 
 def test_the_oldest_go_when_there_is_no_more_room_and_what_is_too_large_is_not_kept() -> None:

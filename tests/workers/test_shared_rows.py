@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Isa
-from dovetail.workers.models.backends.blocked_cache import BlockedCache, MixedCache
+from dovetail.workers.models.backends import blocked_cache
+from dovetail.workers.models.backends.blocked_cache import LEAST_SHARED, BlockedCache, MixedCache
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -51,8 +52,9 @@ def verify(model: LanguageModel, caches: list[Cache], tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", everyday(["fp32", "half"], "half"))
 @pytest.mark.parametrize("family", everyday(FAMILIES, "gemma2", "deepseek_v2", "qwen3_5_text"))
 def test_a_session_that_begins_with_rows_of_another_computes_the_same_bytes(
-    family: str, dtype: str, tmp_path: Path
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(blocked_cache, "LEAST_SHARED", 16)
     folder = write_varied(family, tmp_path / "model")
     model = load_language_model(str(folder), weights="fp32", device="cpu", cache=dtype)
     check_branches(model, tokens=60, others=25, kept=(60, 48, 37, 16, 3))
@@ -129,9 +131,12 @@ def new(kind: str, capacity: int) -> KVCache | BlockedCache:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", ["blocked", "mixed", "latent", "plain"])
-def test_whatever_sessions_do_that_share_rows_each_has_its_own(kind: str) -> None:
+def test_whatever_sessions_do_that_share_rows_each_has_its_own(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sessions branch from each other, grow, go back and move; each row holds the number that its
     session wrote."""
+    monkeypatch.setattr(blocked_cache, "LEAST_SHARED", 16)
     chance = random.Random(5)
     number = 0.0
     sessions: list[tuple[KVCache | BlockedCache, list[float]]] = [(new(kind, 100), [])]
@@ -168,22 +173,25 @@ def test_whatever_sessions_do_that_share_rows_each_has_its_own(kind: str) -> Non
 
 @needs_kernels
 def test_rows_that_are_shared_are_there_once() -> None:
-    source = BlockedCache(layers=1, kv_heads=1, head_dim=4, capacity=100)
-    source.keep(range(100), 100)
-    branches = [source.branch(length) for length in (100, 99, 50)]
+    source = BlockedCache(layers=1, kv_heads=1, head_dim=4, capacity=300)
+    source.keep(range(300), 300)
+    assert source.branch(LEAST_SHARED - 1).shared is source.shared is None
+    branches = [source.branch(length) for length in (300, 299, 50)]
     shared = source.shared
     assert shared is not None
-    assert [branch.shared.rows for branch in branches if branch.shared] == [96, 96, 48]
+    assert [branch.shared.rows for branch in branches if branch.shared] == [288, 288, 48]
     held = {branch.shared.keys.data_ptr() for branch in [source, *branches] if branch.shared}
     assert held == {shared.keys.data_ptr()}
-    assert source.values.shape[2] < 100
+    assert source.values.shape[2] < 300
 
 
 @needs_kernels
 def test_rows_behind_the_committed_ones_stay_where_they_are_in_use() -> None:
-    source = BlockedCache(layers=1, kv_heads=1, head_dim=4, capacity=100)
-    for slot in range(60):
+    source = BlockedCache(layers=1, kv_heads=1, head_dim=4, capacity=200)
+    for slot in range(160):
         write(source, slot, slot + 1.0)
-    source.keep(range(50), 50)
-    source.branch(40, used=10)
-    assert all(bool((part == slot + 1.0).all()) for slot in range(60) for part in row(source, slot))
+    source.keep(range(150), 150)
+    source.branch(140, used=10)
+    assert source.shared is not None
+    for slot in range(160):
+        assert all(bool((part == slot + 1.0).all()) for part in row(source, slot))

@@ -24,9 +24,12 @@ from dovetail.workers.models.segment import (
     slots_in_place,
 )
 
+LEAST_SHARED = 128
+"""Fewer rows are copied: to put rows where several sessions read them, the others of the session
+have to move, too."""
 SHARED_ANEW = 2
-"""Rows are put where several sessions read them if they are more than so many times those that are
-shared already: else a copy of the others is less."""
+"""Rows are shared anew if they are more than so many times those that are shared already: else a
+copy of the others is less."""
 MOST_ROOM = 1024
 """Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little
 beside a long context."""
@@ -133,10 +136,10 @@ class BlockedCache:
 
     def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
         """Return a cache with the first `length` committed rows, most of which are shared, not
-        copied: at first they are put where both read them."""
+        copied, if they are many: at first they are put where both read them."""
         check_truncation(self, length)
-        if length // LANES * LANES > SHARED_ANEW * self.first:
-            rows = length // LANES * LANES
+        rows = length // LANES * LANES
+        if rows >= LEAST_SHARED and rows > SHARED_ANEW * self.first:
             shared = SharedRows(*self._copy(0, rows, rows), rows)
             self._begin_with(shared, self.length + used, self.capacity)
         other = copy.copy(self)
