@@ -10,6 +10,7 @@ import pytest
 
 from dovetail.launch import cli
 from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
+from dovetail.launch.bench.load import table as load_table
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show
 from dovetail.launch.console import terminal
 from dovetail.launch.console.terminal import (
@@ -31,8 +32,10 @@ def test_columns_are_explained_a_line_each_as_long_as_a_terminal_is_wide(
 ) -> None:
     assert explained({"a": "one", "long": "two"}) == "\b\nColumns:\n  a     one\n  long  two"
     assert cli.run(["bench", "--help-all"]) == 0
-    parts = re.split(r" *Columns(?: of --csv)?:\n", capsys.readouterr().out)[1:]
-    for part, columns in zip(parts, ({**COLUMNS, **SWEPT}, CSV_COLUMNS), strict=True):
+    heading = r" *Columns(?: of --csv| with --concurrency)?:\n"
+    parts = re.split(heading, capsys.readouterr().out)[1:]
+    tables = ({**COLUMNS, **SWEPT}, CSV_COLUMNS, load_table.COLUMNS)
+    for part, columns in zip(parts, tables, strict=True):
         shown = part.strip("\n").splitlines()
         assert [" ".join(line.split()) for line in shown] == [
             f"{name} {meaning}" for name, meaning in columns.items()

@@ -60,11 +60,7 @@ WAYS = {
     "split mixer": Way([C, R, S, S], host_experts=True),
 }
 TYPES = {"fp32": torch.float32, "half": torch.bfloat16, "int8": torch.float32}
-SHORT = ("qwen3_moe", "glm4_moe", "llama4_text", "gpt_oss")
-KINDS = [
-    kind if kind in SHORT else pytest.param(kind, marks=pytest.mark.slow)
-    for kind in (*FAMILIES, "gpt_oss")
-]
+KINDS = (*FAMILIES, "gpt_oss")
 TOLERANCE = {"fp32": 1e-4, "half": 1e-4, "int8": 5e-2}
 """The largest difference of logits that rounding may make, as a share of the largest logit."""
 
