@@ -9,7 +9,7 @@ from dovetail.launch.console.terminal import counted, note, print_table
 from dovetail.launch.files.charts import Curve, Panel, draw_panels
 
 COLUMNS = {
-    "method": "none: the target alone; draft: with its draft; server: one that is not dovetail",
+    "method": "none: the target alone; draft: with it; server: not dovetail",
     "at once": "requests under way at a time",
     "done": "requests that were answered",
     "failed": "requests that were not; the errors are named below",
@@ -18,10 +18,9 @@ COLUMNS = {
     "requests/s": "answered, over the whole load (request_throughput)",
     "TTFT ms": "time to first token, median: to the first chunk with text",
     "TTFT p99": "its 99th percentile",
-    "TPOT ms": "time per output token after the first, median over replies: (latency - TTFT) / "
-    "(tokens - 1)",
+    "TPOT ms": "time per output token, median: (latency - TTFT) / (tokens - 1)",
     "TPOT p99": "its 99th percentile",
-    "ITL ms": "inter-token latency, median: between two chunks, however many tokens they carry",
+    "ITL ms": "inter-token latency, median: between two chunks of tokens",
     "ITL p99": "its 99th percentile",
     "tokens/chunk": "of a reply",
     "differ": "replies whose text is not that of none",
