@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from dovetail.launch.bench.load import request
 from dovetail.launch.bench.load.crew import Load, run
 from dovetail.launch.bench.load.figures import row, with_speedups
 from dovetail.launch.bench.load.measured import levels_of
@@ -69,14 +70,39 @@ def test_latencies_are_those_of_the_chunks_that_carry_text() -> None:
         (200, chunk("Hi"), "broken off", "the stream ended before its [DONE]"),
         (200, chunk("Hi") + event({"error": {"message": "l"}}), "error in the stream", "l"),
         (200, b"data: {\n\n", "not JSON", "{"),
+        (200, b"data: " + b"[" * 10**5 + b"\n\n", "not JSON", "[" * 300),
+        (200, event({"choices": [7]}), "not a chunk", '{"choices": [7]}'),
+        (
+            200,
+            event({"choices": [{"delta": "Hi"}]}),
+            "not a chunk",
+            '{"choices": [{"delta": "Hi"}]}',
+        ),
+        (200, chunk("Hi") * 100, "too long", "no end after 0 MiB of the stream"),
+        (200, b"data: " + b"7" * 9000, "too long", "no end after 0 MiB of the stream"),
     ],
 )
-def test_a_request_that_fails_is_named(status: int, body: bytes, error: str, words: str) -> None:
+def test_a_request_that_fails_is_named(
+    status: int, body: bytes, error: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if error == "too long":
+        monkeypatch.setattr(request, "MOST_BYTES", 8000)
     with scripted(status, body) as server:
         site = Site(server.url, "")
         found = ask(site, {}, 0)
     assert (found.error, found.words) == (error, words)
     assert ask(site, {}, 0).error == "connection"
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [[1], 7, "x", {}, *({"completion_tokens": count} for count in (-3, 10**400, "7", None, 1.5))],
+)
+def test_usage_that_cannot_be_is_none(usage: object) -> None:
+    with scripted(200, chunk("Hi") + event({"choices": [], "usage": usage}) + DONE) as server:
+        found = ask(Site(server.url, ""), {}, 0)
+    assert (found.error, found.output_tokens) == ("", 1)
+    assert row("server", 1, [Load((found,), 1.0)])["total_output_tokens"] == 1
 
 
 def test_so_many_requests_are_under_way_at_once_and_each_is_asked_once() -> None:
@@ -150,7 +176,7 @@ def test_what_failed_is_said_beside_the_table(capfd: pytest.CaptureFixture[str])
     assert "interrupted" in said
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,1", "1,x", "-1", "1,,2"])
+@pytest.mark.parametrize("text", ["", "0", "1,1", "1,x", "-1", "1,,2", "4097", "9" * 5000])
 def test_what_is_no_list_of_concurrencies_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--concurrency"):
         levels_of(text)

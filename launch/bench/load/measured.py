@@ -1,6 +1,7 @@
 """`dovetail bench --concurrency`: the same requests at every concurrency, decoded with each method
 in turn, over HTTP."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ from dovetail.protocol.errors import DovetailError, UserError
 
 DEFAULT_LEVELS = "1,2,4,8,16"
 DEFAULT_REQUESTS = 32
+MOST_AT_ONCE = 4096
+"""Requests at once, each with a thread and a connection."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,12 @@ def plan_of(
 def levels_of(text: str) -> tuple[int, ...]:
     """The list of --concurrency; `UserError` if it is none."""
     parts = [part.strip() for part in text.split(",")]
-    levels = tuple(int(part) for part in parts if part.isascii() and part.isdigit())
-    if len(levels) < len(parts) or 0 in levels or len(set(levels)) < len(levels):
+    levels = tuple(int(part) for part in parts if re.fullmatch("[0-9]{1,4}", part))
+    possible = all(0 < level <= MOST_AT_ONCE for level in levels)
+    if len(levels) < len(parts) or not possible or len(set(levels)) < len(levels):
         raise UserError(
-            f"--concurrency {text!r} is not a list of different whole numbers above 0: write one "
-            f"such as {DEFAULT_LEVELS}"
+            f"--concurrency {text!r} is not a list of different whole numbers from 1 to "
+            f"{MOST_AT_ONCE}: write one such as {DEFAULT_LEVELS}"
         )
     return levels
 

@@ -19,8 +19,14 @@ vLLM's; vLLM's."""
 DONE = b"[DONE]"
 BROKEN_OFF = "broken off"
 """The name of a stream that ended without saying so."""
+TOO_LONG = "too long"
+"""The name of a stream that does not end."""
+MOST_BYTES = 64 << 20
+"""Bytes of a stream that are read, and of a line of it: more than any reply has."""
 MOST_WORDS = 300
 """Characters that are kept of what a server says of an error."""
+MOST_COUNTED = 1 << 40
+"""Tokens of a reply that a server can tell; another number counts as none."""
 
 
 @dataclass
@@ -80,6 +86,10 @@ class Reply:
         return [after - before for before, after in pairwise(self.chunks_s)]
 
 
+class _TooLongError(Exception):
+    """A stream does not end."""
+
+
 def ask(
     site: Site,
     body: Mapping[str, Any],
@@ -93,9 +103,12 @@ def ask(
     try:
         with site.opened("POST", PATH, content.encode()) as response:
             if response.status == http.client.OK:
-                _read(reply, response, clock)
+                try:
+                    _read(reply, response, clock)
+                except _TooLongError:
+                    _fail(reply, TOO_LONG, f"no end after {MOST_BYTES >> 20} MiB of the stream")
             else:
-                _fail(reply, f"HTTP {response.status}", _said(response.read()))
+                _fail(reply, f"HTTP {response.status}", _said(response.read(MOST_BYTES)))
     except DovetailError as error:
         _fail(reply, "connection", str(error))
     return reply
@@ -108,32 +121,46 @@ def _read(reply: Reply, response: http.client.HTTPResponse, clock: Callable[[], 
             return
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
             _fail(reply, "not JSON", data.decode(errors="replace"))
             return
-        if "error" in event:
+        if event.get("error") is not None:
             _fail(reply, "error in the stream", _said(data))
             return
-        reply.usage = event.get("usage") or reply.usage
+        if (text := _text(event)) is None:
+            _fail(reply, "not a chunk", data.decode(errors="replace"))
+            return
+        usage = event.get("usage")
+        reply.usage = usage if isinstance(usage, dict) else reply.usage
         reply.ended_s = now_s
-        if text := _text(event):
+        if text:
             reply.chunks_s.append(now_s)
             reply.text += text
     _fail(reply, BROKEN_OFF, "the stream ended before its [DONE]")
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the data of each server-sent event."""
-    while line := response.readline():
+    """Yield the data of each server-sent event; `_TooLongError` where the stream does not end."""
+    left = MOST_BYTES
+    while line := response.readline(left + 1):
+        left -= len(line)
+        if left < 0:
+            raise _TooLongError
         if line.startswith(b"data:"):
             yield line[len(b"data:") :].strip()
 
 
-def _text(event: Mapping[str, Any]) -> str:
-    """The text of an event; the first chunk of many servers has only the role."""
-    deltas = (choice.get("delta") or {} for choice in event.get("choices") or ())
+def _text(event: Mapping[str, Any]) -> str | None:
+    """The text of an event; the first chunk of many servers has only the role. None: it is no
+    chunk of a completion."""
+    choices = event.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        return None
+    deltas = [choice.get("delta") or {} for choice in choices]
+    if not all(isinstance(delta, dict) for delta in deltas):
+        return None
     return "".join(str(delta.get(name) or "") for delta in deltas for name in WORDS)
 
 
@@ -142,7 +169,7 @@ def _said(content: bytes) -> str:
     try:
         told = json.loads(content)["error"]
         return str(told["message"] if isinstance(told, dict) else told)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return content.decode(errors="replace")
 
 
@@ -152,4 +179,4 @@ def _fail(reply: Reply, error: str, words: str) -> None:
 
 def _count(told: Mapping[str, Any], name: str) -> int:
     value = told.get(name)
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and 0 <= value <= MOST_COUNTED else 0
