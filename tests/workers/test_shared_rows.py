@@ -195,3 +195,23 @@ def test_rows_behind_the_committed_ones_stay_where_they_are_in_use() -> None:
     assert source.shared is not None
     for slot in range(160):
         assert all(bool((part == slot + 1.0).all()) for part in row(source, slot))
+
+
+@needs_kernels
+def test_a_window_that_moves_on_leaves_the_shared_rows_to_the_others() -> None:
+    cache = new("blocked", 200)
+    for slot in range(160):
+        write(cache, slot, slot + 1.0)
+    cache.keep(range(160), 160)
+    other = cache.branch(144)
+    other.resize(200)
+    for slot in range(144, 160):
+        write(other, slot, slot + 1.0)
+    for held, first in ((other, 20), (cache, 0)):
+        held.length = 0
+        held.keep(range(first, 160), 160 - first)
+        assert all(
+            bool((part == slot + 1.0).all())
+            for slot in range(first, 160)
+            for part in row(held, slot - first)
+        )

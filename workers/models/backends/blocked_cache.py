@@ -91,6 +91,8 @@ class BlockedCache:
         """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit
         the first `committed`; only these rows move."""
         in_place = slots_in_place(self, slots, committed)
+        if self.length < self.first:  # a window moves on over rows that others have, too
+            self._begin_with(None, max(slots, default=-1) + 1, self.capacity)
         if self.states is not None:
             moved = self.length + in_place
             self.states.keep(moved, slots[in_place:], self.length + committed)
