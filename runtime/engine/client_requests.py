@@ -64,6 +64,8 @@ class ClientRequests:
         self._observing, self._report = shared.observing, report
         self._queue, self._now_ns = shared.queue, shared.now_ns
         self._key_sessions, self._reuse = shared.settings.key_sessions, shared.settings.reuse
+        self._short = False
+        """True if a request of the queue waited for room when they were last looked through."""
 
     def _user(self, client: ClientPeer) -> PeerKey | None:
         """Return the key that a client has shown; None over ipc."""
@@ -232,12 +234,13 @@ class ClientRequests:
             yield self._turn_down(client, submit, request)
             return
         waiting = WaitingRequest(client, submit, target, request, now_ns)
-        settled = None if len(self._queue) else self._settled(waiting)
-        if settled is not None and not self._comes_later(request, settled):
+        why = self._queue.full(request.owner)
+        settled = self._settled(waiting) if self._passes_queue(full=bool(why)) else None
+        if settled is not None and (why or not self._comes_later(request, settled)):
             yield from self._run(waiting, settled, wanted=wanted)
         elif not wanted:
             yield self._turn_down(client, submit, given_up())
-        elif why := self._queue.full(request.owner):
+        elif why:
             yield self._turn_down(
                 client, submit, RequestError("capacity", f"the queue is full: {why}; {LATER}")
             )
@@ -258,7 +261,7 @@ class ClientRequests:
         self._queue.given(request.owner, tokens_of(request), self._now_ns())
         if target.limits.room is not None:
             left = target.limits.room - self._held_on(target) - self._needs(target, request)
-            for session in target.shelf.give_up(max(0, left)):
+            for session in target.shelf.give_up(left, running.session.target_base):
                 yield Send(target, Close(epoch=self._service.epoch, session=session))
         client.sessions[waiting.submit.request] = running.session.number
         yield Start(running)
@@ -288,15 +291,22 @@ class ClientRequests:
         """Take the next request from the queue, and return it with its target; None: none may
         begin."""
         places: dict[WaitingRequest, Worker] = {}
+        self._short = False
 
         def fits(one: WaitingRequest) -> bool | None:
             if (place := self._settled(one)) is None:
+                self._short = True
                 return False
             places[one] = place
             return None if self._comes_later(one.request, place) else True
 
         one = self._queue.take(fits, self._held_by_keys(), self._now_ns())
         return None if one is None else (one, places[one])
+
+    def _passes_queue(self, *, full: bool) -> bool:
+        """Return whether a request may begin before those that wait: where there are none, or where
+        they fill the queue and wait for what they begin with, not for room."""
+        return not len(self._queue) or (full and not self._short)
 
     def _settled(self, waiting: WaitingRequest) -> Worker | None:
         """Return the target that a request can begin on now; None: it has to wait."""
@@ -330,17 +340,20 @@ class ClientRequests:
             return tokens_of(request)
         running = prompts(self._running, target, read_by_target)
         base = target.shelf.find(request.packed, owner=request.owner, running=running)
-        return tokens_of(request) - (base.tokens if base is not None and base.shared else 0)
+        if base is None or not base.shared:
+            return tokens_of(request)
+        there = [one.session.number for one in self._on(target)]
+        return tokens_of(request) - target.shelf.shared.saved_by(base.session, base.tokens, there)
 
     def _held_on(self, target: Worker) -> int:
-        """Return how many tokens the sessions on a target may take in all; those that several begin
-        with count once."""
-        each = (
-            tokens_of(one.session.request)
-            for one in self._running.values()
-            if one.target is target and one.loss is None
-        )
-        return sum(each) - target.shelf.shared.saved
+        """Return how many tokens the sessions that run on a target may take in all; those that
+        several of them begin with count once."""
+        there = {one.session.number: tokens_of(one.session.request) for one in self._on(target)}
+        return sum(there.values()) - target.shelf.shared.saved(there)
+
+    def _on(self, target: Worker) -> list[RunningRequest]:
+        """Return what runs on a target."""
+        return [one for one in self._running.values() if one.target is target and one.loss is None]
 
     def _held_by_keys(self) -> dict[str, int]:
         """Return how many tokens the sessions of each key may take in all."""

@@ -95,7 +95,11 @@ class WorkerFailures:
         role = "target" if worker is running.target else "draft"
         if (base := running.session.base(role)) is None:
             return False
-        yield Send(worker, Close(epoch=self._epoch, session=base.session))
+        runs = base.session in self._running and worker in self._running[base.session].workers
+        lost = not base.shared or (event.code == "prefix" and not runs)
+        worker.shelf.refused(running.session.number, base, lost=lost)
+        if lost:
+            yield Send(worker, Close(epoch=self._epoch, session=base.session))
         if event.code != "prefix" or (
             role == "draft"
             and running.session.draft_sync is not None

@@ -10,7 +10,7 @@ coordinator's business.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from dovetail.runtime.fleet.shared_rows import SharedRows
+from dovetail.runtime.fleet.shared_rows import WHOLE, SharedRows
 from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
 
 MAX_KEPT = 64
@@ -49,16 +49,21 @@ class PrefixCache:
         self._kept[kept.session] = kept
         return gone
 
-    def give_up(self, tokens: int) -> list[int]:
+    def give_up(self, tokens: int, base: Base | None = None) -> list[int]:
         """Drop kept sessions, the oldest first, until at most `tokens` tokens are kept, and return
-        their numbers. Pinned sessions neither count nor go."""
+        their numbers. Pinned sessions neither count nor go. `base`: what a session is to begin
+        with; the rows that it shares count as that one's, and it goes last."""
+        spared = base.session if base is not None and base.session in self._kept else None
+        if base is not None and spared is not None:
+            tokens += base.tokens // WHOLE * WHOLE
         gone = []
         while self._kept and _tokens(self._kept) > tokens:
-            gone.append(self._drop_oldest())
+            gone.append(self._drop_oldest(spared))
         return gone
 
-    def _drop_oldest(self) -> int:
-        oldest = next(iter(self._kept))
+    def _drop_oldest(self, spared: int | None = None) -> int:
+        oldest = next((session for session in self._kept if session != spared), spared)
+        assert oldest is not None
         del self._kept[oldest]
         self.shared.end(oldest)
         return oldest
@@ -78,6 +83,14 @@ class PrefixCache:
         else:
             self._pinned.pop(base.session, None)
             self.shared.follow(opened, base.session, base.tokens)
+
+    def refused(self, opened: int, base: Base, *, lost: bool) -> None:
+        """The worker has not opened a session that was to go on from another. `lost`: it does not
+        have that one."""
+        self.shared.end(opened)
+        if lost:
+            self._kept.pop(base.session, None)
+            self.shared.end(base.session)
 
     def give_back(self, base: Base) -> None:
         """The other session has ended before it began."""

@@ -2,8 +2,9 @@
 
 A key is charged the tokens that it holds on targets or those that it was given recently, whichever
 are more, minus some for each second that its first request has waited. The first request of the key
-with the lowest charge is next, so that none waits for ever. Requests of one key keep their order. A
-request that does not fit yet is overtaken by others, but not for long.
+with the lowest charge is next, so that none waits for ever. Requests of one key keep their order,
+but for those that wait for something else than room, which the others pass. A request that does not
+fit yet is overtaken by those of other keys, but not for long.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,9 @@ HALF_LIFE_S = 30.0
 """The time after which tokens that a key was given count half."""
 PASSED_S = 10.0
 """A request that has waited for this long is no longer overtaken by others."""
+
+MOST_PASSED = 8
+"""Requests of a key that are passed, each of which is looked at whenever anything happens."""
 
 T = TypeVar("T")
 
@@ -94,15 +98,18 @@ class FairQueue(Generic[T]):
             tokens = max(held.get(head.key, 0), self._of_late(head.key, now_ns))
             return tokens - AGEING * _s(head, now_ns), head.since_ns
 
-        for head in sorted((own[0] for own in self._waiting.values()), key=rank):
-            if fitting := fits(head.what):
-                own = self._waiting[head.key]
-                del own[0]
-                if not own:
-                    del self._waiting[head.key]
-                return head.what
-            if fitting is not None and _s(head, now_ns) > PASSED_S:
-                return None
+        for own in sorted(self._waiting.values(), key=lambda own: rank(own[0])):
+            for place, waiting in enumerate(own[: MOST_PASSED + 1]):
+                if (fitting := fits(waiting.what)) is None:
+                    continue
+                if fitting:
+                    del own[place]
+                    if not own:
+                        del self._waiting[waiting.key]
+                    return waiting.what
+                if _s(waiting, now_ns) > PASSED_S:
+                    return None
+                break
         return None
 
     def remove(self, unwanted: Callable[[T], bool]) -> list[T]:

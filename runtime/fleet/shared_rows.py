@@ -5,6 +5,7 @@ It follows what workers do: a session that begins with rows of another shares th
 all that the other shares rows with; rows that are many more than those are shared anew.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 WHOLE = 16
@@ -45,10 +46,20 @@ class SharedRows:
         self._groups.pop(session, None)
         self._rows.pop(session, None)
 
-    @property
-    def saved(self) -> int:
-        """Return how many rows less there are than if each session had its own."""
-        most: dict[int, int] = {}
-        for session, group in self._groups.items():
-            most[group] = max(most.get(group, 0), self._rows[session])
-        return sum(self._rows.values()) - sum(most.values())
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def saved(self, sessions: Collection[int]) -> int:
+        """Return how many rows less these sessions have than if each had its own."""
+        every, most = 0, dict[int, int]()
+        for session in self._groups.keys() & sessions:
+            rows, group = self._rows[session], self._groups[session]
+            every, most[group] = every + rows, max(most.get(group, 0), rows)
+        return every - sum(most.values())
+
+    def saved_by(self, base: int, tokens: int, sessions: Collection[int]) -> int:
+        """Return how many rows less these sessions and another would have if that began with the
+        first `tokens` tokens of `base`; below 0 where that one leaves others for it."""
+        after, other = SharedRows({**self._groups}, {**self._rows}), -1
+        after.begin(other, base, tokens)
+        return after.saved({*sessions, other}) - self.saved(sessions)

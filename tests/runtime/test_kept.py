@@ -86,17 +86,28 @@ def test_rows_that_several_sessions_share_are_counted_once() -> None:
     held = replace(cache(kept(1, LOG * 5)), shares=True)
     for session in (2, 3):
         held.taken(session, Base(1, 163, shared=True))
-    assert held.shared.saved == 2 * 160
+    assert held.shared.saved(range(10)) == 2 * 160
     held.taken(4, Base(3, 199, shared=True))
-    assert held.shared.saved == 3 * 160
+    assert held.shared.saved(range(10)) == 3 * 160
     held.pin(Base(1, 199))
     held.taken(5, Base(1, 199))
-    assert held.shared.saved == 3 * 160
+    assert held.shared.saved(range(10)) == 3 * 160
     held.taken(6, Base(9, 127, shared=True))
-    assert held.shared.saved == 3 * 160
+    assert held.shared.saved(range(10)) == 3 * 160
+    assert held.shared.saved([2, 3]) == held.shared.saved_by(2, 163, [2, 3]) == 160
     for session, saved in ((5, 2 * 160), (2, 160), (9, 160), (4, 0), (3, 0)):
         held.shared.end(session)
-        assert held.shared.saved == saved
+        assert held.shared.saved(range(10)) == saved
+
+
+def test_what_a_worker_refused_to_share_is_not_counted() -> None:
+    held = replace(cache(kept(1, LOG * 5)), shares=True)
+    for session, base, lost in ((2, 1, False), (3, 1, True), (4, 77, True)):
+        held.taken(session, Base(base, 163, shared=True))
+        held.refused(session, Base(base, 163, shared=True), lost=lost)
+        assert held.shared.saved(range(100)) == 0
+        assert len(held) == (not lost)
+    assert len(held.shared) == 0
 
 
 def test_rows_that_are_many_more_are_shared_anew() -> None:
@@ -104,7 +115,7 @@ def test_rows_that_are_many_more_are_shared_anew() -> None:
     held.taken(2, Base(1, 128, shared=True))
     for session in (3, 4):
         held.taken(session, Base(2, 320, shared=True))
-    assert held.shared.saved == 2 * 320
+    assert held.shared.saved(range(10)) == 2 * 320
 
 
 def test_the_oldest_go_when_there_is_no_more_room_and_what_is_too_large_is_not_kept() -> None:
@@ -113,6 +124,13 @@ def test_the_oldest_go_when_there_is_no_more_room_and_what_is_too_large_is_not_k
     assert held.add(kept(4, (*LOG, *LOG))) == [2, 3]
     assert held.add(kept(5, LOG * 3)) is None
     assert (len(held), held.tokens) == (1, 80)
+
+
+def test_what_a_session_is_to_begin_with_goes_last_and_its_rows_count_once() -> None:
+    for left, gone in ((48, []), (47, [2]), (8, [2]), (7, [2, 1]), (-90, [2, 1])):
+        held = replace(cache(kept(1, LOG), kept(2, LOG)), shares=True)
+        assert held.give_up(left, Base(1, 36, shared=True)) == gone
+    assert cache(kept(1, LOG), kept(2, LOG)).give_up(40) == [1]
 
 
 def test_what_is_pinned_takes_room_until_it_is_taken_and_can_be_given_back() -> None:

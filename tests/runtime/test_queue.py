@@ -55,6 +55,13 @@ def test_one_without_room_is_passed_but_not_for_long() -> None:
     assert len(waiting) == 2
 
 
+def test_one_that_waits_for_something_else_than_room_is_passed_by_those_behind_it() -> None:
+    waiting = queue("a", "a", "b")
+    order = [waiting.take(lambda what: None if what == "a0" else True, {}, 3) for _ in range(3)]
+    assert order == ["a1", "b2", None]
+    assert waiting.take(lambda _: True, {}, 3) == "a0"
+
+
 def test_a_queue_and_a_key_have_their_limits() -> None:
     waiting = queue("a", "b", "b", most=4, most_of_key=2)
     assert waiting.full("a") == ""

@@ -312,7 +312,7 @@ def test_no_interleaving_of_conversations_changes_a_token(
     assert report.totals.reused_tokens == reused
     assert bool(reused) is (room > 0) or room == 90 or shares
     if not house.report().totals.kept:
-        assert [w.shelf.shared.saved for w in house.coordinator.registry.workers.values()] == [0, 0]
+        assert [len(w.shelf.shared) for w in house.coordinator.registry.workers.values()] == [0, 0]
 
 
 # -- beginnings that are shared --------------------------------------------------------------------
@@ -408,6 +408,87 @@ def test_rows_that_are_shared_count_once() -> None:
         )
     assert most[False] == 1
     assert most[True] >= 3
+
+
+def opening(house: House, first: int, *, stop: bool) -> list[int]:
+    """Two requests that begin alike, the second of which is told to begin with the first's rows
+    while the target reads another prompt; `stop`: the first is cancelled before it does."""
+    one = house.submit((*BEGINNING, first), max_tokens=60, speculate=False)
+    while not house.target or first not in [
+        log[len(BEGINNING)] for log in house.target.logs.values()
+    ]:
+        house.coordinator.pump()
+        house.run(1)
+    other = house.submit(tuple(range(60, 90)), max_tokens=60, speculate=False)
+    house.coordinator.pump()
+    two = house.submit((*BEGINNING, 90), max_tokens=60, speculate=False)
+    house.coordinator.pump()
+    if stop:
+        house.client.cancel(one)
+        house.coordinator.pump()
+    return [one, other, two]
+
+
+def test_one_whose_beginning_has_gone_meanwhile_reads_it_and_counts_as_sharing_nothing() -> None:
+    house = House(draft=False, limits=SHARING.model_copy(update={"kept": 20}))
+    requests = opening(house, 1, stop=True)
+    ends = {reply.request: reply for reply in house.replies() if isinstance(reply, Finished)}
+    assert list(ends[requests[2]].result.token_ids) == continuation((*BEGINNING, 90), 60)
+    assert [command.shared for command in opens(house.target)] == [False, False, True, False]
+    (worker,) = house.coordinator.registry.workers.values()
+    assert len(worker.shelf.shared) == 0
+
+
+@pytest.mark.parametrize("code", ["prefix", "memory"])
+def test_a_session_that_runs_goes_on_where_another_could_not_begin_with_its_rows(code: str) -> None:
+    house = House(draft=False, limits=SHARING)
+    target = house.target
+    assert target is not None
+    take_over = target.take_over
+
+    def refuse(command: Open, *, known: int = 0) -> Failed | None:
+        if not command.shared:
+            return take_over(command, known=known)
+        about = {"session": command.session, "round": command.round}
+        return Failed(epoch=target.epoch, **about, code=code, text="no")
+
+    target.take_over = refuse  # type: ignore[method-assign]
+    one, _, two = opening(house, 1, stop=False)
+    replies = house.replies()
+    ends = {reply.request: reply for reply in replies if isinstance(reply, Finished)}
+    assert list(ends[one].result.token_ids) == continuation((*BEGINNING, 1), 60)
+    assert (two in ends) is (code == "prefix")
+    assert sum(command.prompt[-1] == 1 for command in opens(target)) == 1
+
+
+def test_sessions_that_are_kept_make_no_room_by_what_they_share() -> None:
+    house = House(draft=False, limits=SHARING.model_copy(update={"room": 300}))
+    for number in range(1, 5):
+        turn(house, (*BEGINNING, number), speculate=False, max_tokens=60)
+    for first in range(4):
+        house.submit((60 + first, *range(20)), max_tokens=80, speculate=False)
+    house.coordinator.pump()
+    assert house.coordinator.report().totals.queued == 2
+
+
+def test_requests_of_the_same_owner_pass_one_that_waits_for_its_beginning() -> None:
+    house = House(limits=SHARING)
+    house.submit((*BEGINNING, 1))
+    house.coordinator.pump()
+    house.submit((*BEGINNING, 2))
+    house.submit((3, 4, 5))
+    house.coordinator.pump()
+    assert house.coordinator.report().totals.queued == 1
+    assert [one.session.request.prompt[-1] for one in house.coordinator.requests] == [1, 5]
+
+
+@pytest.mark.parametrize("queue", [0, 2])
+def test_nobody_is_refused_where_only_beginnings_are_waited_for(queue: int) -> None:
+    house = House(limits=SHARING, settings=CoordinatorSettings(queue=queue))
+    requests = [house.submit((*BEGINNING, number)) for number in range(1, 6)]
+    ends = {reply.request: reply for reply in house.replies() if isinstance(reply, Finished)}
+    for number, request in enumerate(requests, 1):
+        assert list(ends[request].result.token_ids) == continuation((*BEGINNING, number), 60)
 
 
 # -- between users ---------------------------------------------------------------------------------
