@@ -35,9 +35,10 @@ from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared, WaitingRequest
-from dovetail.runtime.fleet.beginnings import comes_later, prompts, read_by_target
+from dovetail.runtime.fleet.beginnings import comes_later
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.room import held_on, needs, tokens_of
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 
@@ -260,7 +261,8 @@ class ClientRequests:
         running.queued = waited
         self._queue.given(request.owner, tokens_of(request), self._now_ns())
         if target.limits.room is not None:
-            left = target.limits.room - self._held_on(target) - self._needs(target, request)
+            left = target.limits.room - held_on(target, self._running)
+            left -= self._needs(target, request)
             for session in target.shelf.give_up(left, running.session.target_base):
                 yield Send(target, Close(epoch=self._service.epoch, session=session))
         client.sessions[waiting.submit.request] = running.session.number
@@ -322,7 +324,7 @@ class ClientRequests:
     def _has_room(self, target: Worker, request: Request) -> bool:
         """Return whether a request fits into a target's memory beside those that run there. An idle
         target takes any, and refuses by itself what is too large."""
-        held = self._held_on(target)
+        held = held_on(target, self._running)
         return (
             target.limits.room is None
             or not held
@@ -336,24 +338,8 @@ class ClientRequests:
 
     def _needs(self, target: Worker, request: Request) -> int:
         """Return how many tokens a request may take on a target, without those that it shares."""
-        if not (self._reuse and request.may_reuse):
-            return tokens_of(request)
-        running = prompts(self._running, target, read_by_target)
-        base = target.shelf.find(request.packed, owner=request.owner, running=running)
-        if base is None or not base.shared:
-            return tokens_of(request)
-        there = [one.session.number for one in self._on(target)]
-        return tokens_of(request) - target.shelf.shared.saved_by(base.session, base.tokens, there)
-
-    def _held_on(self, target: Worker) -> int:
-        """Return how many tokens the sessions that run on a target may take in all; those that
-        several of them begin with count once."""
-        there = {one.session.number: tokens_of(one.session.request) for one in self._on(target)}
-        return sum(there.values()) - target.shelf.shared.saved(there)
-
-    def _on(self, target: Worker) -> list[RunningRequest]:
-        """Return what runs on a target."""
-        return [one for one in self._running.values() if one.target is target and one.loss is None]
+        reuse = self._reuse and request.may_reuse
+        return needs(request, target, self._running) if reuse else tokens_of(request)
 
     def _held_by_keys(self) -> dict[str, int]:
         """Return how many tokens the sessions of each key may take in all."""
@@ -380,12 +366,6 @@ class ClientRequests:
 
 def given_up() -> RequestError:
     return RequestError("cancelled", "the request was cancelled while it waited for room")
-
-
-def tokens_of(request: Request) -> int:
-    """Return how many rows of its target's cache a request may take, including those of its
-    tree."""
-    return request.capacity + request.most_nodes
 
 
 def observe(observing: EventLog, registry: Registry, epoch: int) -> Effects[None]:

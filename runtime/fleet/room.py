@@ -1,0 +1,35 @@
+"""The room on a target, in tokens: what its sessions may take, and what a request needs beside
+them. Rows that several begin with count once. Pure."""
+
+from collections.abc import Mapping
+
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.beginnings import prompts, read_by_target
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.session.request import Request
+
+
+def tokens_of(request: Request) -> int:
+    """Return how many rows of its target's cache a request may take, including those of its
+    tree."""
+    return request.capacity + request.most_nodes
+
+
+def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
+    """Return how many tokens the sessions that run on a target may take in all."""
+    there = {one.session.number: tokens_of(one.session.request) for one in _on(target, running)}
+    return sum(there.values()) - target.shelf.shared.saved(there)
+
+
+def needs(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> int:
+    """Return how many tokens a request may take on a target beside those that run there."""
+    begun = prompts(running, target, read_by_target)
+    base = target.shelf.find(request.packed, owner=request.owner, running=begun)
+    if base is None or not base.shared:
+        return tokens_of(request)
+    there = [one.session.number for one in _on(target, running)]
+    return tokens_of(request) - target.shelf.shared.saved_by(base.session, base.tokens, there)
+
+
+def _on(target: Worker, running: Mapping[int, RunningRequest]) -> list[RunningRequest]:
+    return [one for one in running.values() if one.target is target and one.loss is None]
