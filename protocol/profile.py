@@ -159,7 +159,7 @@ class Profile(Frozen):
         )
 
     def with_nodes(self, times: NodeTimes) -> "Profile":
-        """These seconds in place of those of the same key."""
+        """Return the profile with these times in place of those of the same key."""
         return self.model_copy(
             update={"nodes": (*(n for n in self.nodes if n.key != times.key), times)}
         )

@@ -52,7 +52,7 @@ class _Held(Generic[SessionT]):
 
 
 class DraftWorker(Generic[SessionT]):
-    """Open, Draft, Drafts and Close of any number of sessions, one command at a time."""
+    """Carries out Open, Draft, Drafts and Close for any number of sessions, a command at a time."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class DraftWorker(Generic[SessionT]):
         self._kept.clear()
 
     def _grow_ahead(self) -> Sequence[int]:
-        """A pass for the sessions whose turn it is, and which those were; none of them has anything
-        to grow: nothing."""
+        """Make a pass for the sessions whose turn it is, and return their numbers; empty if no
+        session has anything to grow."""
         numbers = [*self._held]
         places = self._engine.grow_all_ahead([held.session for held in self._held.values()])
         grown = [numbers[place] for place in places]
@@ -277,7 +277,7 @@ class DraftWorker(Generic[SessionT]):
             try:
                 self._check(find_session(self._held, order.session), order)
                 if order.session in sound:
-                    raise StaleError(f"session {order.session} stands twice in a command")
+                    raise StaleError(f"session {order.session} is twice in a command")
             except StaleError:
                 self.stale += 1
             except RequestError as error:
@@ -300,9 +300,9 @@ class DraftWorker(Generic[SessionT]):
         )
 
     def _outcomes(self, commands: Sequence[Draft]) -> Iterator[tuple[Draft, Drafted | Exception]]:
-        """Yield each order, and its answer or what it failed with, as soon as that is there. Of a
-        session whose order came to nothing the log may have moved and the cache not: what cannot be
-        trusted is forgotten."""
+        """Yield each order with its answer, or with the exception that it failed with, as soon as
+        that is there. A session whose order was not answered is forgotten: its log may have moved
+        and its cache not."""
         start = self._clock()
         left = {command.session: command for command in commands}
         try:
@@ -326,7 +326,7 @@ class DraftWorker(Generic[SessionT]):
                 self._held.pop(session, None)
 
     def _order(self, command: Draft, start_ns: int) -> Order[SessionT]:
-        """Return what the engine is to do, with the features that came for it."""
+        """Return the order for the engine, and take in the features that came with it."""
         session, deadline_ms = self._held[command.session].session, command.deadline_ms
         if self._reader is not None and command.features is not None:
             self._reader.take_features(session, command.features)

@@ -105,8 +105,8 @@ class InTurn:
         return self._worker.spans
 
     def hello(self, epoch: int) -> Hello:
-        """Return the introduction. The draft computes over the target's rows: sessions share none
-        with each other."""
+        """Return the introduction, by which sessions share no rows with each other: the draft
+        computes over the target's."""
         hello = self._worker.hello(epoch)
         assert hello.limits is not None
         limits = hello.limits.model_copy(update={"shares": False})
@@ -143,8 +143,8 @@ class _Draft(DraftWorker[SharedSession]):
         return opened
 
     def _drafts(self, command: Drafts) -> Iterator[Event]:
-        """Carry out all orders before the target has its turn: it could close a session whose rows
-        are lent, and give their place to another one."""
+        """Carry out all orders before the target has its turn, since it could close a session whose
+        rows are lent, and give their place to another."""
         return iter([*super()._drafts(command)])
 
 

@@ -61,7 +61,7 @@ COMPARING = {
     "llama_python": "--llama-python",
     "llama_server": "--llama-server",
 }
-"""The parameters that --concurrency has no use for, and their options."""
+"""The parameters that do not go with --concurrency, and their options."""
 
 
 @click.command(
@@ -122,8 +122,8 @@ COMPARING = {
 @click.option(
     "--concurrency",
     metavar="N,N,...",
-    help="Measure a server over HTTP instead, of ours or any other (--url), with so many requests "
-    f"at once: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
+    help="Measure a server over HTTP instead, our own or any other (--url), with this many "
+    f"requests at once: throughput and latencies.  [default with --url: {DEFAULT_LEVELS}]",
 )
 @click.option(
     "--url",
@@ -274,7 +274,7 @@ def command(
 
 
 def _check_alone(context: click.Context) -> None:
-    """`UserError` for an option of a comparison prompt by prompt."""
+    """`UserError` for an option that only a comparison prompt by prompt has."""
     for name, option in COMPARING.items():
         if context.params[name]:
             raise UserError(

@@ -110,8 +110,8 @@ def command(
     With --target.split.device DEVICE or --target.device DEVICE the times of layers on it are
     measured, resident and streamed, and its link. `dovetail plan` composes placements from them.
 
-    On a machine with several memory nodes a target is measured twice, on the best one and spread
-    over all of them, and target.numa auto takes the faster of both from then on.
+    On a machine with several memory nodes, a target that can be spread over them is measured twice,
+    on the best node and spread over all; from then on target.numa auto takes the faster way.
     """
     if math.isnan(seconds):  # which no range excludes
         raise UserError("--seconds nan is not a number of seconds: write one such as 30")
@@ -212,8 +212,8 @@ def _keep_target(
 
 
 def _keep_nodes(target: TargetSettings, both: Sequence[dict[str, Any]]) -> None:
-    """Write what the target takes on one memory node and spread over all of them into the profile
-    file, which target.numa = 'auto' goes by."""
+    """Save the costs of a target on one memory node and spread over all of them in the profile
+    file, by which target.numa = 'auto' decides."""
     if (profile := writable_profile_path()) is None:
         return
     costs = [read_found(Calibration, found["calibration"]) for found in both]

@@ -57,7 +57,7 @@ RECONNECT_S = 300.0
 @click.option(
     "--cores",
     metavar="LIST",
-    help="Cores to bind to, such as 0,2-3; of a target in two shards 0-3/4-7.  "
+    help="Cores to bind to, such as 0,2-3; for a target in two shards 0-3/4-7.  "
     "[default: not bound]",
 )
 @click.option(

@@ -32,18 +32,18 @@ class Place:
     cores: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     shards: tuple[tuple[int, ...], ...] = ()
-    """The cores of each shard of a target; its memory comes from the node that stands at the same
-    place in `nodes`, if there are any. None: it is not spread."""
+    """The cores of each shard of a target, whose memory comes from the node at the same position in
+    `nodes`, if there are any. Empty: the target is not spread."""
 
     @property
     def shards_at_nodes(self) -> tuple[tuple[tuple[int, ...], int | None], ...]:
-        """The cores of each shard, and its node if that is known."""
+        """Return the cores of each shard, and its node if that is known."""
         nodes = self.nodes or (None,) * len(self.shards)
         return tuple(zip(self.shards, nodes, strict=True)) if self.shards else ()
 
     @property
     def cores_text(self) -> str:
-        """The cores as --cores takes them: "0-3", or "0-3/4-7" of two shards."""
+        """Return the cores as --cores takes them: "0-3", or "0-3/4-7" for two shards."""
         return "/".join(map(format_numbers, self.shards or (self.cores,)))
 
 
@@ -99,8 +99,9 @@ class Linux:
 
 def bind(place: Place, system: System | None = None) -> Binding:
     """Bind this process to a place, as far down the ladder as it has to be. Memory of several nodes
-    is taken from them in turn; of shards it lies where it is written first, the kernels see to who
-    does, and a policy keeps the system from moving it later on."""
+    is interleaved. Memory of shards is bound to their nodes, which keeps the system from moving
+    pages later; on which of these a page lies is decided by who writes to it first, for which the
+    kernels provide."""
     system = system or Linux()
     try:
         system.set_affinity(place.cores)

@@ -95,9 +95,9 @@ def lay_out(
 
 
 def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
-    """Spread the target over all nodes that have cores and memory, as evenly as they have cores;
-    the draft gets the last core. `UserError` where there is one such node alone, or a thread for
-    fewer of them."""
+    """Spread the target over all nodes that have cores and memory, in proportion to their cores;
+    the draft gets the last core. `UserError` if there are fewer than two such nodes, or too few
+    threads for one on each."""
     nodes = [node for node in topology.computing if node.memory_bytes]
     if len(nodes) < 2:
         raise UserError(
@@ -121,7 +121,7 @@ def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
     shards = [(node, tuple(core for at, core in taken if at == node)) for node in nodes]
     if not all(own for _, own in shards):
         raise UserError(
-            f"target.numa = 'shard': {len(taken)} of {len(nodes)} memory nodes would have a "
+            f"target.numa = 'shard': only {len(taken)} of {len(nodes)} memory nodes would have a "
             "thread of the target: raise target.threads, or leave one of the two out"
         )
     last, core = cores[-1]
@@ -175,9 +175,9 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def parse_place(cores: str, nodes: str) -> Place:
-    """The place in --cores "0,2-3" and --memory-nodes "0", or of shards in "0-3/4-7" and "0,1";
-    `UserError` for what is no such list, or names a core that is not there or is another shard's,
-    or as many nodes as there are no shards."""
+    """Return the place of --cores "0,2-3" and --memory-nodes "0", or with shards of "0-3/4-7" and
+    "0,1"; `UserError` for a malformed list, a core that is not there or is in two shards, and a
+    number of nodes that is not that of the shards."""
     shards = tuple(map(parse_cores, cores.split("/")))
     every, numbers = tuple(core for own in shards for core in own), parse_nodes(nodes)
     if len(shards) == 1:
@@ -250,7 +250,7 @@ def _check_threads(wanted: Threads, here: Sequence[int]) -> None:
 
 
 def _in_turn(lists: Iterable[Sequence[ItemT]]) -> list[ItemT]:
-    """The first of each list, then the second of each that has one, ..."""
+    """Return the first of each list, then the second of each that has one, ..."""
     rows = zip_longest(*lists)
     return [item for row in rows for item in row if item is not None]
 

@@ -47,7 +47,7 @@ class Need:
     size: int
     """Bytes of memory."""
     nodes: tuple[int, ...] = ()
-    """The memory nodes that it has to take memory from, as much from each; none: from any."""
+    """The memory nodes that it is bound to, each of which holds an equal share; empty: any."""
 
 
 def check_memory(
@@ -93,8 +93,8 @@ def _room() -> Room | None:
 
 
 def nodes_of(place: Place | None) -> tuple[int, ...]:
-    """Return the memory nodes of a process that is bound to one alone, or whose shards are bound to
-    one each; memory of several is else taken from any of them."""
+    """Return the memory node of a process that is bound to one, or those of its shards; empty if
+    memory may come from any node, as it may when it is interleaved."""
     if place is None or (len(place.nodes) != 1 and not place.shards):
         return ()
     return place.nodes
@@ -124,7 +124,7 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
 
 
 def _refusal_of_nodes(need: Need) -> str:
-    """Return what a node lacks of its share of a need; empty: nothing."""
+    """Return, in words, that a node has no room for its share of a need; empty if all have."""
     shares = len(need.nodes)
     share = f", {_gb(need.size // shares)} of it on each of {shares} nodes" if shares > 1 else ""
     for node in need.nodes:

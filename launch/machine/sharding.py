@@ -1,7 +1,7 @@
-"""Decides whether a target is spread over the memory nodes of this machine, and says why: by the
-settings, or by what `dovetail calibrate` found to be faster.
+"""Decides whether a target is spread over the memory nodes of this machine, and says why: because
+the settings say so, or because `dovetail calibrate` found it to be faster.
 
-Decides from settings, a topology and a profile; `layout_for` looks them up.
+It decides from settings, a topology and a profile, which `choice_of` and `layout_for` look up.
 """
 
 from dataclasses import dataclass
@@ -15,40 +15,41 @@ from dovetail.protocol.profile import NodeTimes, Profile, load_profile, machine_
 from dovetail.protocol.settings import TargetSettings
 
 ROWS = 16
-"""Rows of the pass that decides: those of a usual tree."""
+"""Rows of the pass by which it is decided, about those of a usual tree."""
 
 
 @dataclass(frozen=True)
 class NodeChoice:
-    """The value of target.numa that counts, and a line about it; empty where there is nothing to
-    say."""
+    """The value of target.numa that takes effect, and a line that explains it; empty if there was
+    nothing to choose."""
 
     numa: str
     words: str = ""
 
 
 def may_be_sharded(target: TargetSettings, topology: Topology) -> bool:
-    """Return whether it is left to us where the target lies, and it can be spread."""
+    """Return whether the target can be spread, and the settings leave that open."""
     nodes = sum(bool(node.memory_bytes) for node in topology.computing)
     threads = nodes if target.threads == "auto" else target.threads
     return 1 < nodes <= threads and target.numa == "auto" and not why_not_sharded(target)
 
 
 def known_times(target: TargetSettings, topology: Topology, profile: Profile) -> NodeTimes | None:
-    """Return what was measured of this target on this machine."""
+    """Return the times that were measured of this target on this machine, if any."""
     wanted = key_of(target, topology)
     return next((times for times in profile.nodes if times.key == wanted), None)
 
 
 def key_of(target: TargetSettings, topology: Topology) -> tuple[str, ...]:
-    """Return the circumstances of a measurement of this target here."""
+    """Return the key under which times of this target on this machine are saved."""
     nodes = format_numbers(node.number for node in topology.computing if node.memory_bytes)
     what = (target.model, target.inflate, target.weights, target.activations, target.cache)
     return (machine_key(), nodes, *what, str(target.threads))
 
 
 def other_layout(target: TargetSettings, topology: Topology, now: CoreLayout) -> CoreLayout:
-    """Return the layout that a target on one node would have spread, and a spread one on one."""
+    """Return the other of the two layouts that are compared: spread if the target is on one node
+    now, on one node if it is spread."""
     numa, size = "auto" if now.target.shards else "shard", estimated_bytes(target)
     return lay_out(topology, numa=numa, threads=target.threads, target_bytes=size)
 
@@ -56,7 +57,7 @@ def other_layout(target: TargetSettings, topology: Topology, now: CoreLayout) ->
 def node_times(
     target: TargetSettings, topology: Topology, alone: Calibration, sharded: Calibration
 ) -> NodeTimes:
-    """Return what both ways take, for the profile file."""
+    """Return the times of both layouts, for the profile file."""
     alone_s, sharded_s = (known.t_v.at(ROWS) for known in (alone, sharded))
     return NodeTimes(key=key_of(target, topology), rows=ROWS, alone_s=alone_s, sharded_s=sharded_s)
 
@@ -64,7 +65,7 @@ def node_times(
 def choose_numa(
     target: TargetSettings, topology: Topology, profile: Profile, *, shares: bool = False
 ) -> NodeChoice:
-    """Return where a target goes. `shares`: its process drafts, too."""
+    """Return where a target goes. `shares`: target and draft are one process."""
     numa = str(target.numa)
     nodes = format_numbers(node.number for node in topology.computing if node.memory_bytes)
     if numa == "shard":
@@ -75,8 +76,8 @@ def choose_numa(
     if (times := known_times(target, topology, profile)) is None:
         return NodeChoice(
             numa,
-            f"the target is not spread over memory nodes {nodes}: whether that is faster, "
-            "`dovetail calibrate` measures",
+            f"the target is not spread over memory nodes {nodes}: `dovetail calibrate` measures "
+            "whether that is faster",
         )
     here, there = "on one memory node", f"spread over memory nodes {nodes}"
     if times.sharded_s < times.alone_s:
@@ -85,7 +86,7 @@ def choose_numa(
 
 
 def _measured(times: NodeTimes, chosen: str, other: str) -> str:
-    """Return what was measured, in words."""
+    """Return the choice and the times that led to it, in words."""
     best, worst = (1000 * s for s in sorted((times.alone_s, times.sharded_s)))
     return (
         f"the target is {chosen}: a pass of {times.rows} rows takes {best:.3g} ms there, and "
@@ -94,7 +95,7 @@ def _measured(times: NodeTimes, chosen: str, other: str) -> str:
 
 
 def choice_of(target: TargetSettings, *, shares: bool = False) -> NodeChoice:
-    """Return where a target goes on this machine; its profile file is read only where it counts."""
+    """Return where a target goes on this machine; the profile file is read only if it matters."""
     topology = read_topology()
     known = load_profile(profile_path()) if may_be_sharded(target, topology) else Profile()
     return choose_numa(target, topology, known, shares=shares)

@@ -34,7 +34,7 @@ from dovetail.workers.models.checkpoints.gguf.view import (
 
 MAX_CONFIG_BYTES = 16 << 20
 LIBRARYS = ("bf16", "int8-per-tensor")
-"""Types of weights that torch multiplies with."""
+"""Types of weights with which torch computes the products."""
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
 
 
@@ -59,8 +59,8 @@ def check_target(settings: Settings) -> None:
 
 
 def why_not_sharded(target: TargetSettings) -> str:
-    """Return the setting by which a target is not computed by the kernels on the CPU alone, in
-    words; empty: there is none."""
+    """Return, in words, the setting because of which the kernels do not compute the whole target on
+    the CPU; empty if there is none."""
     return next(
         (
             words
@@ -69,7 +69,7 @@ def why_not_sharded(target: TargetSettings) -> str:
                 (bool(target.split.device), "a device computes its last layers (target.split)"),
                 (target.prefill not in ("auto", "local"), "a device reads prompts for it"),
                 (target.backend == "library", "torch computes it (target.backend)"),
-                (target.weights in LIBRARYS, f"torch multiplies with weights {target.weights}"),
+                (target.weights in LIBRARYS, f"torch computes with {target.weights} weights"),
             )
             if holds
         ),
@@ -78,7 +78,7 @@ def why_not_sharded(target: TargetSettings) -> str:
 
 
 def check_shards(settings: Settings) -> None:
-    """`SettingsError` for a target that is to be spread over memory nodes and cannot be."""
+    """`SettingsError` if target.numa is shard and the target cannot be spread."""
     if settings.target.numa != "shard":
         return
     shares = "it shares a process with its draft (draft.share)"

@@ -126,8 +126,8 @@ def begin_workers(
     """Begin to start workers, by name, that are told on stdin where the coordinator is: their
     imports take the longest. Returns a function that waits until they are there. Two that have
     models are forked from one process that imports for both; so is a single one if that process was
-    started ahead. Whether the target is spread over memory nodes, and why, is said where there are
-    several."""
+    started ahead. On a machine with several memory nodes a note says whether the target is spread
+    over them, and why."""
     if words := choice_of(settings.target, shares=settings.draft.share is True).words:
         note(words)
     if ahead.begun() or (processes_of(settings) == ROLES and settings.draft.kind != "ngram"):

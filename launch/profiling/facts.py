@@ -26,8 +26,8 @@ NODES = {
     "auto": "the target on the best memory node",
     "shard": "the target spread over all memory nodes, each with its weights",
 }
-"""The meaning of the values of target.numa, but for lists of nodes."""
-ALL_NODES = "the target on the memory nodes {}, its weights on all of them in turn"
+"""The meaning of the values of target.numa, except for lists of nodes."""
+ALL_NODES = "the target on the memory nodes {}, its weights interleaved over them"
 QUIET = 0.05
 """A GPU that is busy for less is nobody's."""
 

@@ -147,9 +147,9 @@ def _workload_words(settings: Settings, prompts: int, seed: int, *, drafts: bool
 
 
 def other_nodes(topology: Topology, target: TargetSettings, now: Place) -> Mapping[str, Place]:
-    """Return what target.numa could say else - the best node, all of them, from which memory is
-    taken in turn, or all of them with a shard each - with the place that it gives; none on a
-    machine with one memory node."""
+    """Return the other values that target.numa could have - the best node, all nodes with memory
+    interleaved, or all nodes with a shard each - and the place that each gives; empty on a machine
+    with one memory node."""
     if len(topology.computing) < 2:
         return {}
     found: dict[str, Place] = {}

@@ -61,29 +61,29 @@ class Draft(AboutSession):
 
 
 class Drafts(Message):
-    """Orders for several sessions at once, whose levels the draft computes in passes that they
-    share. Each is answered as a Draft is, as soon as its own tree is done. Only for a worker whose
-    limits have `together`."""
+    """Orders for several sessions at once: the draft computes the levels of their trees in shared
+    passes, and answers each like a Draft, as soon as its own tree is done. Only for a worker whose
+    limits have `together` above 1."""
 
     ARRAYS = ("features",)
     type: Literal["drafts"] = "drafts"
     orders: Annotated[
         tuple[Draft, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
     ]
-    """Those of different sessions, each without features of its own."""
+    """Orders of different sessions, each without features of its own."""
     rows: Annotated[tuple[Rows, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
-    """Rows of `features` that are each order's; empty: there are none."""
+    """How many rows of `features` each order has, in their order; empty without features."""
     features: Array | None = None
     """[sum of rows, row]: the features of all orders, one below the other."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Drafts":
         if any(order.features is not None for order in self.orders):
-            raise ValueError("the features of several orders stand below one another")
+            raise ValueError("an order has features of its own: put those of all into one array")
         there = 0 if self.features is None else self.features.shape[0] if self.features.shape else 0
         if (self.rows and len(self.rows) != len(self.orders)) or sum(self.rows) != there:
             raise ValueError(
-                f"{len(self.orders)} orders have {list(self.rows)} rows of features, and {there} "
+                f"{len(self.orders)} orders have {list(self.rows)} rows of features, but {there} "
                 "came"
             )
         return self

@@ -63,10 +63,11 @@ class Limits(Frozen):
     """Rows of a chunk of a prompt where no other session waits; 0: the worker reads prompts whole,
     with Open."""
     shares: bool = False
-    """True if sessions may begin with rows of others that stay as they are, by Open's `shared`."""
+    """True if a session may begin with the rows of another that stays as it is (`shared` of
+    Open)."""
     together: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
-    """Sessions that a draft proposes for in passes that they share, if it is asked with Drafts; 1:
-    it is asked for one at a time."""
+    """The most sessions that a draft serves in shared passes, ordered by Drafts; 1: it takes one
+    order at a time."""
     room: Count | None = None
     """Tokens of all sessions together, kept ones included, that fit into the worker's cache. None:
     it does not know."""

@@ -58,10 +58,10 @@ class Open(AboutSession):
     """The features that the session's draft reads: the target is to send them of every token that
     it commits."""
     base: Count | None = None
-    """A session whose log begins as the prompt does, and which was closed to be kept: this one
-    takes its cache over, and it is no more."""
+    """A session whose log begins like the prompt. Unless it is `shared`, it was closed to be kept,
+    and it is gone once this session has taken over its cache."""
     shared: bool = False
-    """The base, which may be open or kept, stays as it is: this session begins with the same rows.
+    """True if the base, open or kept, stays as it is and this session begins with the same rows.
     Only for a worker whose limits have `shares`."""
     kept: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Tokens of the prompt, fewer than it has, whose rows are the base's. Features, if there are

@@ -154,8 +154,8 @@ class Pricing:
 
     def _hope(self, context: int) -> tuple[int, float]:
         """Return how many levels of one node bring most where text is predictable, and what they
-        bring above their cost, in tokens. All who share the draft pay for its passes, of which as
-        many as can share one, and all who share the target's pass for rows."""
+        bring above their cost, in tokens. All sessions on the draft pay for its passes, each of
+        which serves as many of them as can share one, and all in the target's pass for rows."""
         now = self._now
         target, draft, costs = now.load.target, now.load.draft, now.costs
         alone_s = self.alone_s(context)

@@ -129,8 +129,8 @@ class PairCosts(RoundCosts):
         return full * self.draft.at(self.together) + (self.draft.at(rest) if rest else 0.0)
 
     def orders_s(self, sessions: int) -> float:
-        """Return the seconds of orders for so many sessions, and of their proposals, beside
-        drafting."""
+        """Return the seconds that orders for so many sessions and their proposals cost, without
+        drafting itself."""
         return ceil(sessions / self.together) * self.draft_hop_s.value
 
     def verify_s(self, rows: int, context: float = 0.0) -> float:

@@ -62,8 +62,8 @@ class CommandSender:
         self._latency_ms = shared.settings.latency_ms
         self._post, self._broken = post, broken
         self._gathering: dict[bytes, Worker] | None = None
-        """Drafts, by their peers, that are asked for several sessions; None: they are asked at
-        once."""
+        """Drafts, by their peers, whose orders are held back to go out together; None: orders go
+        out at once."""
 
     def ask(self, running: RunningRequest, asks: Sequence[Ask]) -> None:
         """Ask a session's workers, in their turn. If the session ends at one of the commands, the
@@ -102,7 +102,7 @@ class CommandSender:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Within the block orders wait for each other: those that follow from one message, the
+        """Hold back orders within the block, so that those that follow from one message, the
         verdicts of a pass, go to a draft together."""
         self._gathering = {}
         try:

@@ -1,5 +1,5 @@
-"""The prompts of running sessions, so that others of the same owner that begin alike begin with the
-same rows. Workers and sessions are looked at, and nothing is changed."""
+"""The prompts of running sessions, with whose rows other requests of the same owner can begin.
+Workers and sessions are looked at, and nothing is changed."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -11,13 +11,14 @@ from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.state import State
 
 WORTH_WAITING = 64
-"""Tokens. Reading so few takes hardly longer than the pass that is waited for."""
+"""The fewest tokens of a beginning for which a request waits: reading fewer takes hardly longer than
+the pass that it would wait for."""
 
 
 def prompts(
     running: Mapping[int, RunningRequest], worker: Worker, rows: Callable[[RunningRequest], int]
 ) -> Iterator[Kept]:
-    """Yield the prompts of the sessions that run on a worker, and how many rows each has."""
+    """Yield the prompts of the sessions that run on a worker, each with its number of `rows`."""
     for number, one in running.items():
         if worker in one.workers and not one.trial:
             request = one.session.request
@@ -41,9 +42,9 @@ def read_by_draft(running: RunningRequest) -> int:
 
 
 def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
-    """Return whether a request had better begin later on a target: what it begins with is just now
-    read there for another session of its owner, or by that session's draft, which it could share,
-    too."""
+    """Return whether a request should wait before it begins on a target: its beginning is being
+    read for another session of its owner, by this target or by that session's draft, and it can
+    share those rows once they are there."""
     if not (request.may_reuse and target.limits.shares):
         return False
     there = list(prompts(running, target, read_by_target))

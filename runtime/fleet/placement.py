@@ -201,9 +201,9 @@ class Placement:
         return running
 
     def _beginning(self, target: Worker, request: Request) -> Base | None:
-        """Return what a request may begin with on its target where its draft, which reads features
-        of that, does not have it: the draft joins later, if that is worth having it all computed
-        again."""
+        """Return the shared rows that a request can begin with on its target if its draft, which
+        reads the target's features, does not have them. The draft then joins later, if that is
+        worth computing all features again."""
         running = prompts(self._running, target, read_by_target)
         base = target.shelf.find(request.packed, owner=request.owner, running=running)
         return base if base is not None and base.shared else None
@@ -351,7 +351,7 @@ def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> fl
 
 def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
     """Tokens a second of one session more, 0: not known. Its drafting waits for that of the others
-    there, as far as they share no passes, its verification is one pass with theirs."""
+    there, as far as they share no passes; its verification is one pass with theirs."""
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)

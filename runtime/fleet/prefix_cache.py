@@ -27,7 +27,7 @@ class PrefixCache:
     limit: int
     """Tokens of all of them."""
     shares: bool = False
-    """True if several sessions can go on from one, which stays as it is."""
+    """True if several sessions can go on from the same one, which stays as it is."""
     shared: SharedRows = field(default_factory=SharedRows)
     _kept: dict[int, Kept] = field(default_factory=dict)
     _pinned: dict[int, Kept] = field(default_factory=dict)
@@ -70,14 +70,13 @@ class PrefixCache:
 
     def pin(self, base: Base) -> None:
         """Another session is to have the cache of this one, as soon as the worker is free: then it
-        is `taken`. Until then it may be given back. Nothing is to be done for one that is
-        shared."""
+        is `taken`. Until then it may be given back. A base that is shared needs no pin."""
         if not base.shared:
             self._pinned[base.session] = self._kept.pop(base.session)
 
     def taken(self, opened: int, base: Base) -> None:
-        """The worker has been told to open a session that goes on from another: that is no more, or
-        shares its rows."""
+        """The worker has been told to open a session that goes on from another, which is used up
+        unless it is shared."""
         if base.shared:
             self.shared.begin(opened, base.session, base.tokens)
         else:
@@ -100,14 +99,14 @@ class PrefixCache:
     def find(
         self, prompt: bytes, *, owner: str = "", known: int = 0, running: Iterable[Kept] = ()
     ) -> Base | None:
-        """The owner's session with most to go on from, of those with as much the youngest that is
-        kept. `known`: how many tokens behind a row must be the prompt's for it to hold; `running`:
-        sessions that run there.
+        """Return the owner's session with the longest common beginning, of equals the youngest that
+        is kept. `known`: how many tokens behind a row must be the prompt's for it to hold;
+        `running`: sessions that run there.
 
         The last token of the prompt is always read: what follows it has to be known. A session that
-        runs, or of which much would be lost, is shared; where that cannot be, one of which more
-        would be lost than is won is left alone, since its own next turn may come: what many prompts
-        begin with would else cost one conversation after the other its cache.
+        runs, or that would lose much, is shared. If the worker cannot share, one that would lose
+        more than is won is left alone, since its own next turn may come: a beginning that many
+        prompts have would otherwise cost one conversation after the other its cache.
         """
         found, least = None, WORTH
         for kept in (*reversed(self._kept.values()), *(running if self.shares else ())):

@@ -91,8 +91,8 @@ class FairQueue(Generic[T]):
         self, fits: Callable[[T], bool | None], held: Mapping[str, int], now_ns: int
     ) -> T | None:
         """Remove and return the next request that fits; None: none may begin. `fits` returns None
-        of one that waits for something else than room, and holds nobody up. `held`: the tokens that
-        each key holds on targets."""
+        for a request that waits for something other than room, which holds up no other. `held`: the
+        tokens that each key holds on targets."""
 
         def rank(head: Waiting[T]) -> tuple[float, int]:
             tokens = max(held.get(head.key, 0), self._of_late(head.key, now_ns))

@@ -85,7 +85,7 @@ class Turns:
     hold: Hold = lambda _: False
     share: Share = all_rows
     together: int = 1
-    """Sessions that the worker proposes for in passes that they share."""
+    """The most sessions that a draft serves in shared passes."""
     parts: bool = False
     """True if the worker reads logs in chunks."""
     waiting: deque[tuple[int, Waiting]] = field(default_factory=deque)
@@ -244,8 +244,8 @@ class Turns:
         return message, (session,)
 
     def _orders(self, command: Draft, most: int) -> tuple[Sent, Sequence[int]]:
-        """Return the message that asks for the proposals that may be asked for together with that
-        of `command`, since their sessions wait for nothing before them."""
+        """Return the message for `command` and the orders that can go with it, and their sessions:
+        those for which nothing else has to be done first."""
         first: dict[int, Waiting] = {}
         for session, asked in self.waiting:
             first.setdefault(session, asked)

@@ -1,8 +1,8 @@
-"""The rows that sessions of one worker share, since they begin alike, so that they are counted
-once. Pure.
+"""Which rows the sessions of one worker share, so that they are counted once. Pure.
 
-It follows what workers do: a session that begins with rows of another shares them with it, and with
-all that the other shares rows with; rows that are many more than those are shared anew.
+It follows what workers do: a session that begins with rows of another shares them with that one and
+with all sessions that share these rows already. If it takes many more than those, they are shared
+anew.
 """
 
 from collections.abc import Collection
@@ -18,8 +18,8 @@ ANEW = 2
 
 @dataclass
 class SharedRows:
-    """The sessions of one worker that share rows, in groups: each has the first rows of a group's
-    beginning, as many as it shares."""
+    """The sessions of one worker that share rows, in groups. Those of a group have one beginning in
+    common, of which each shares its own number of first rows."""
 
     _groups: dict[int, int] = field(default_factory=dict)
     """The group of each session."""
@@ -50,7 +50,7 @@ class SharedRows:
         return len(self._groups)
 
     def saved(self, sessions: Collection[int]) -> int:
-        """Return how many rows less these sessions have than if each had its own."""
+        """Return how many fewer rows these sessions have than if each had its own."""
         every, most = 0, dict[int, int]()
         for session in self._groups.keys() & sessions:
             rows, group = self._rows[session], self._groups[session]
@@ -58,8 +58,8 @@ class SharedRows:
         return every - sum(most.values())
 
     def saved_by(self, base: int, tokens: int, sessions: Collection[int]) -> int:
-        """Return how many rows less these sessions and another would have if that began with the
-        first `tokens` tokens of `base`; below 0 where that one leaves others for it."""
+        """Return how many fewer rows these sessions and another would have if that one began with
+        the first `tokens` tokens of `base`; below 0 where `base` leaves others for it."""
         after, other = SharedRows({**self._groups}, {**self._rows}), -1
         after.begin(other, base, tokens)
         return after.saved({*sessions, other}) - self.saved(sessions)

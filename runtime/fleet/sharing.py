@@ -17,7 +17,7 @@ def drawn_from(command: Verify) -> int:
 
 
 def beginning(item: VerifyItem, nodes: int) -> VerifyItem:
-    """The item with the first so many of its nodes."""
+    """Return the item with its first `nodes` nodes only."""
     if nodes == len(item.tokens):
         return item
     return VerifyItem(

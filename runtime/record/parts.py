@@ -18,7 +18,7 @@ from dovetail.protocol.messages import (
 
 
 def own_part(command: Verify | Drafts, session: int) -> Verify | Draft:
-    """Return this session's part of a pass, or of orders, of several sessions."""
+    """Return this session's part of a pass over several sessions, or of orders for several."""
     if isinstance(command, Drafts):
         orders = command.split()
         return next((order for order in orders if order.session == session), orders[0])

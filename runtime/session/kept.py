@@ -14,12 +14,12 @@ class Base:
     session: int
     tokens: int
     shared: bool = False
-    """True if it stays as it is, running or kept; else it is kept, and used up."""
+    """True if the base stays as it is, running or kept; False if it was kept and is used up."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A session that has ended, or runs: its log, packed, and how many rows of it the worker
+    """A session that has ended or still runs: its log, packed, and how many rows of it the worker
     has."""
 
     session: int

@@ -1,9 +1,8 @@
-"""The command `beginnings`: requests at once that begin with the same prompt, each with a few
-tokens of its own behind it, with and without that beginning being shared, over HTTP.
+"""The command `beginnings`: requests at once whose prompts begin alike and end in a few tokens of
+their own, with that beginning shared and not, over HTTP.
 
-A real `dovetail serve` with copies of the embedded pair that have a longer context, once with
-`--coordinator.reuse true` and once with `false`, in turn. What is compared is the time to the first
-token of each request.
+A real `dovetail serve` with copies of the embedded pair that have a longer context, in turn with
+`--coordinator.reuse true` and `false`. The times to the first token are compared.
 """
 
 import concurrent.futures
@@ -20,7 +19,7 @@ from benchmarks.options import Command, option, options, report
 from dovetail.launch.console.terminal import print_table, progress_bar
 
 OWN = 8
-"""Tokens of each request behind what they all begin with."""
+"""Tokens of each request behind the beginning that all have in common."""
 
 
 @click.command(cls=Command)
@@ -33,7 +32,8 @@ OWN = 8
 def beginnings(
     tokens: int, requests: int, pairs: int, inflate: str, draft: str, as_json: bool
 ) -> None:
-    """Requests at once that begin alike, with that beginning shared and not."""
+    """Time to first token of requests at once that begin alike, with that beginning shared and
+    not."""
     found: dict[str, list[dict[str, float]]] = {"shared": [], "not": []}
     with progress_bar(2 * pairs, "runs") as step:
         for pair in range(pairs):
@@ -46,8 +46,8 @@ def beginnings(
 
 
 def run(draft: str, flags: Sequence[str], tokens: int, requests: int, *, seed: int) -> Any:
-    """Return seconds to the first token, the median and the last of the requests, and the seconds
-    until all are answered."""
+    """Return the seconds to the first token, median and last of the requests, and the seconds until
+    all are answered."""
     begins = words(tokens, seed)
     prompts = [[*begins, *words(OWN, 100 + number)] for number in range(requests)]
     with server(draft, flags) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:

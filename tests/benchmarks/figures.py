@@ -8,8 +8,8 @@ EAGER = {"fp32": 0.48, "half": 0.48, "int8": 0.16}
 LIBRARY_GROWTH = 2.0
 """T_V(16) / T_V(1), the library back end."""
 OVER_ONE_NODE, OVER_UNDIVIDED = 1.8, 0.95
-"""A pass over two shards: how many times as fast as over the first one alone, and as over the same
-cores undivided; at least."""
+"""A pass over two shards: how many times as fast it should at least be as over the first shard
+alone, and as over the same cores undivided."""
 REST = 0.15
 """What is no linear, as a share of T_V at up to 16 rows."""
 LIMIT = {1: 1.15, 2: 1.15, 4: 1.25, 8: 1.5, 16: 1.35, 32: 1.2, 64: 1.15}

@@ -49,7 +49,7 @@ class Burst:
     """Tokens a second of all of them."""
     results: tuple[Result, ...]
     replies: tuple[tuple[int, ...], ...] = ()
-    """The tokens of each."""
+    """The tokens of each stream."""
 
     @property
     def drafted(self) -> float:
@@ -200,8 +200,8 @@ def beside(
     counts: Sequence[int],
     repeat: int,
 ) -> Iterator[dict[str, Any]]:
-    """A row for every load and method, of our installation over plain decoding and over another
-    one; `DovetailError` where a reply differs."""
+    """Yield a row for every load and method: our installation over plain decoding and over another
+    one. `DovetailError` if a reply differs."""
     there = partial(Side, "streams_side", about, python=before, installed=True)
     with Side("streams_side", about) as ours, there() as other:
         every = [(ours, PLAIN), *((side, method) for method in methods for side in (ours, other))]
@@ -225,7 +225,8 @@ def beside(
 def compared(
     load: str, method: str, turns: Sequence[Mapping[int, Mapping[str, Any]]], *, ours: int
 ) -> dict[str, Any]:
-    """What came of a method at a load, here (`ours`) and in the other installation (the next)."""
+    """Return the figures of a method at a load. `ours`: the number of our side in a turn, behind
+    which comes that of the other installation."""
     rates = [[turn[side]["rate"] for turn in turns] for side in (0, ours, ours + 1)]
     found, over = ratio(rates[1], rates[0]), ratio(rates[1], rates[2])
     middle = [sorted(its)[len(its) // 2] for its in rates]

@@ -25,7 +25,7 @@ from dovetail.launch.machine.cores import parse_place
 
 PLACES = ("shards", "one", "undivided")
 REPETITIONS = 3
-"""Passes that a side makes when it is its turn; the fastest counts, as others may disturb one."""
+"""Passes of a side in each turn; the fastest counts, since other work may disturb one."""
 
 
 @click.command(cls=Command)
@@ -42,10 +42,10 @@ def shards(
     as_json: bool,
     **model: Any,
 ) -> None:
-    """Passes of a target that is spread over shards, as over memory nodes: how many times as fast
-    as over the cores of the first one, and as over all cores in one process that is not divided.
+    """Passes of a target that is spread over shards, which stand for memory nodes: how many times
+    as fast as on the cores of the first shard alone, and as on all cores undivided.
 
-    Each is a process of its own that is bound to its cores, and the nodes that are named.
+    Each of the three is a process of its own, bound to its cores and to the memory nodes named.
     """
     spread = parse_place(cores, memory_nodes)
     first, every = cores.split("/")[0], ",".join(cores.split("/"))

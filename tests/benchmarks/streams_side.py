@@ -1,5 +1,5 @@
-"""A side of `loads --before`: a stack of one installation, whose streams are asked for by a line of
-JSON.
+"""A side of `loads --before`: a stack of one installation, which decodes streams when a line of
+JSON asks for them.
 
     python -m benchmarks.streams_side WEIGHTS DRAFT INFLATE TOKENS TEMPERATURE PROMPTS
 """

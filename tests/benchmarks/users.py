@@ -27,12 +27,13 @@ from dovetail.launch.chat.web import Site
 from dovetail.launch.console.terminal import print_table, progress_bar
 
 MOST_SHARE = 2.0
-"""The figure: the longest wait of a key over the mean of all waits."""
+"""The goal: the longest wait for a first token over the mean wait, at most; both leave out the
+first request of each user."""
 FULL = "HTTP 429"
 WARM_SHARE = 0.25
-"""The share of the time after which memory is looked at first."""
+"""The share of the time after which memory is first measured."""
 MOST_GROWTH = 1.05
-"""Of the memory of all processes, from then to the end."""
+"""The most by which the memory of all processes may grow from then to the end, as a factor."""
 
 
 @dataclass
@@ -55,10 +56,10 @@ class User:
 
 
 @click.command(cls=Command)
-@option("--users", "together", type=click.IntRange(min=1), default=100, help="At once.")
-@option("--keys", type=click.IntRange(min=1), default=10, help="API keys, each of as many users.")
-@option("--seconds", type=click.IntRange(min=10), default=60, help="For so long.")
-@option("--max-tokens", "tokens", type=click.IntRange(min=1), default=32, help="Of a reply.")
+@option("--users", "together", type=click.IntRange(min=1), default=100, help="Users at once.")
+@option("--keys", type=click.IntRange(min=1), default=10, help="API keys, divided among the users.")
+@option("--seconds", type=click.IntRange(min=10), default=60, help="Seconds that they ask for.")
+@option("--max-tokens", "tokens", type=click.IntRange(min=1), default=32, help="Tokens a reply.")
 @option("--inflate", default="32MiB", help="Size to which the target is inflated.")
 @option("--serve", "flags", multiple=True, help="A further option of `dovetail serve`.")
 @options("json")
@@ -71,8 +72,8 @@ def users(
     flags: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Many users with a few keys: no key waits long, nothing fails but what the queue refuses, and
-    memory does not grow. Exit code 1 if that is not so."""
+    """Many users with a few keys: no key waits long, nothing fails except what the queue refuses,
+    and memory does not grow. Exit code 1 if one of these does not hold."""
     turns = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
     named = [f"{random.Random(number).randbytes(16).hex()}" for number in range(keys)]
     with tempfile.NamedTemporaryFile("w") as file:
@@ -88,8 +89,8 @@ def users(
 
 
 def run(crowd: Sequence[User], turns: Sequence[str], tokens: int, seconds: int) -> list[float]:
-    """Have all of them ask for so long; the memory of the server's processes, in 10^6 bytes: early
-    and at the end."""
+    """Have all users ask for so many seconds; return the memory of the server's processes, early
+    and at the end, in 10^6 bytes."""
     model = crowd[0].site.get("/v1/models")["data"][0]["id"]
     numbers, over, rss = count(), threading.Event(), []
 
@@ -114,7 +115,7 @@ def run(crowd: Sequence[User], turns: Sequence[str], tokens: int, seconds: int) 
 
 
 def resident_mb() -> float:
-    """The memory of the processes that were started here."""
+    """Return the memory of the processes that were started here, in 10^6 bytes."""
     taken = 0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -123,8 +124,8 @@ def resident_mb() -> float:
 
 
 def figures(crowd: Sequence[User]) -> dict[str, Any]:
-    """Return how long each key waited for the first token, and what failed. The first request of
-    each user counts for errors alone: all ask at once then, and wait from nothing to a full turn.
+    """Return how long each key waited for first tokens, and what failed. The first request of each
+    user counts only for errors: all come at once, and wait between nothing and a whole turn.
     """
     replies = [reply for user in crowd for reply in user.replies]
     errors = Counter(reply.error for reply in replies if reply.error)

@@ -239,7 +239,7 @@ def weights_lie_on_the_node_of_the_cores_that_read_them() -> None:
 
 
 def a_large_matrix_lies_in_huge_pages_on_its_nodes() -> None:
-    """of 36 MB in huge pages one at most, that on the border, lies half on another node"""
+    """of 36 MB in huge pages at most half a page, at the border, lies on the wrong node"""
     over_both_nodes()
     matrix = PackedMatrix(Kind.FP32, 9600, 960)
     start, pages = matrix.struct.packed, 9600 * 960 * 4 // mmap.PAGESIZE

@@ -25,7 +25,7 @@ def use(isa: Isa) -> None:
 
 @contextmanager
 def spread_over(count: int, threads: int = 0, node: int | None = None) -> Iterator[None]:
-    """So many shards on the cores that there are in turn, with a thread each or `threads` in
+    """Have `count` shards, on the cores that there are in turn, with a thread each or `threads` in
     all."""
     cores, before = sorted(os.sched_getaffinity(0)), kernels.threads()
     wanted = [Shard((cores[index % len(cores)],), node) for index in range(count)]

@@ -65,7 +65,7 @@ class Pace:
     together: int = 1
     """Sessions that share a pass of the draft."""
     further_s: float = 0.0001
-    """Of a pass of the draft, for each further session in it."""
+    """Added to a pass of the draft by each further session in it."""
     prompt_s: float = 0.01
     draft_prompt_s: float = 0.01
     hop_s: float = 1e-4
@@ -191,7 +191,7 @@ class Scripted:
         return self._pace.level_s + (sessions - 1) * self._pace.further_s
 
     def _worth(self, growing: Sequence["Chain"]) -> Sequence["Chain"]:
-        """The chains of the next pass: those of which all together bring most above its price."""
+        """Return the chains of the next pass: those that together bring most above its price."""
         ranked = sorted(growing, key=lambda chain: -chain.gain)
         best, most = 0, 0.0
         for count in range(1, len(ranked) + 1):
@@ -245,7 +245,7 @@ class Chain:
         self._look()
 
     def _look(self) -> None:
-        """How likely the next token is right, with all before it."""
+        """Set how likely the next token is right, along with all before it."""
         self.right = self.pace.right(self.prompt, len(self.path))
         belief = max(1e-6, self.right if self.pace.belief is None else self.pace.belief)
         self.score = (self.scores[-1] if self.scores else 1.0) * belief

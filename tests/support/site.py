@@ -1,4 +1,4 @@
-"""A server over HTTP in this process that says what a test has it say."""
+"""An HTTP server in this process that answers what a test tells it to."""
 
 import json
 import threading
@@ -11,8 +11,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Script(HTTPServer):
-    """Serves the model "tiny", and answers the questions with these statuses and bytes, the last of
-    them for ever; keeps what it was asked."""
+    """Serves the model "tiny", and answers requests with these statuses and bytes in turn, and then
+    with the last of them; keeps what it was asked."""
 
     def __init__(self, *replies: tuple[int, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -77,7 +77,8 @@ def _model(model: type[Frozen]) -> st.SearchStrategy[Frozen]:
 
 
 def _with_rows(drawn: dict[str, Any]) -> dict[str, Any]:
-    """Orders without features of their own, whose rows are as many as came: the last one's."""
+    """Return fields that fit together: no order has features of its own, and all rows of features
+    are the last one's."""
     orders = tuple(order.model_copy(update={"features": None}) for order in drawn["orders"])
     features = drawn["features"]
     there = features.shape[0] if features is not None and features.shape else 0

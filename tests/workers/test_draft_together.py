@@ -1,5 +1,5 @@
-"""Several sessions drafted for at once: what each is proposed, is what it is proposed alone, and
-what befalls one concerns no other."""
+"""Drafting for several sessions at once: each gets the proposals that it would get alone, and what
+happens to one does not affect the others."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -146,8 +146,8 @@ def opened_head(
 def check(
     new: Callable[[], Grower[Any]], policies: Sequence[str], *, ahead: bool, exact: bool = True
 ) -> None:
-    """Every session is proposed in company what it is proposed alone, round after round; `exact`:
-    with the bytes of all scores."""
+    """Each session gets the same proposals in company as alone, round after round; `exact`: with
+    the same bytes of all scores."""
     alone, company = Scene(new(), policies, ahead=ahead), Scene(new(), policies, ahead=ahead)
     nodes = 0
     for _ in range(5):

@@ -76,8 +76,8 @@ class Known:
 
 
 def known_costs(settings: TargetSettings, profile: Path, *, device: str, shards: int = 1) -> Known:
-    """Return what was measured of the settings' target, with the threads in use. `shards`: what it
-    is spread over. `ProfileError` if the file is damaged."""
+    """Return what was measured of the settings' target, with the threads in use, spread over so
+    many `shards`. `ProfileError` if the file is damaged."""
     known = load_profile(profile)
     for key in keys_of(settings, shards):
         entry = known.find(key)
@@ -90,7 +90,8 @@ def known_costs(settings: TargetSettings, profile: Path, *, device: str, shards:
 
 
 def keys_of(settings: TargetSettings, shards: int = 1) -> Iterator[ProfileKey]:
-    """Under which its calibration may be: with the kernels, else with the library."""
+    """Yield the keys under which its calibration may be: with the kernels, else with the
+    library."""
     design = read_design(settings)
     types = {
         "half": ("fp16", "bf16"),

@@ -35,7 +35,7 @@ SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 @dataclass
 class _Grown(Generic[SessionT]):
-    """A tree that grows in a pass ahead, and how its nodes' rows were before."""
+    """A tree that grows in a pass ahead, and the rows of its nodes before that pass."""
 
     place: int
     session: SessionT
@@ -60,8 +60,8 @@ class GrowthAhead:
     def grow(
         self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
     ) -> Sequence[int]:
-        """Make a pass ahead for the first of these sessions that have anything to expand; return
-        the places of those that it was for. Raises what went wrong with one, when the others are
+        """Make a pass ahead for the first of these sessions that have anything to expand, and
+        return their places. If it fails for one, the exception is raised once the others are
         served."""
         if not (growing := self._next_pass(sessions, engine)):
             return []
@@ -85,8 +85,8 @@ class GrowthAhead:
     def _next_pass(
         self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
     ) -> list[_Grown[SessionT]]:
-        """Return what goes into a pass that takes no longer than one ahead may: an order that comes
-        meanwhile waits for its end."""
+        """Return what goes into a pass that is hardly longer than one for a single session, since
+        an order that comes meanwhile waits for its end."""
         growing: list[_Grown[SessionT]] = []
         rows = 0
         for place, session in sessions:
@@ -145,8 +145,8 @@ class GrowthAhead:
 
 
 def _take(grown: _Grown[SessionT], engine: Engine[SessionT]) -> int:
-    """Put what was computed into the tree; return how many nodes joined it. Where that fails, nodes
-    without rows are what they were, and nothing more grows."""
+    """Put what was computed into the tree; return how many nodes joined it. If that fails, the
+    nodes get back the rows that they had, and the tree grows no further ahead."""
     session, reading = grown.session, grown.reading
     if reading.error is None:
         try:

@@ -38,7 +38,8 @@ class Engine(Protocol[SessionT]):
         self, orders: Sequence[Order[SessionT]], /
     ) -> Iterator[tuple[int, Proposal | Exception]]:
         """Carry out orders for different sessions: move each root and propose. Yield the place of
-        each order and its proposal, or what it failed with, as soon as that is there."""
+        each order with its proposal, or with the exception that it failed with, as soon as that is
+        there."""
 
     def prepare(self, session: SessionT, /) -> bool:
         """Do a bit of work that the next proposals need whatever comes; False: there is none."""
@@ -47,8 +48,8 @@ class Engine(Protocol[SessionT]):
         """Learn a bit from the verdicts; False: there is nothing to learn from."""
 
     def grow_all_ahead(self, sessions: Sequence[SessionT], /) -> Sequence[int]:
-        """Grow the trees of the last proposals of some of these sessions, the first that can, by
-        one pass, and return their places. None: none is to grow, or nothing is worth a pass any
+        """Grow the trees of the last proposals of the first of these sessions that can grow, in one
+        pass, and return their places. Empty: no tree is to grow, or nothing is worth a pass any
         more."""
 
 

@@ -278,8 +278,8 @@ class HeadDrafter(Grower[HeadSession]):
     def _read_true(
         self, session: HeadSession, *, predicted: bool, contrast: bool
     ) -> Generator[Rows, Predicted, Predicted]:
-        """Compute the true rows that are missing, as far as there are tokens for them; what the
-        last one of them predicts, if that is asked for."""
+        """Compute the true rows that are missing, as far as there are tokens for them; return what
+        the last of them predicts, if that is asked for."""
         last = Predicted(EMPTY, EMPTY, None)
         while count := min(session.fed, len(session.log) - 1) - session.rows:
             count = min(count, CHUNK, session.window)
@@ -380,5 +380,5 @@ class HeadDrafter(Grower[HeadSession]):
         return predicted.logits
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Predicted]:
-        """Compute in one pass; a level in fixed shapes is that of one session."""
+        """Compute parts of one kind in one pass; a level in fixed shapes is that of one session."""
         return compute_rows(self.head, parts)

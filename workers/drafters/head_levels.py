@@ -177,18 +177,18 @@ def adapts_shapes(tree: TreeSettings) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of a head's rows: those of one kind share a pass."""
+    """The kind of a head's rows. Rows of one kind can share a pass."""
 
     true: bool
     """True if they read the target's features, False if the head's own states."""
     contrast: bool
     levels: Levels | None = None
-    """Computes rows of one session, in fixed shapes; None: they are computed as they come."""
+    """Computes rows of one session in fixed shapes; None: rows are computed as they come."""
 
 
 def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
-    """Compute rows of one kind, of several sessions, in one pass; those of fixed shapes are of one
-    session."""
+    """Compute rows of one kind, of several sessions, in one pass; rows in fixed shapes are those of
+    one session."""
     kind, first = parts[0].kind, parts[0]
     assert isinstance(kind, Kind)
     if kind.levels is not None and first.segment.paths is not None:

@@ -79,7 +79,7 @@ class HeadSession(GrowingSession):
 
 @dataclass(frozen=True)
 class HeadLeft:
-    """The log and the rows of a session that has ended, or that another begins with."""
+    """The log and the rows of a session that has ended, or with which another begins."""
 
     log: list[int]
     cache: Cache

@@ -30,14 +30,14 @@ class Identity:
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
     together: int = 1
-    """Sessions that it proposes for in passes that they share; 1: there are no such passes."""
+    """The most sessions that it serves in shared passes; 1: there are no such passes."""
     kept_beside: int = 0
     """As many more for each of these sessions, for what it has beside rows."""
 
     def hello(self, epoch: int, *, reads: Reads | None, prompt_rows: int, shares: bool) -> Hello:
         """Return the introduction of an incarnation. `reads`: the features that it reads;
-        `prompt_rows`: of a chunk of a prompt, 0: it reads prompts whole; `shares`: sessions may
-        begin with rows of others."""
+        `prompt_rows`: the rows of a chunk of a prompt, 0 if it reads prompts whole; `shares`:
+        whether sessions may begin with rows of others."""
         tokenizer = self.tokenizer
         return Hello(
             epoch=epoch,

@@ -64,7 +64,7 @@ class DraftSession(GrowingSession):
 
 @dataclass(frozen=True)
 class DraftLeft:
-    """The log and the rows of a session that has ended, or that another begins with."""
+    """The log and the rows of a session that has ended, or with which another begins."""
 
     log: list[int]
     cache: Cache
@@ -222,8 +222,8 @@ class Drafter(Grower[DraftSession]):
         return logits
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Tensor]:
-        """Compute in one pass; one after the other where levels of one session are captured, which
-        are launched at once."""
+        """Compute parts in one pass; where levels are captured, each of which is of one session, in
+        a pass for each part."""
         if len(parts) > 1 and getattr(self.model.back_end, "captures", False):
             return [logits for part in parts for logits in self.compute([part])]
         logits = self.model.forward(

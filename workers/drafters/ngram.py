@@ -204,13 +204,13 @@ class Lookup:
         return False
 
     def grow_all_ahead(self, sessions: Sequence[LookupSession]) -> Sequence[int]:
-        """Nor to grow ahead."""
+        """Return no places: there is nothing to grow ahead."""
         return ()
 
     def draft_all(
         self, orders: Sequence[Order[LookupSession]]
     ) -> Iterator[tuple[int, Proposal | Exception]]:
-        """Propose for one session after the other: there is no pass that they could share."""
+        """Propose for one session after the other, since there is no pass that they could share."""
         for place, order in enumerate(orders):
             try:
                 outcome: Proposal | Exception = self.draft(

@@ -1,8 +1,8 @@
 """Passes of a draft over rows of several sessions.
 
-What a session needs computed, a log or nodes of its tree, is a `Reading`: it asks for its rows part
-by part, and goes on with what was computed for each. Parts of one kind are computed in one pass.
-Knows no trees.
+What has to be computed for a session, of its log or of nodes of its tree, is a `Reading`: it asks
+for its rows part by part, and goes on with what was computed for each. Parts of one kind are
+computed in one pass. Knows no trees.
 """
 
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -29,7 +29,7 @@ class Part(Protocol):
 
     @property
     def count(self) -> int:
-        """Rows that it has."""
+        """The number of its rows."""
 
 
 Steps = Generator[Any, Any, Tensor]
@@ -45,22 +45,22 @@ class Reading:
     nodes: Nodes
     begin: Callable[[], Steps]
     since_ns: int = 0
-    """When its first pass began."""
+    """The time at which its first pass began."""
     rows: int = 0
-    """Rows of its passes, with those of other sessions."""
+    """All rows of its passes, those of other sessions included."""
     own_rows: int = 0
-    """Rows that it has had computed for itself."""
+    """Rows that were computed for this session."""
     logits: Tensor | None = None
     """[N, V] after the nodes, once all is computed."""
     error: Exception | None = None
-    """The reason why it failed."""
+    """The exception that it failed with."""
     part: Any = None
     """The part that it asks for next."""
     _steps: Steps | None = field(default=None, repr=False)
 
     @property
     def over(self) -> bool:
-        """Return whether it asks for nothing more."""
+        """Return whether it needs nothing more."""
         return self.logits is not None or self.error is not None
 
     def go_on(self, found: Any = None) -> None:
@@ -76,8 +76,8 @@ class Reading:
 
 
 def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) -> None:
-    """Compute the next part of each reading that is not over; one that fails concerns no other.
-    `now_ns`: when this began."""
+    """Compute the next part of each reading that is not over; one that fails does not affect the
+    others. `now_ns`: when this began."""
     for reading in readings:
         if reading.part is None:
             reading.since_ns = now_ns
@@ -96,8 +96,8 @@ def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) ->
 
 
 def _pass(readings: Sequence[Reading], compute: Compute) -> None:
-    """Compute a part of each in one pass. If that fails, one session may be to blame: then each
-    gets a pass of its own."""
+    """Compute a part of each in one pass. If that fails, one session may be to blame, so each gets
+    a pass of its own then."""
     try:
         found = compute([reading.part for reading in readings])
     except Exception as error:
@@ -112,7 +112,7 @@ def _pass(readings: Sequence[Reading], compute: Compute) -> None:
 
 
 def read_alone(steps: Generator[Any, Any, ResultT], compute: Compute) -> ResultT:
-    """Return what `steps` come to, each part computed by itself."""
+    """Run `steps` with a pass for each part, and return what they return."""
     try:
         part = next(steps)
         while True:
@@ -132,7 +132,7 @@ class Rows:
     positions: Tensor
     segment: Segment
     wanted: int
-    """So many of the last rows are those that something is asked about."""
+    """The number of last rows whose results are wanted."""
     kind: Hashable = None
     features: Tensor = EMPTY
     """[N, W], for a head."""
@@ -143,7 +143,7 @@ class Rows:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all of them, one below the other."""
+    """Return the rows of all tensors, one below the other."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 

@@ -125,8 +125,8 @@ class SharedDrafter(Drafter):
         return super()._begin(place, order)
 
     def _may_grow_ahead(self, session: DraftSession) -> bool:
-        """Return whether the target has the session still: what it lent ends with that, and may be
-        another session's by then."""
+        """Return whether the target still has the session: the rows that it lent are gone with it,
+        and may be another session's by then."""
         assert isinstance(session, SharedSession)
         return self._is_lent(session) and not session.behind
 

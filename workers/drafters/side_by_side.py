@@ -1,8 +1,8 @@
 """Trees of several sessions that grow side by side: a pass expands nodes of all of them, and each
 session is done as soon as nothing in its own tree is worth a pass any more.
 
-What a pass may expand of a tree its policy says, how much of that is worth the rows `worth.py`;
-which rows these are, and what becomes of them, is the engine's business.
+The policy of a tree says which nodes a pass may expand, and `worth.py` how many of them are worth
+their rows; which rows these are, and what becomes of them, is the engine's business.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ OwnT = TypeVar("OwnT", bound=GrowingSession, contravariant=True)
 
 
 class Pass(NamedTuple):
-    """One pass, of the model for a session: how many nodes joined its pool, how many rows were
-    computed, with those of other sessions, and when it began and ended on the clock."""
+    """One pass as a session sees it: how many nodes joined its pool, how many rows were computed,
+    those of other sessions included, and when it began and ended on the clock."""
 
     added: int
     rows: int
@@ -55,7 +55,7 @@ class Engine(Protocol[OwnT]):
         """Return how many rows the first 1, 2, ... of `nodes` take."""
 
     def take(self, session: OwnT, reading: Reading, /) -> int:
-        """Put what was computed into the tree; how many nodes joined it."""
+        """Put what was computed into the tree; return how many nodes joined it."""
 
 
 @dataclass(eq=False)
@@ -63,13 +63,13 @@ class Growth(Generic[SessionT]):
     """The tree of one session, while an order for it is carried out."""
 
     place: int
-    """The order's, among those that came with it."""
+    """The place of its order among those that came together."""
     session: SessionT
     shape: Shape
     deadline_ns: int | None
     hit: bool
     unused: int
-    """Nodes there were that had neither been offered last nor lay on the way."""
+    """The number of nodes that had neither been offered last nor lay on the accepted path."""
     waited: WaitingTime
     """The time before the order."""
     passes: list[Pass] = field(default_factory=list)
@@ -84,8 +84,8 @@ class Growth(Generic[SessionT]):
         self._offer = self._left_out = NO_NODES
 
     def look(self, engine: Engine[SessionT]) -> bool:
-        """See what the next pass may expand; False: the tree is done. Nothing is offered that there
-        are no rows for, or that was left out the last time."""
+        """Find what the next pass may expand; False: the tree is done. Nodes are not offered if
+        there are no rows for them, or if they were left out the last time."""
         session = self.session
         for offer in self._offers:
             at_root, free = offer[0] == ROOT, session.free_rows
@@ -110,17 +110,17 @@ class Growth(Generic[SessionT]):
             self._left_out = self._offer
 
     def past(self, end_ns: int) -> bool:
-        """Return whether it is past the deadline."""
+        """Return whether the deadline has passed."""
         return self.deadline_ns is not None and end_ns > self.deadline_ns
 
 
 @dataclass(frozen=True)
 class SideBySide(Generic[SessionT]):
-    """Grows trees."""
+    """Grows the trees of several sessions, pass by pass."""
 
     engine: Engine[SessionT]
     times: PassTimes
-    """Learns what passes take."""
+    """Learns how long passes take."""
     spans: Spans
 
     def grow(self, growths: Sequence[Growth[SessionT]]) -> Iterator[Growth[SessionT]]:
@@ -148,14 +148,14 @@ class SideBySide(Generic[SessionT]):
             return False
 
     def _choose(self, growths: Sequence[Growth[SessionT]]) -> None:
-        """Choose what the next pass expands, by the rows of all together."""
+        """Choose what the next pass expands, weighing the rows of all trees together."""
         wanted = [growth.wanted for growth in growths if growth.wanted is not None]
         for growth, count in zip(growths, worth_together(wanted, self.times), strict=True):
             growth.choose(count, self.engine)
 
     def _pass(self, growths: Sequence[Growth[SessionT]]) -> list[Growth[SessionT]]:
-        """Make a pass that is waited for; only such passes have spans. Return those that are past
-        their deadlines with it."""
+        """Make a pass that is waited for; only such passes have spans. Return the growths whose
+        deadlines have passed by its end."""
         readings = [growth.reading for growth in growths if growth.reading is not None]
         at_root = all(reading.nodes[0] == ROOT for reading in readings)
         with self.spans.measure("root" if at_root else "level"):

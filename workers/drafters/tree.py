@@ -92,7 +92,7 @@ class Grower(ABC, Generic[SessionT]):
         price: Price = FREE,
         ahead: bool = False,
     ) -> Proposal:
-        """Draft for one session, as `draft_all` does; raises what it would yield."""
+        """Draft for one session, as `draft_all` does; raises the exception that it would yield."""
         order = Order(session, accepted, bonus, shape, deadline_ns, more, price, ahead)
         for _, outcome in self.draft_all([order]):
             if isinstance(outcome, Exception):
@@ -104,12 +104,13 @@ class Grower(ABC, Generic[SessionT]):
     def draft_all(
         self, orders: Sequence[Order[SessionT]]
     ) -> Iterator[tuple[int, Proposal | Exception]]:
-        """Move the roots of different sessions, grow their trees side by side, and propose: yield
-        each order's place and its proposal, or what it failed with, as soon as that is there.
+        """Move the roots of different sessions, grow their trees side by side, and propose. Yield
+        the place of each order with its proposal, or with the exception that it failed with, as
+        soon as that is there.
 
-        Growth of a tree stops at the first pass that ends after the order's deadline, that there
-        are no rows for, or that is not worth its price. Where the order says `ahead` it goes on
-        when the proposal has left (`grow_ahead`).
+        Growth of a tree stops after the first pass that ends past the order's deadline, and before
+        one for which there are no rows or that is not worth its price. If the order says `ahead`,
+        it goes on when the proposal has left (`grow_ahead`).
         """
         growths: list[Growth[SessionT]] = []
         for place, order in enumerate(orders):
@@ -125,7 +126,7 @@ class Grower(ABC, Generic[SessionT]):
             yield growth.place, outcome
 
     def _committed(self, order: Order[SessionT]) -> list[int]:
-        """The tokens that an order says were committed."""
+        """Return the tokens that an order says were committed."""
         session = order.session
         accepted = [int(session.tree.tokens[session.offered[node]]) for node in order.accepted]
         return [*accepted, order.bonus, *order.more]
@@ -174,8 +175,8 @@ class Grower(ABC, Generic[SessionT]):
 
     @torch.inference_mode()
     def grow_all_ahead(self, sessions: Sequence[SessionT]) -> Sequence[int]:
-        """Expand what the next proposals of these sessions will most probably use, in one pass;
-        return the places of those that it was for, the first of them. None: the last orders did not
+        """Expand, in one pass, what the next proposals of these sessions will most probably use,
+        for the first of them that fit into it; return their places. Empty: the last orders did not
         ask for it, or nothing is worth it any more."""
         return self._ahead.grow(
             [
@@ -226,8 +227,8 @@ class Grower(ABC, Generic[SessionT]):
 
     @abstractmethod
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Compute parts of one kind, of several sessions, in one pass: of each what its session
-        goes on with."""
+        """Compute parts of one kind, of several sessions, in one pass; return the result of each
+        part."""
 
     def steps(self, session: SessionT, nodes: Nodes, shape: Shape) -> Steps:
         """Compute the logits [N, V] after `nodes`; the root (-1) is by itself."""
@@ -241,7 +242,7 @@ class Grower(ABC, Generic[SessionT]):
         return self.steps(session, nodes, Shape(0, 0, session.waiting_time.width))
 
     def take(self, session: SessionT, reading: Reading) -> int:
-        """Put what follows from the logits after nodes into the tree; how many nodes joined it."""
+        """Add the children that follow from the logits after nodes to the tree; return how many."""
         assert reading.logits is not None
         return self._add_children(
             session, reading.logits, reading.nodes, session.waiting_time.children

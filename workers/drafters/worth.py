@@ -39,7 +39,7 @@ class Wanted:
 
     nodes: Nodes
     candidates: Candidates | None
-    """Their worth; None: all of them are expanded, whatever that takes."""
+    """Their worth; None: all of them are expanded, whatever that costs."""
 
 
 def wanted_of(

@@ -44,8 +44,8 @@ ALIGNMENT = 64
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page of x86, and of Arm with pages of 4 KB."""
 LEAST_RUN = 4 * HUGE_PAGE
-"""Bytes in a row that each shard has where memory is in huge pages: of the one on a border half
-lies on the other's node, which then is an eighth at most."""
+"""The fewest bytes in a row of each shard for which memory is in huge pages. At a border up to half
+a huge page lies on the neighbour's node, an eighth of that."""
 
 
 class Kind(IntEnum):
@@ -214,7 +214,7 @@ class PackedMatrix:
     ) -> None:
         """`kind`: a `Kind`, or a `Coded` of coded.py, whose matrices are packed otherwise. `size`:
         the bytes of the weights, where kind and shape do not tell. `head`: bytes in front of the
-        packed rows, which say how these lie."""
+        packed rows that describe their layout."""
         self.kind, self.n, self.k, self.head = kind, n, k, head
         self._linear = library().dt_linear
         size = library().dt_packed_bytes(kind, n, k) if size is None else size
@@ -234,9 +234,9 @@ class PackedMatrix:
         self.spread()
 
     def spread(self, count: int = 1, stride: int = 0) -> None:
-        """Give each shard, if there are any, the memory of the outputs that it computes, which has
-        not been written to yet; likewise of `count` matrices like this one, `stride` bytes
-        apart."""
+        """Place the memory of the outputs that each shard computes on the node of that shard, if
+        there are shards; likewise for `count` matrices like this one, `stride` bytes apart. The
+        memory must not have been written to."""
         page = page_of(max(self.nbytes, count * stride), count)
         library().dt_spread_matrices(self._reference, count, stride, page)
 
@@ -320,17 +320,17 @@ def stored_rows(kind: Kind, rows: Array, shape: tuple[int, int]) -> tuple[Kind, 
 
 
 def page_of(count: int, items: int = 1) -> int:
-    """Return the bytes of the pages for so much memory: huge ones, but for pieces of which each
-    shard has too little for them. `items`: the pieces that are each divided among the shards."""
+    """Return the size of the pages for `count` bytes: huge, unless a shard's part of a piece is too
+    small for that. `items`: the number of pieces, each of which is divided among the shards."""
     shards = library().dt_shards() if available() else 1
     return HUGE_PAGE if shards == 1 or count // (items * shards) >= LEAST_RUN else mmap.PAGESIZE
 
 
 def fresh_memory(count: int, items: int = 1, *, huge: bool = True) -> tuple[Any, int]:
-    """Fresh memory of zeros and its address. `huge`: in huge pages where the system gives them,
-    since a pass reads all weights, and every 4 KB page costs a look-up; what is larger than a huge
-    page begins with one. Else, and where `page_of` says so of its `items`, in small pages, which
-    are there as they are written."""
+    """Return fresh memory of zeros and its address. `huge`: in huge pages where the system gives
+    them, since a pass reads all weights, and every 4 KB page costs a look-up; what is larger than a
+    huge page begins with one. Otherwise, and where `page_of` says so of its `items`, in small
+    pages, which are backed as they are written."""
     huge = huge and page_of(count, items) == HUGE_PAGE
     room = HUGE_PAGE if huge and count >= HUGE_PAGE else 0
     try:

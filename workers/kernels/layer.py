@@ -162,7 +162,7 @@ def _fill_shared(struct: SegmentStruct, shared: SharedRows, dtype: torch.dtype) 
 
 
 def slots_of(values: Tensor) -> int:
-    """Return the slots of a cache with these values."""
+    """Return the number of slots of a cache with these values."""
     return values.shape[-1 if values.ndim == 2 else 2]
 
 

@@ -324,15 +324,14 @@ class CacheRows:
     states: StateRows | None = None
     """The state of a session, for layers that have one; None: there are none."""
     shared: "SharedRows | None" = None
-    """The rows that it begins with, where others have them too: then its own cache begins with the
-    slot behind them, and no path goes through one of theirs."""
+    """The rows that the session begins with and that others have too. Its own cache then begins
+    with the slot behind them, and no path goes through them."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The keys and values of the first `rows` slots of several sessions, which nobody writes to.
-    `keys` and `values` are those of a cache, as `CacheRows` has them; `rows` is a multiple of
-    16."""
+    """The keys and values of the first `rows` slots of several sessions, to which nobody writes.
+    `keys` and `values` are as in `CacheRows`; `rows` is a multiple of 16."""
 
     keys: Tensor
     values: Tensor
@@ -360,12 +359,12 @@ def new_cache(
     dtype: torch.dtype = torch.float32,
     latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values for `capacity` slots and what is missing to a whole block. `latent`: keys
-    have no numbers.
+    """Return keys and values for `capacity` slots, rounded up to a whole block. `latent`: keys have
+    no numbers.
 
-    The pages are small: the first rows of a prompt lie in a part of their own of every head of
-    every layer, so that with huge pages nearly the whole cache would have to be backed, up to 6 ms
-    each, before the pass that reads them beside other streams could end.
+    The pages are small. The first rows of a prompt lie scattered, a few for every head of every
+    layer; with huge pages nearly the whole cache would have to be backed, up to 6 ms each, before
+    the pass that writes them beside other streams could end.
     """
     blocks, key_dim = -(-capacity // LANES), 0 if latent else head_dim
     keys, values = (

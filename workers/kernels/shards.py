@@ -1,9 +1,9 @@
-"""Spreads a model over the memory nodes of a machine: threads on the cores of each, and beside them
-the weights that they read.
+"""Spreads a model over the memory nodes of a machine: threads on the cores of each node, and in its
+memory the weights that they read.
 
-Every sum is computed by one thread, so that a shard has some outputs of every matrix and some heads
-of every layer, and no byte depends on how many there are; see `native/shards.h`. Knows addresses
-and cores, not models.
+A shard has some outputs of every matrix and some heads of every layer, while every sum is computed
+by one thread, so that no byte depends on the number of shards; see `native/shards.h`. Knows
+addresses and cores, not models.
 """
 
 import mmap
@@ -16,26 +16,26 @@ from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import available, library, page_of
 
 MOST = 16
-"""Shards that there can be: MOST_SHARDS of native/shards.h."""
+"""The most shards that there can be, MOST_SHARDS of native/shards.h."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The cores of a memory node, and what of a model they have."""
+    """The cores and the memory node of a part of a model."""
 
     cores: tuple[int, ...]
     node: int | None = None
-    """None: memory lies where the kernel puts what these cores write to first."""
+    """None: memory lies where the system puts what these cores write to first."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The pages of weights that were looked for, and those of them on the node of their shard."""
+    """How many pages of weights were looked at, and how many of them lie on their shard's node."""
 
     looked: int
     home: int
     refused: str
-    """Why no policy of memory was permitted; empty: it was."""
+    """Why the system refused a memory policy; empty: it did not."""
 
 
 class _CoresStruct(Structure):
@@ -61,8 +61,9 @@ class _PlacedStruct(Structure):
 
 
 def set_shards(shards: Sequence[Shard]) -> None:
-    """Divide the threads, in proportion to cores, and what is packed from now on among these
-    shards; none: undivided. `UserError` for cores that this process may not use."""
+    """Divide the threads among these shards in proportion to their cores, and what is packed from
+    now on as well; without shards nothing is divided. `UserError` for cores that this process may
+    not use."""
     if len(shards) > MOST or not all(shard.cores for shard in shards):
         raise UserError(f"{len(shards)} shards are not possible: up to {MOST}, each with cores")
     lists = [(c_int32 * len(shard.cores))(*shard.cores) for shard in shards]
@@ -75,38 +76,43 @@ def set_shards(shards: Sequence[Shard]) -> None:
         )
     )
     if error := library().dt_set_shards(structs, len(shards)):
-        raise UserError(f"the cores of {list(shards)} cannot be used: {os.strerror(error)}")
+        cores = "/".join(",".join(map(str, shard.cores)) for shard in shards)
+        raise UserError(
+            f"the cores {cores} cannot be used: {os.strerror(error)}: name cores that this process "
+            "may run on"
+        )
 
 
 def count() -> int:
-    """Return how many shards there are; 1: all is undivided."""
+    """Return how many shards there are; 1: nothing is divided."""
     return int(library().dt_shards()) if available() else 1
 
 
 def settle() -> None:
-    """Keep the calling thread on the cores of the first shard, whose part of every call it does.
-    Threads that it starts afterwards are there too."""
+    """Keep the calling thread, which does a part of the first shard's work in every call, on the
+    cores of that shard. Threads that it starts afterwards run there too."""
     if error := library().dt_settle():
         raise UserError(f"the cores of the first shard cannot be used: {os.strerror(error)}")
 
 
 def spread_evenly(start: int, size: int, parts: int) -> None:
-    """Give fresh memory that is read by parts, each of one thread, to the shards of these."""
+    """Place `size` bytes of fresh memory, of which each of `parts` threads reads an equal part, on
+    the nodes of the shards of these threads."""
     share = size // parts
     struct = _SpreadStruct(start, 1, 0, parts, 0, parts, share, share, 0)
     library().dt_spread(byref(struct), page_of(size))
 
 
 def spread_heads(start: int, shape: tuple[int, int], size: int, used: int) -> None:
-    """Give fresh memory in small pages for [layers, heads] of `size` bytes each to the shards of
-    the heads, as far as the first `used` bytes of each go."""
+    """Place fresh memory in small pages for [layers, heads] of `size` bytes each, as far as the
+    first `used` bytes of each, on the nodes of the heads' shards."""
     layers, heads = shape
     struct = _SpreadStruct(start, layers, heads * size, heads, 0, heads, size, used, 0)
     library().dt_spread(byref(struct), mmap.PAGESIZE)
 
 
 def placed() -> Placed:
-    """Return where pages lie that were given to shards since these were set."""
+    """Return where the pages lie that were placed since the shards were set."""
     struct = _PlacedStruct()
     library().dt_placed(byref(struct))
     refused = os.strerror(struct.refused) if struct.refused else ""

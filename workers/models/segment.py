@@ -46,9 +46,9 @@ class Cache(Protocol):
         too small, or much too large."""
 
     def branch(self, length: int, *, used: int = 0) -> "Cache":
-        """Return a cache of another session with the first `length` committed rows of this one,
-        both of which may go on; `length` has to be `restorable`. `used`: rows behind the committed
-        ones that stay in this one. Only of a cache that `branches`."""
+        """Return a cache for another session with the first `length` committed rows of this one;
+        both may go on. `length` has to be `restorable`. `used`: rows behind the committed ones that
+        this cache has to keep. Only for a cache that `branches`."""
 
     @property
     def branches(self) -> bool:

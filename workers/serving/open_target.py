@@ -45,8 +45,8 @@ def open_target_worker(
     `UserError` names what is wrong with the settings.
 
     `profile`: the file that remembers what was measured on this machine. `beside`: bits of the
-    codes of a substitute that shares its GPU, 0 for none. `shards`: what it is spread over on the
-    CPU; none: nothing.
+    codes of a substitute that shares its GPU, 0 for none. `shards`: those over which it is spread
+    on the CPU; empty: it is not spread.
     """
     device = open_device(settings.device, threads)
     spread = spread_of(
@@ -62,7 +62,7 @@ def open_target_worker(
         if spread is not None or not device.is_cpu:
             raise SettingsError(
                 "target.numa = 'shard' spreads a target that the CPU computes alone, and a device "
-                "has a part of this one: leave it out, or target.device, target.split and "
+                "computes a part of this one: leave it out, or target.device, target.split and "
                 "target.prefill"
             )
         begin_shards(shards)

@@ -1,5 +1,5 @@
-"""A target that is spread over the memory nodes of its machine: what it needs, and what became of
-it."""
+"""A target that is spread over the memory nodes of its machine: how that begins, and what a worker
+says about it."""
 
 import sys
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ SHARDED = "a target over memory nodes"
 
 
 def begin_shards(wanted: Sequence[Shard]) -> None:
-    """Have a model that is loaded from now on spread over these shards; `UserError` where there are
-    no kernels."""
+    """Spread models that are loaded from now on over these shards; `UserError` where there are no
+    kernels."""
     if why := kernels.why_not():
         raise UserError(f"{SHARDED} (target.numa = 'shard') is computed by the kernels: {why}")
     shards.set_shards(wanted)
 
 
 def settle_target(model: LanguageModel) -> str:
-    """Keep this thread, which computes a loaded target from now on, on the first of its shards, and
-    return in words how it is spread; empty: it is not. `UserError` for one that torch computes,
-    whose threads are spread over nothing."""
+    """Keep this thread, which is to compute a loaded target, on the first of its shards, and return
+    in words how the target is spread; empty: it is not. `UserError` for one that torch computes,
+    which cannot be spread."""
     if shards.count() == 1:
         return ""
     if model.backend != "kernels":
@@ -37,15 +37,15 @@ def settle_target(model: LanguageModel) -> str:
 
 
 def words_of(count: int, placed: Placed) -> str:
-    """Return in words where the weights of so many shards lie."""
+    """Return, in words, where the weights of so many shards lie."""
     where = (
-        f"{placed.home} of {placed.looked} pages of weights that were looked for lie on the node "
+        f"{placed.home} of {placed.looked} pages of weights that were looked at lie on the node "
         "whose cores read them"
         if placed.looked
         else "where its weights lie, the kernel does not say"
     )
     refused = (
-        f" (set_mempolicy refused: {placed.refused}; memory is that of the cores that wrote first)"
+        f" (set_mempolicy: {placed.refused}; memory lies with the cores that wrote to it first)"
         if placed.refused
         else ""
     )
@@ -53,6 +53,6 @@ def words_of(count: int, placed: Placed) -> str:
 
 
 def tell_shards(model: LanguageModel, name: str) -> None:
-    """Settle, and say on stderr how a target is spread, if it is."""
+    """Settle a target that is spread, and say on stderr how it is."""
     if words := settle_target(model):
         print(f"{name}: {words}", file=sys.stderr)

@@ -21,8 +21,8 @@ ROOM_SHARE = 0.75
 
 
 class Left(Protocol):
-    """The log and the rows of a session that has ended, or, to begin another with them, of one that
-    is open."""
+    """The log and the rows of a session that has ended, or of an open one with which another
+    begins."""
 
     @property
     def log(self) -> Sequence[int]:
@@ -33,8 +33,8 @@ class Left(Protocol):
         first `kept` tokens of it."""
 
     def branch(self, kept: int) -> Self:
-        """Return what a session that begins with the first `kept` tokens goes on from; this one
-        stays as it is."""
+        """Return what a session that begins with the first `kept` tokens goes on from, and leave
+        this one as it is."""
 
 
 LeftT = TypeVar("LeftT", bound=Left)
@@ -77,8 +77,9 @@ class KeptSessions(Generic[LeftT]):
         self._left.clear()
 
     def base(self, order: Open, open_session: LeftT | None = None) -> LeftT | None:
-        """Return what a new session goes on from: what is left of another, no longer held, or, if
-        it is `shared`, a branch of that or of a session that is open. None where none is named.
+        """Return what a new session goes on from: what is left of another, which is no longer held
+        then, or, if the order says `shared`, a branch of that or of `open_session`. None if the
+        order names no base.
 
         `RequestError` of code "prefix" where that cannot be: then nothing has changed.
         """

@@ -63,12 +63,12 @@ class TargetSession:
 
 @dataclass(frozen=True)
 class KeptSession:
-    """The log and the rows of a session that has ended, or that another begins with."""
+    """The log and the rows of a session that has ended, or with which another begins."""
 
     log: list[int]
     cache: Cache
-    """The rows of the log, as far as it has been read: of a session that has ended, of all tokens
-    but the last."""
+    """The rows of the log, as far as it has been read; in a session that has ended, those of all
+    tokens but the last."""
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
         check_prefix(self.log, prompt, kept, there=self.cache.length)

@@ -77,7 +77,7 @@ class PassTimes:
         )
 
     def estimates_ns(self, rows: NDArray[np.intp], beside: int = 0) -> NDArray[np.float64]:
-        """Return what passes of so many rows will take, beyond a pass of `beside` rows."""
+        """Return how much longer passes of so many rows will take than one of `beside` rows."""
         known = {
             rows_class(count): self.estimate_ns(count)
             for count in {1 << (most - 1).bit_length() for most in rows.tolist() if most}
@@ -102,7 +102,7 @@ class Chance:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Nodes of one tree that a pass may expand, best first, and what the order pays for it."""
+    """Nodes of one tree that a pass may expand, best first, and the price of the order."""
 
     probabilities: NDArray[np.float32]
     """[N]: of the nodes' paths."""
@@ -113,7 +113,7 @@ class Candidates:
 
     @property
     def gains(self) -> NDArray[np.float64]:
-        """Tokens that each node brings, of those at or above the floor."""
+        """The tokens that each node at or above the floor brings."""
         worth = int(np.count_nonzero(self.probabilities >= self.price.floor))
         found: NDArray[np.float64] = np.maximum(
             self.chance.value * self.probabilities[:worth].astype(np.float64) - self.price.floor,
@@ -125,11 +125,11 @@ class Candidates:
 def worth_expanding(
     trees: Sequence[Candidates], times: PassTimes, *, beside: int = 0
 ) -> Sequence[int]:
-    """Return how many nodes of each tree the next pass should expand: where what all of them bring
-    is furthest above the price of all their rows; none where it is nowhere above.
+    """Return how many nodes of each tree the next pass should expand: as many as bring the most,
+    all together, above the price of all their rows; none if no number brings more than that.
 
     Nodes below the floor never count; without a rate all the others do. `beside`: other rows of the
-    pass, which are computed in any case. A second is worth as much as the trees say in the mean.
+    pass, which are computed in any case. A second is worth the mean of the trees' rates.
     """
     gains = [tree.gains for tree in trees]
     counts = np.array([len(its) for its in gains])

@@ -36,8 +36,8 @@ SessionCo = TypeVar("SessionCo", covariant=True)
 
 @dataclass(frozen=True)
 class Order(Generic[SessionCo]):
-    """The order for one session: its root moves below the `accepted` nodes of its last proposal,
-    over `bonus` and `more`, and a tree of this shape is grown there."""
+    """The order for one session: its root moves down the `accepted` nodes of its last proposal, and
+    on over `bonus` and `more`, and a tree of this shape is grown there."""
 
     session: SessionCo
     accepted: Sequence[int]

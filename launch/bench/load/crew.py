@@ -1,5 +1,5 @@
-"""Keeps so many requests under way until all have been asked: a closed loop, as `vllm bench serve
---max-concurrency` without a rate. Knows nothing of what is asked."""
+"""Keeps a number of requests in flight until all have ended: a closed loop, like `vllm bench serve
+--max-concurrency` without a request rate. Knows nothing of what is asked."""
 
 import threading
 import time
@@ -16,17 +16,18 @@ class Load:
 
     replies: tuple[Reply, ...]
     seconds: float
-    """From the first request to the last end."""
+    """From the start of the first request to the end of the last."""
     interrupted: bool = False
-    """Ctrl-C came: requests that were under way are no replies."""
+    """True if Ctrl-C came; requests that were in flight then are not among the replies."""
 
 
 def run(
     ask: Callable[[int], Reply], requests: int, concurrency: int, step: Callable[[], None]
 ) -> Load:
-    """Ask requests 0 to `requests` - 1, `concurrency` at a time; `step` hears of each end.
+    """Send requests 0 to `requests` - 1, `concurrency` at a time; `step` is called at the end of
+    each.
 
-    The threads are daemons: what is under way when Ctrl-C comes ends with this process.
+    The threads are daemons: requests in flight when Ctrl-C comes end with this process.
     """
     waiting, ended = SimpleQueue[int](), SimpleQueue[Reply | BaseException]()
     for number in range(requests):
@@ -56,7 +57,7 @@ def _work(
     waiting: SimpleQueue[int],
     ended: SimpleQueue[Reply | BaseException],
 ) -> None:
-    """Ask what is still to be asked; a mistake of ours is raised where all is waited for."""
+    """Send what is still to be sent. An exception is a bug of ours, and is raised by `run`."""
     try:
         for number in _taken(waiting):
             ended.put(ask(number))
@@ -65,7 +66,7 @@ def _work(
 
 
 def _taken(waiting: SimpleQueue[int]) -> Iterator[int]:
-    """Take what is left, number by number, until nothing is."""
+    """Yield the numbers that are left, until there are none."""
     while True:
         try:
             yield waiting.get_nowait()

@@ -11,8 +11,8 @@ from dovetail.launch.bench.load.request import Reply
 
 
 def row(method: str, concurrency: int, loads: Sequence[Load]) -> dict[str, Any]:
-    """The figures of the same load, run once or several times. What failed has no part in times
-    and tokens, as in vLLM."""
+    """Return the figures of a load that was run once or several times. As in vLLM, requests that
+    failed do not count in times and tokens."""
     replies = [reply for load in loads for reply in load.replies]
     good = [reply for reply in replies if not reply.error]
     seconds = sum(load.seconds for load in loads)
@@ -46,10 +46,10 @@ def with_speedups(
     texts: Mapping[tuple[str, int], Mapping[int, str]],
     plain: str,
 ) -> list[dict[str, Any]]:
-    """The rows with `speedup`, their output throughput over that of `plain` at the same
-    concurrency, and `differ`, the replies whose text is not that of `plain`. `texts`: of every
-    method and concurrency, by the number of the request. Both are None where there is no `plain`.
-    """
+    """Return the rows with `speedup`, their output throughput over that of `plain` at the same
+    concurrency, and `differ`, the number of replies whose text is not that of `plain`; both are
+    None where there is no `plain`. `texts`: the replies of every method and concurrency, by the
+    number of the request."""
     alone = {row["max_concurrency"]: row for row in rows if row["method"] == plain}
     told = []
     for row in rows:
@@ -68,7 +68,7 @@ def with_speedups(
 
 
 def errors(replies: Sequence[Reply]) -> list[dict[str, Any]]:
-    """The kinds of errors, the most frequent first, each with its count and what was first said."""
+    """Return the kinds of errors, most frequent first, each with its count and first message."""
     failed = [reply for reply in replies if reply.error]
     first = {reply.error: reply.words for reply in reversed(failed)}
     counts = Counter(reply.error for reply in failed)
@@ -79,7 +79,7 @@ def errors(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 
 
 def _times(name: str, seconds: Sequence[float | None]) -> dict[str, float | None]:
-    """Mean, median and 99th percentile in ms; None where there is nothing to be measured."""
+    """Return mean, median and 99th percentile in ms; None where nothing was measured."""
     ms = [1e3 * value for value in seconds if value is not None]
     if not ms:
         return dict.fromkeys((f"mean_{name}_ms", f"median_{name}_ms", f"p99_{name}_ms"))

@@ -27,12 +27,12 @@ class Plan:
     """The requests of a run: prompts, loads, sampling."""
 
     turns: tuple[str, ...]
-    """Prompts, in the order of the requests and from the first again."""
+    """Prompts, in the order of the requests; after the last comes the first again."""
     prompts: str
     """Names of their files."""
     levels: tuple[int, ...]
     requests: int
-    """Requests at each concurrency, or as many as run at once if that is more."""
+    """Requests at each concurrency; at least as many as run at once."""
     repeat: int
     max_tokens: int
     temperature: float
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def told(self) -> dict[str, Any]:
-        """The plan, as a result has it."""
+        """Return the plan as it is written into a result."""
         return {
             "prompts": self.prompts,
             "num_prompts": self.requests,
@@ -61,10 +61,10 @@ class Findings:
     loads: dict[tuple[str, int], list[Load]] = field(default_factory=dict)
     interrupted: bool = False
     lost: str = ""
-    """The last words of a process of ours that ended meanwhile."""
+    """Why a process of ours ended meanwhile; empty: none did."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each concurrency and method."""
+        """Return a row for each concurrency and method."""
         methods = sorted({method for method, _ in self.loads}, key=lambda name: name != PLAIN)
         levels = dict.fromkeys(level for _, level in self.loads)
         keys = [(m, n) for n in levels for m in methods if (m, n) in self.loads]
@@ -73,7 +73,7 @@ class Findings:
         return with_speedups(rows, texts, PLAIN)
 
     def requests(self) -> list[dict[str, Any]]:
-        """The figures of each request, in seconds."""
+        """Return the figures of each request, in seconds."""
         return [
             {"method": method, "max_concurrency": level, "run": number, **_told(reply)}
             for (method, level), loads in self.loads.items()
@@ -92,8 +92,8 @@ def plan_of(
     max_tokens: int,
     seed: int,
 ) -> Plan:
-    """The plan of a command line; `UserError` for a --concurrency that is none, and for more than
-    one temperature."""
+    """Return the plan of a command line; `UserError` for a malformed --concurrency, and for more
+    than one temperature."""
     if len(temperatures) > 1:
         raise UserError("--concurrency is measured at one temperature: give --temperature once")
     return Plan(
@@ -109,7 +109,7 @@ def plan_of(
 
 
 def levels_of(text: str) -> tuple[int, ...]:
-    """The list of --concurrency; `UserError` if it is none."""
+    """Return the numbers in --concurrency; `UserError` if it is no list of them."""
     parts = [part.strip() for part in text.split(",")]
     levels = tuple(int(part) for part in parts if re.fullmatch("[0-9]{1,4}", part))
     possible = all(0 < level <= MOST_AT_ONCE for level in levels)
@@ -122,8 +122,8 @@ def levels_of(text: str) -> tuple[int, ...]:
 
 
 def measure(server: Served, plan: Plan) -> Findings:
-    """Run every load, with the methods in turn, each of them first equally often. Ctrl-C ends it
-    with what there is so far, and so does the loss of a process of ours."""
+    """Run every load with the methods in turn, each of them first equally often. Ctrl-C, or the
+    loss of a process of ours, ends it with what has been measured so far."""
     found = Findings()
     _warm_up(server, plan)
     total = plan.repeat * len(server.methods) * sum(map(plan.requests_at, plan.levels))
@@ -158,8 +158,8 @@ def _ask(server: Served, plan: Plan, method: str, number: int) -> Reply:
 
 
 def _warm_up(server: Served, plan: Plan) -> None:
-    """Ask once with each method before anything is timed; a server that refuses that is measured no
-    further."""
+    """Send one request with each method before anything is timed; `DovetailError` if the server
+    fails it."""
     for method in server.methods:
         reply = _ask(server, plan, method, 0)
         if reply.error:
@@ -170,7 +170,7 @@ def _warm_up(server: Served, plan: Plan) -> None:
 
 
 def _texts(loads: Sequence[Load]) -> dict[int, str]:
-    """The text of each request that was answered, by its number."""
+    """Return the text of each reply without an error, by the number of its request."""
     return {reply.number: reply.text for load in loads for reply in load.replies if not reply.error}
 
 

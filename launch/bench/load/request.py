@@ -1,5 +1,5 @@
-"""One streamed chat completion, and when each of its chunks came. Any server that speaks the
-OpenAI API will do; what it does wrong becomes a reply with an error, not an exception."""
+"""One streamed chat completion and the times of its chunks, from any server that speaks the OpenAI
+API. What goes wrong becomes a reply with an error, not an exception."""
 
 import http.client
 import json
@@ -18,15 +18,15 @@ WORDS = ("content", "reasoning_content", "reasoning")
 vLLM's; vLLM's."""
 DONE = b"[DONE]"
 BROKEN_OFF = "broken off"
-"""The name of a stream that ended without saying so."""
+"""The error of a stream that ended without [DONE]."""
 TOO_LONG = "too long"
-"""The name of a stream that does not end."""
+"""The error of a stream that does not end."""
 MOST_BYTES = 64 << 20
-"""Bytes of a stream that are read, and of a line of it: more than any reply has."""
+"""The most bytes that are read of a stream, or of a line of it: more than any reply has."""
 MOST_WORDS = 300
-"""Characters that are kept of what a server says of an error."""
+"""Characters that are kept of a server's error message."""
 MOST_COUNTED = 1 << 40
-"""Tokens of a reply that a server can tell; another number counts as none."""
+"""The most tokens that a server can report; a larger number counts as none."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Reply:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the reply, by the server's usage; a server that tells none has one a chunk."""
+        """Tokens of the reply, by the server's usage; without it, every chunk counts as one."""
         return _count(self.usage, "completion_tokens") or len(self.chunks_s)
 
     @property
@@ -73,8 +73,8 @@ class Reply:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds a token after the first, (latency - TTFT) / (tokens - 1); None where there is no
-        second token."""
+        """Seconds per token after the first, (latency - TTFT) / (tokens - 1); None where there is
+        no second token."""
         first = self.ttft_s
         if first is None or self.output_tokens < 2:
             return None
@@ -153,8 +153,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def _text(event: Mapping[str, Any]) -> str | None:
-    """The text of an event; the first chunk of many servers has only the role. None: it is no
-    chunk of a completion."""
+    """Return the text of an event; the first chunk of many servers has only the role. None: it is
+    no chunk of a completion."""
     choices = event.get("choices") or []
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         return None
@@ -165,7 +165,7 @@ def _text(event: Mapping[str, Any]) -> str | None:
 
 
 def _said(content: bytes) -> str:
-    """The message of an error, as OpenAI has it; else all that was said."""
+    """Return the message of an error in OpenAI's format; of any other, the whole body."""
     try:
         told = json.loads(content)["error"]
         return str(told["message"] if isinstance(told, dict) else told)

@@ -23,8 +23,8 @@ def measure_and_tell(
     *,
     as_json: bool,
 ) -> int:
-    """Measure a server under load and tell what came of it; returns the exit code. `out` gets the
-    figures of every request too."""
+    """Measure a server under load and show the result; return the exit code. `out` gets the figures
+    of every request too."""
     with served(configuration, url) as server:
         found = measure(server, plan)
         result = {

@@ -1,5 +1,5 @@
-"""The server whose load is measured: somebody's, by its URL, or a stack of ours with the HTTP API
-before it, which ends with the block."""
+"""The server that is measured under load: an existing one, by its URL, or a stack of our own behind
+the HTTP API, which ends with the block."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from dovetail.protocol.errors import DovetailError, UserError
 PLAIN, DRAFTED, OTHER = "none", "draft", "server"
 """Methods: our target alone, our target with its draft, any other server as it is."""
 SILENCE_S = 600.0
-"""A server that says nothing for so long is taken for lost; a request may wait behind others."""
+"""A server that is silent for so long counts as lost; a request may wait behind others."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Served:
     site: Site
     model: str
     methods: tuple[str, ...]
-    """The ways in which requests are decoded; others are compared with the first."""
+    """The methods by which requests are decoded, `PLAIN` first if it is among them."""
     sampling: Mapping[str, Any]
-    """The fields of a request that the user has said."""
+    """The sampling fields of a request that the user has set."""
     lost: Callable[[], list[DovetailError]] = list
-    """Returns the last words of processes of ours that have ended meanwhile."""
+    """Returns the failures of our processes that have ended meanwhile."""
 
     def body(self, method: str, turn: str, *, seed: int, **fields: Any) -> dict[str, Any]:
-        """The body of a request."""
+        """Return the body of a request."""
         wishes = {"dovetail": {"speculate": method != PLAIN, "fit": True}}
         return {
             "model": self.model,
@@ -47,8 +47,8 @@ class Served:
 
 @contextmanager
 def served(configuration: Configuration, url: str | None) -> Iterator[Served]:
-    """A server at this URL; without one, a stack of ours that keeps nothing of a reply, since the
-    same prompts are asked at every concurrency."""
+    """Yield the server at this URL; without one, a stack of our own without a prefix cache, since
+    every concurrency has the same prompts."""
     if url is None:
         with _own(configuration) as found:
             yield found
@@ -84,12 +84,13 @@ def _own(configuration: Configuration) -> Iterator[Served]:
 
 
 def _methods(configuration: Configuration) -> tuple[str, ...]:
-    """The methods of a dovetail: without its draft and with it, unless none is wanted."""
+    """Return the methods of a dovetail: without its draft, and with it unless --draft.kind is
+    none."""
     return (PLAIN,) if configuration.settings.draft.kind == "none" else (PLAIN, DRAFTED)
 
 
 def _url_of(child: Child) -> str:
-    """Wait until a process says at which URL it listens."""
+    """Wait until a process prints the URL at which it listens, and return that."""
     assert child.process.stdout is not None
     url = child.process.stdout.readline().decode().strip()
     if not url:
@@ -99,7 +100,7 @@ def _url_of(child: Child) -> str:
 
 
 def _model_of(site: Site) -> tuple[str, bool]:
-    """The model that a server serves, and whether the server is a dovetail."""
+    """Return the model that a server serves, and whether the server is a dovetail."""
     models = site.get("/v1/models").get("data")
     first = models[0] if isinstance(models, list) and models else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):

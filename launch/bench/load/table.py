@@ -1,4 +1,4 @@
-"""Shows what a load came to: a table, notes of what went wrong, a plot. Computes nothing."""
+"""Shows the figures of a load: a table, notes on what went wrong, a plot. Computes nothing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ COLUMNS = {
     "method": "none: the target alone; draft: with it; server: not dovetail",
     "at once": "requests under way at a time",
     "done": "requests that were answered",
-    "failed": "requests that were not; the errors are named below",
+    "failed": "requests that were not; the errors are named below the table",
     "tokens/s": "of all replies, over the whole load (output_throughput)",
     "speed-up": "tokens/s over those of none",
     "requests/s": "answered, over the whole load (request_throughput)",
@@ -22,7 +22,7 @@ COLUMNS = {
     "TPOT p99": "its 99th percentile",
     "ITL ms": "inter-token latency, median: between two chunks of tokens",
     "ITL p99": "its 99th percentile",
-    "tokens/chunk": "of a reply",
+    "tokens/chunk": "output tokens for each chunk with text",
     "differ": "replies whose text is not that of none",
 }
 """Heading of the table -> its meaning."""
@@ -37,14 +37,14 @@ PANELS = (
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """The table of all rows, and what has to be known beside it."""
+    """Print the table of all rows, and the notes on it."""
     print_table(tuple(COLUMNS), [_line(row) for row in result["rows"]], keys=2, whole=True)
     show_notes(result)
 
 
 def show_notes(result: Mapping[str, Any]) -> None:
-    """Write what a reader has to know: errors, prompts that were cached, counts that are guesses,
-    an early end."""
+    """Print what a reader of the table has to know: errors, cached prompts, guessed counts of
+    tokens, an early end."""
     for row in result["rows"]:
         for told in row["errors"]:
             refused = ", its queue was full" if told["error"] == QUEUE_FULL else ""
@@ -56,15 +56,15 @@ def show_notes(result: Mapping[str, Any]) -> None:
             share = row["cached_tokens"] / max(1, row["total_input_tokens"])
             note(f"{_where(row)}: {share:.0%} of the prompt tokens were in the server's cache")
         if row["no_usage"]:
-            note(f"{_where(row)}: the server tells no usage, so that a chunk counts as a token")
+            note(f"{_where(row)}: the server reports no usage: every chunk counts as one token")
     if result["lost"]:
         note(f"FAILED: {result['lost']}")
     if result["interrupted"]:
-        note("interrupted: the last load has the requests that had ended by then")
+        note("interrupted: the last load has only the requests that had ended by then")
 
 
 def draw(result: Mapping[str, Any]) -> str:
-    """The SVG of throughput and latencies over the concurrency."""
+    """Return an SVG of throughput and latencies over the concurrency."""
     methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
     panels = [
         Panel(

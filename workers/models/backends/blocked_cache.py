@@ -25,11 +25,10 @@ from dovetail.workers.models.segment import (
 )
 
 LEAST_SHARED = 128
-"""Fewer rows are copied: to put rows where several sessions read them, the others of the session
-have to move, too."""
+"""Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
 SHARED_ANEW = 2
-"""Rows are shared anew if they are more than so many times those that are shared already: else a
-copy of the others is less."""
+"""Rows are shared anew if they are more than so many times those that are shared already; otherwise
+a copy of the rest is cheaper."""
 MOST_ROOM = 1024
 """Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little
 beside a long context."""
@@ -42,8 +41,9 @@ def with_room(capacity: int) -> int:
 
 
 def give_rows(keys: Tensor, values: Tensor, length: int) -> None:
-    """Give the first rows of fresh keys [..., heads, blocks, head_dim, 16] and values [..., heads,
-    slots, head_dim] to the shards of their heads, if there are any, before others write there."""
+    """Place the first rows of fresh keys [..., heads, blocks, head_dim, 16] and values [..., heads,
+    slots, head_dim] on the nodes of their heads' shards, if there are any, before others write
+    there."""
     if shards.count() == 1:
         return
     heads, slots = values.shape[-3:-1]
@@ -62,8 +62,8 @@ class BlockedCache:
     states: RecurrentStates | None = None
     """The states of layers that have one; None: there are none."""
     shared: SharedRows | None = None
-    """The rows that the session begins with, where others begin with them, too: its own memory is
-    for the slots behind them."""
+    """The rows that the session begins with and that others begin with too; its own memory is for
+    the slots behind them."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class BlockedCache:
         return True
 
     def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
-        """Return a cache with the first `length` committed rows, most of which are shared, not
-        copied, if they are many: at first they are put where both read them."""
+        """Return a cache with the first `length` committed rows. If they are many, most of them are
+        not copied but shared; the first time they are moved to where both caches read them."""
         check_truncation(self, length)
         rows = length // LANES * LANES
         if rows >= LEAST_SHARED and rows > SHARED_ANEW * self.first:
@@ -153,21 +153,21 @@ class BlockedCache:
         return other
 
     def _shared_rows(self, length: int) -> SharedRows | None:
-        """Return the shared rows of the first `length`."""
+        """Return those of the first `length` rows that are shared; None: there are none."""
         if self.shared is None or length < LANES:
             return None
         return replace(self.shared, rows=min(length // LANES * LANES, self.shared.rows))
 
     def _begin_with(self, shared: SharedRows | None, length: int, capacity: int) -> None:
-        """Move the first `length` rows that are not among these shared ones into memory of its own
-        for `capacity`."""
+        """Let these shared rows be the first ones, and move the others of the first `length` rows
+        into memory of the cache's own for `capacity` slots."""
         first = 0 if shared is None else shared.rows
         self.keys, self.values = self._copy(first, length, with_room(capacity))
         self.shared = shared
 
     def _copy(self, start: int, stop: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """Fresh keys and values for slots `start` to `capacity` - 1, with the rows of slots `start`
-        (a multiple of 16) to `stop` - 1."""
+        """Return fresh keys and values for slots `start` to `capacity` - 1, with the rows of slots
+        `start` (a multiple of 16) to `stop` - 1."""
         keys, values = self._open(max(0, capacity - start))
         new = list(self._views(keys, values))
         for views in new:
@@ -184,8 +184,8 @@ class BlockedCache:
     def _stretches(
         self, start: int, stop: int
     ) -> Iterator[tuple[int, int, list[tuple[Tensor, Tensor]]]]:
-        """Yield where the rows of slots `start` to `stop` - 1 lie: from which slot to which, and
-        the views of keys and values from the first of them on."""
+        """Yield the stretches in which the rows of slots `start` to `stop` - 1 lie: the first slot,
+        the one behind the last, and views of keys and values from the first on."""
         if self.shared is not None and start < min(stop, self.first):
             yield (
                 start,
@@ -196,7 +196,7 @@ class BlockedCache:
             yield begin, stop, self._from(begin - self.first, self.keys, self.values)
 
     def _from(self, slot: int, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Views of keys and values from a slot on, a multiple of 16."""
+        """Return views of keys and values from a slot on, which is a multiple of 16."""
         return [
             (own_keys[..., slot // LANES :, :, :], own_values[..., slot:, :])
             for own_keys, own_values in self._views(keys, values)

@@ -101,7 +101,7 @@ class StagedCache:
         self.capacity = capacity
 
     def branch(self, length: int, *, used: int = 0) -> "StagedCache":
-        """Return a cache of another session with the first `length` committed rows of this one."""
+        """Return a cache for another session with the first `length` committed rows of this one."""
         other = StagedCache([part.branch(length, used=used) for part in self.parts])
         other.length = other.capacity = length
         return other
