@@ -72,7 +72,7 @@ class Drafts(Message):
     ]
     """Orders of different sessions, each without features of its own."""
     rows: Annotated[tuple[Rows, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
-    """How many rows of `features` each order has, in their order; empty without features."""
+    """The number of rows of `features` that each order has; empty without features."""
     features: Array | None = None
     """[sum of rows, row]: the features of all orders, one below the other."""
 

@@ -11,8 +11,8 @@ from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.state import State
 
 WORTH_WAITING = 64
-"""The fewest tokens of a beginning for which a request waits: reading fewer takes hardly longer than
-the pass that it would wait for."""
+"""The fewest tokens of a beginning for which a request waits: to read fewer takes hardly longer
+than the pass that it would wait for."""
 
 
 def prompts(

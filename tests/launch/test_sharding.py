@@ -93,7 +93,7 @@ def test_the_other_way_is_measured_beside_the_one_in_use(two: Topology, tmp_path
         ({"split": {"device": "cuda:0"}}, "last layers"),
         ({"prefill": "cuda:0"}, "reads prompts"),
         ({"backend": "library"}, "torch computes it"),
-        ({"weights": "bf16"}, "weights bf16"),
+        ({"weights": "bf16"}, "bf16 weights"),
     ],
 )
 def test_what_the_kernels_do_not_compute_on_the_cpu_is_refused_in_a_sentence(

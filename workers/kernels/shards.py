@@ -30,7 +30,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placed:
-    """How many pages of weights were looked at, and how many of them lie on their shard's node."""
+    """The number of pages of weights that were looked at, and of those on their shard's node."""
 
     looked: int
     home: int

@@ -98,7 +98,7 @@ void dt_set_threads(int count) {
 }
 int dt_threads() { return threads(); }
 
-// The threads that there are are divided among these shards; 0 of them: among none. 0 or an errno; nothing has changed then.
+// Divides the threads among these shards; with a count of 0 nothing is divided any more. Returns 0, or an errno, and then nothing has changed.
 int dt_set_shards(const ShardCores* wanted, int count) {
     const Turn mine;
     const int error = declare_shards(wanted, count);

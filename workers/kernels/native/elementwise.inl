@@ -33,7 +33,7 @@ static inline void each(int64_t n, int64_t work, const Body& body) {
     else dovetail::parallel(run_part);
 }
 
-// body(unit) for each of n units by a thread of the shard that has it: who writes to fresh memory first decides on which node it lies.
+// body(unit) for each of n units, by a thread of the shard that has it, since the first writer decides on which node fresh memory lies.
 template <class Body>
 static inline void each_at_home(int64_t n, const Body& body) {
     auto run_part = [&](int part, int parts) {

@@ -5,8 +5,8 @@
 //   values [kv_heads][capacity][head_dim]
 // one layer behind the other, so that lanes run along positions where scores are computed and along head_dim where values are summed. Capacity is a multiple of 16.
 // Layers with latents have no keys there: a row's values are [capacity][head_dim], the latent and behind it the rotated key of all heads.
-// Sessions that begin alike may have the rows of that beginning once: then the slots below `shared` lie in a cache of their own, of `shared_capacity` slots, and
-// the session's begins with slot `shared`.
+// Sessions that begin alike may hold the rows of that beginning once: the slots below `shared` then lie in a cache of their own, of `shared_capacity` slots,
+// and the session's own cache begins with slot `shared`.
 // They are floats, or halves: what is computed of a row is then rounded to the nearest half, the even one of two, and held within the largest of them.
 #pragma once
 
@@ -131,7 +131,7 @@ struct Segment {
     int32_t kind;   // of the cache's numbers: FP32 or FP16
     void* keys;     // of the whole cache
     void* values;
-    void* shared_keys;  // of the shared beginning, which is read alone
+    void* shared_keys;  // of the shared beginning, which is only read
     void* shared_values;
     int32_t shared, shared_capacity;  // shared: a multiple of 16, at most start and prefix
     const int32_t* path_offsets;  // [count + 1] into path_slots, or null

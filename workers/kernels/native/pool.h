@@ -9,8 +9,8 @@ using Task = void (*)(void* context, int part, int parts);
 void set_threads(int threads);
 int threads();
 
-// Run all parts of `task` and return when they are done; one call at a time. A part whose thread does not run is done by the caller in its place, unless it
-// belongs to another shard and has to stay `at_home`.
+// Runs all parts of `task` and returns when they are done; one call at a time. The caller does a part whose thread does not run, unless that belongs to another
+// shard and has to stay `at_home`.
 void run(Task task, void* context, bool at_home);
 
 template <class Body>

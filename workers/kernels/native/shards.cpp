@@ -50,14 +50,14 @@ Mask cores_of_this_thread() {
     }
 }
 
-// What this thread takes comes from a node, where the kernel permits that it is told so.
+// Has this thread take memory from a node, if the system permits a policy.
 void bind_memory(int node) {
     Mask nodes;
     set_bit(nodes, node);
     if (syscall(SYS_set_mempolicy, BIND, nodes.data(), nodes.size() * WORD + 1) < 0) refused = errno;
 }
 
-// Whether each of some pages lies on its node is counted, if the kernel says it.
+// Counts which of some pages lie on their node, if the system tells.
 void look(std::vector<void*>& pages, int node) {
     std::vector<int> found(pages.size());
     if (syscall(SYS_move_pages, 0, pages.size(), pages.data(), nullptr, found.data(), 0) < 0) return;
@@ -75,7 +75,7 @@ struct Toucher {
     std::vector<void*> sample;
     int64_t touched;
 
-    // Those of low .. high that have their middle there; from .. to is all of the memory in a row, at whose ends a page counts as far as it is in there.
+    // The pages whose middle lies in low .. high. from .. to is all of the contiguous memory: of a page at its ends only the part in there counts.
     void touch(const char* from, const char* to, char* low, const char* high) {
         for (uintptr_t p = (uintptr_t)low / page * page; p < (uintptr_t)high; p += page) {
             uintptr_t middle = p + page / 2;
@@ -164,7 +164,7 @@ int shard_of(int part) {
 int64_t share_begin(int64_t n, int shard) { return n * first_parts[shard] / first_parts[shards()]; }
 int settle(int part) { return declared.empty() ? 0 : bind_cores(declared[shard_of(part)].cores); }
 
-// A thread for each shard, since a policy of memory is a thread's own, and so are its cores, which decide where there may be no policy.
+// A thread for each shard, since a memory policy belongs to a thread, and so do its cores, which decide where no policy is permitted.
 void spread(const Spread& memory, int64_t page) {
     if (declared.empty()) return;
     std::vector<std::thread> threads;

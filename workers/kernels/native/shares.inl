@@ -1,5 +1,5 @@
-// How units of work go to the threads. Within a shard threads take units as they come, so that whoever is held up leaves the rest to the others. Another shard's
-// weights lie in another node's memory: of them a thread takes units only where that shard is held up.
+// How units of work go to the threads. Within a shard, threads take units as they come, so that one that is held up leaves the rest to the others. The weights
+// of another shard lie in another node's memory, so a thread takes its units only if that shard is held up.
 #include <atomic>
 
 #include "shards.h"
@@ -32,7 +32,7 @@ struct alignas(64) Next {
 };
 
 // body(shard, unit, part) for each of the units(shard) units of every shard. A shard that has more than a unit for each of its threads left when another has
-// none is held up: to read them from the other node, at half the speed, takes no longer than to wait.
+// none is held up: reading those units from the other node, at half the speed, takes no longer than waiting.
 template <class Units, class Body>
 static void take_shares(const Units& units, const Body& body) {
     Next next[dovetail::MOST_SHARDS];
