@@ -306,8 +306,8 @@ class ClientRequests:
         return None if one is None else (one, places[one])
 
     def _passes_queue(self, *, full: bool) -> bool:
-        """Return whether a request may begin before those that wait: where there are none, or where
-        they fill the queue and wait for what they begin with, not for room."""
+        """Return whether a request may begin before those that wait: if there are none, or if they
+        fill the queue and wait for their beginnings to be read, not for room."""
         return not len(self._queue) or (full and not self._short)
 
     def _settled(self, waiting: WaitingRequest) -> Worker | None:

@@ -3,8 +3,8 @@
 A key is charged the tokens that it holds on targets or those that it was given recently, whichever
 are more, minus some for each second that its first request has waited. The first request of the key
 with the lowest charge is next, so that none waits for ever. Requests of one key keep their order,
-but for those that wait for something else than room, which the others pass. A request that does not
-fit yet is overtaken by those of other keys, but not for long.
+except for those that wait for something other than room, which the others overtake. A request that
+does not fit yet is overtaken by those of other keys, but not for long.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ PASSED_S = 10.0
 """A request that has waited for this long is no longer overtaken by others."""
 
 MOST_PASSED = 8
-"""Requests of a key that are passed, each of which is looked at whenever anything happens."""
+"""The most requests of a key that are overtaken: each is looked at whenever anything happens."""
 
 T = TypeVar("T")
 
