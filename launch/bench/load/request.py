@@ -103,10 +103,12 @@ def ask(
     try:
         with site.opened("POST", PATH, content.encode()) as response:
             if response.status == http.client.OK:
+                texts: list[str] = []
                 try:
-                    _read(reply, response, clock)
+                    _read(reply, texts, response, clock)
                 except _TooLongError:
                     _fail(reply, TOO_LONG, f"no end after {MOST_BYTES >> 20} MiB of the stream")
+                reply.text = "".join(texts)
             else:
                 _fail(reply, f"HTTP {response.status}", _said(response.read(MOST_BYTES)))
     except DovetailError as error:
@@ -114,7 +116,13 @@ def ask(
     return reply
 
 
-def _read(reply: Reply, response: http.client.HTTPResponse, clock: Callable[[], float]) -> None:
+def _read(
+    reply: Reply,
+    texts: list[str],
+    response: http.client.HTTPResponse,
+    clock: Callable[[], float],
+) -> None:
+    """Note what comes, its texts apart: to add to one long text takes ever longer."""
     for data in _events(response):
         now_s = clock()
         if data == DONE:
@@ -137,7 +145,7 @@ def _read(reply: Reply, response: http.client.HTTPResponse, clock: Callable[[], 
         reply.ended_s = now_s
         if text:
             reply.chunks_s.append(now_s)
-            reply.text += text
+            texts.append(text)
     _fail(reply, BROKEN_OFF, "the stream ended before its [DONE]")
 
 
