@@ -59,7 +59,10 @@ class WorkerFailures:
                 yield from self._moving.resettle()
             return
         if worker is running.draft and worker is not running.target:
-            yield from self._moving.draft_failed(running, event.text)
+            if gone:  # it joins in later, with features that are computed again
+                yield from self._moving.drop_draft(running)
+            else:
+                yield from self._moving.draft_failed(running, event.text)
         elif owed.type is Refed:
             yield from self._moving.draft_failed(
                 running,
