@@ -16,13 +16,17 @@ than the pass that it would wait for."""
 
 
 def prompts(
-    running: Mapping[int, RunningRequest], worker: Worker, rows: Callable[[RunningRequest], int]
+    running: Mapping[int, RunningRequest],
+    worker: Worker,
+    owner: str,
+    rows: Callable[[RunningRequest], int],
 ) -> Iterator[Kept]:
-    """Yield the prompts of the sessions that run on a worker, each with its number of `rows`."""
+    """Yield the prompts of an owner's sessions that run on a worker, each with its number of
+    `rows`."""
     for number, one in running.items():
-        if worker in one.workers and not one.trial:
-            request = one.session.request
-            yield Kept(number, request.packed, rows(one), len(request.prompt), request.owner)
+        request = one.session.request
+        if request.owner == owner and worker in one.workers and not one.trial:
+            yield Kept(number, request.packed, rows(one), len(request.prompt), owner)
 
 
 def read_by_target(running: RunningRequest) -> int:
@@ -47,14 +51,13 @@ def comes_later(request: Request, target: Worker, running: Mapping[int, RunningR
     share those rows once they are there."""
     if not (request.may_reuse and target.limits.shares):
         return False
-    there = list(prompts(running, target, read_by_target))
+    there = list(prompts(running, target, request.owner, read_by_target))
     base = target.shelf.find(request.packed, owner=request.owner, running=there)
     if base is not None and base.session in running and _draft_reads(running[base.session]):
         return True
     worth = WORTH_WAITING + (0 if base is None else base.tokens)
     return any(
-        prompt.owner == request.owner
-        and prompt.rows < prompt.tokens
+        prompt.rows < prompt.tokens
         and worth <= min(common_tokens(request.packed, prompt.log), len(request.prompt) - 1)
         for prompt in there
     )

@@ -183,8 +183,10 @@ class Placement:
                 shelf,
                 owner=request.owner,
                 reads=reads is not None,
-                on_target=prompts(self._running, target, read_by_target),
-                on_draft=() if draft is None else prompts(self._running, draft, read_by_draft),
+                on_target=prompts(self._running, target, request.owner, read_by_target),
+                on_draft=()
+                if draft is None
+                else prompts(self._running, draft, request.owner, read_by_draft),
             )
             if reads is not None and target_base is None and not request.tree.insist:
                 target_base = self._beginning(target, request)
@@ -204,7 +206,7 @@ class Placement:
         """Return the shared rows that a request can begin with on its target if its draft, which
         reads the target's features, does not have them. The draft then joins later, if that is
         worth computing all features again."""
-        running = prompts(self._running, target, read_by_target)
+        running = prompts(self._running, target, request.owner, read_by_target)
         base = target.shelf.find(request.packed, owner=request.owner, running=running)
         return base if base is not None and base.shared else None
 

@@ -23,7 +23,7 @@ def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
 
 def needs(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> int:
     """Return how many tokens a request may take on a target beside those that run there."""
-    begun = prompts(running, target, read_by_target)
+    begun = prompts(running, target, request.owner, read_by_target)
     base = target.shelf.find(request.packed, owner=request.owner, running=begun)
     if base is None or not base.shared:
         return tokens_of(request)

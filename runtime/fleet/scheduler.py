@@ -230,7 +230,7 @@ class Turns:
         session, command = self.waiting[0]
         if isinstance(command, Verify):
             return self._pass(command, most)
-        if isinstance(command, Draft) and min(self.together, most) > 1:
+        if isinstance(command, Draft) and len(self.waiting) > 1 < min(self.together, most):
             return self._orders(command, min(self.together, most))
         if isinstance(command, Rest) and most == MAX_SESSIONS:
             if (verify := self._first_verify()) is not None:

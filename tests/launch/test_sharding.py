@@ -1,4 +1,5 @@
-"""Whether a target is spread over memory nodes: what the settings say, or what was measured."""
+"""A target is spread over memory nodes if the settings say so, or if that was measured to be
+faster."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""What runs inside the virtual machine: topology, layout, binding and the kernels' shards against a
-kernel that has two memory nodes. Standard library only.
+"""Checks that run inside the virtual machine: topology, layout, binding and the kernels' shards
+against a kernel that has two memory nodes. Standard library only.
 
 Where a page really lies, the kernel is asked with move_pages(2), by another call than the one that
 put it there.

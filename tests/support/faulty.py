@@ -606,7 +606,7 @@ class Process:
         self._work()
 
     def _refusal(self, command: Command) -> list[Event]:
-        """Of several orders only the first is refused."""
+        """Refuse a command; of several orders, refuse the first and carry out the others."""
         assert self.worker is not None
         refused, *others = command.split() if isinstance(command, Drafts) else [command]
         assert isinstance(refused, Open | Feed | Draft)

@@ -230,7 +230,7 @@ class Scripted:
 
 @dataclass(eq=False)
 class Chain:
-    """What is drafted for one session."""
+    """The nodes that a draft grows for one session, one below the other."""
 
     command: Draft
     path: list[int]
@@ -256,7 +256,7 @@ class Chain:
         return 1e9 if self.command.rate is None else self.score - self.command.floor
 
     def goes_on(self, elapsed_ns: int) -> bool:
-        """Whether it may grow."""
+        """Return whether a pass that begins so long after the order may add a node."""
         command, deadline_ms = self.command, self.command.deadline_ms
         late = deadline_ms is not None and elapsed_ns > deadline_ms * 1e6
         full = len(self.tokens) >= min(command.max_depth, command.max_nodes)

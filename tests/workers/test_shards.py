@@ -157,7 +157,8 @@ def test_a_page_is_written_by_the_shard_that_has_most_of_it() -> None:
 
 
 def resident_pages(start: int, size: int) -> list[bool]:
-    """Whether each page of some memory is there: bit 63 of /proc/self/pagemap."""
+    """Return, for each page of some memory, whether it is resident: bit 63 of its entry in
+    /proc/self/pagemap."""
     page = os.sysconf("SC_PAGE_SIZE")
     with Path("/proc/self/pagemap").open("rb") as file:
         file.seek(start // page * 8)

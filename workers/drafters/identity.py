@@ -32,7 +32,8 @@ class Identity:
     together: int = 1
     """The most sessions that it serves in shared passes; 1: there are no such passes."""
     kept_beside: int = 0
-    """As many more for each of these sessions, for what it has beside rows."""
+    """Tokens that each of these sessions counts as beside those of its log, for the states that it
+    has."""
 
     def hello(self, epoch: int, *, reads: Reads | None, prompt_rows: int, shares: bool) -> Hello:
         """Return the introduction of an incarnation. `reads`: the features that it reads;

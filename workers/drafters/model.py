@@ -78,7 +78,7 @@ class DraftLeft:
         check_prefix(self.log, prompt, kept, there=len(self.log))
 
     def branch(self, kept: int) -> "DraftLeft":
-        rows = self.cache.restorable(min(kept, self.cache.length))
+        rows = min(kept, self.cache.length)
         return DraftLeft(self.log, self.cache.branch(rows, used=self.used))
 
 

@@ -148,16 +148,14 @@ class KVCache:
 
     @property
     def branches(self) -> bool:
-        """Return whether other sessions may begin with rows of this cache while it is in use."""
-        return True
+        """Return whether other sessions may begin with rows of this cache while it is in use: not
+        if it has states, which hold all of its rows."""
+        return self.states is None
 
     def branch(self, length: int, *, used: int = 0) -> "KVCache":
         """Return a cache with a copy of the first `length` committed rows."""
         check_truncation(self, length)
         other = copy.copy(self)
-        if self.states is not None:
-            other.states = copy.deepcopy(self.states)
-            other.states.truncate(length)
         other._parts = [rows[..., :length, :].clone() for rows in self._parts]
         other.length = other.capacity = length
         return other

@@ -47,7 +47,7 @@ class Cache(Protocol):
 
     def branch(self, length: int, *, used: int = 0) -> "Cache":
         """Return a cache for another session with the first `length` committed rows of this one;
-        both may go on. `length` has to be `restorable`. `used`: rows behind the committed ones that
+        both may go on. `used`: rows behind the committed ones that
         this cache has to keep. Only for a cache that `branches`."""
 
     @property

@@ -74,4 +74,4 @@ class KeptSession:
         check_prefix(self.log, prompt, kept, there=self.cache.length)
 
     def branch(self, kept: int) -> "KeptSession":
-        return KeptSession(self.log, self.cache.branch(self.cache.restorable(kept)))
+        return KeptSession(self.log, self.cache.branch(kept))

@@ -133,8 +133,9 @@ class BlockedCache:
 
     @property
     def branches(self) -> bool:
-        """Return whether other sessions may begin with rows of this cache while it is in use."""
-        return True
+        """Return whether other sessions may begin with rows of this cache while it is in use: not
+        if it has states, which hold all of its rows."""
+        return self.states is None
 
     def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
         """Return a cache with the first `length` committed rows. If they are many, most of them are
@@ -145,9 +146,6 @@ class BlockedCache:
             shared = SharedRows(*self._copy(0, rows, rows), rows)
             self._begin_with(shared, self.length + used, self.capacity)
         other = copy.copy(self)
-        if self.states is not None:
-            other.states = copy.deepcopy(self.states)
-            other.states.truncate(length)
         other._begin_with(self._shared_rows(length), length, length)
         other.length = other.capacity = length
         return other

@@ -90,11 +90,6 @@ class ArenaCache(KVCache):
         """The keys and values, [layers, 2, kv_heads, slots, head_dim]."""
         return self._held[0].rows
 
-    @property
-    def branches(self) -> bool:
-        """Return whether other sessions may begin with rows of this cache while it is in use."""
-        return self.states is None
-
     def branch(self, length: int, *, used: int = 0) -> "ArenaCache":
         """Return a cache in another arena with a copy of the first `length` committed rows."""
         layers, kv_heads, head_dim = self._shape
