@@ -1,12 +1,11 @@
 """The prompts of running sessions, with whose rows other requests of the same owner can begin.
 Workers and sessions are looked at, and nothing is changed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.prefix_cache import common_tokens
-from dovetail.runtime.session.kept import Kept
+from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.state import State
 
@@ -15,34 +14,36 @@ WORTH_WAITING = 64
 than the pass that it would wait for."""
 
 
-def prompts(
-    running: Mapping[int, RunningRequest],
-    worker: Worker,
-    owner: str,
-    rows: Callable[[RunningRequest], int],
+def prompts_on_target(
+    running: Mapping[int, RunningRequest], target: Worker, owner: str
 ) -> Iterator[Kept]:
-    """Yield the prompts of an owner's sessions that run on a worker, each with its number of
-    `rows`."""
+    """Yield the prompts of an owner's sessions that run on a target, each with the rows that have
+    been read."""
+    done = target.turns.done()
     for number, one in running.items():
         request = one.session.request
-        if request.owner == owner and worker in one.workers and not one.trial:
-            yield Kept(number, request.packed, rows(one), len(request.prompt), owner)
+        if request.owner == owner and one.target is target and one.loss is None and not one.trial:
+            tokens = len(request.prompt)
+            rows = done.get(number, 0) if one.session.state is State.OPENING else tokens
+            yield Kept(number, request.packed, rows, tokens, owner)
 
 
-def read_by_target(running: RunningRequest) -> int:
-    """Return how many rows of its prompt the target of a session has."""
-    if running.session.state is State.OPENING:
-        return running.target.turns.done(running.session.number)
-    return len(running.session.request.prompt)
-
-
-def read_by_draft(running: RunningRequest) -> int:
-    """Return how many rows of its prompt the draft of a session has: all or none."""
-    sync, draft = running.session.draft_sync, running.draft
-    if sync is None or draft is None or not sync.complete:
-        return 0
-    prompt = len(running.session.request.prompt)
-    return 0 if draft.turns.reads(running.session.number) else min(sync.tokens, prompt)
+def prompts_on_draft(
+    running: Mapping[int, RunningRequest], draft: Worker, owner: str
+) -> Iterator[Kept]:
+    """Yield the prompts of an owner's sessions that a draft has read, each with its rows."""
+    for number, one in running.items():
+        sync, request = one.session.draft_sync, one.session.request
+        if (
+            request.owner == owner
+            and one.draft is draft
+            and not one.trial
+            and sync is not None
+            and sync.complete
+            and not draft.turns.reads(number)
+        ):
+            tokens = len(request.prompt)
+            yield Kept(number, request.packed, min(sync.tokens, tokens), tokens, owner)
 
 
 def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
@@ -51,15 +52,14 @@ def comes_later(request: Request, target: Worker, running: Mapping[int, RunningR
     share those rows once they are there."""
     if not (request.may_reuse and target.limits.shares):
         return False
-    there = list(prompts(running, target, request.owner, read_by_target))
+    there = list(prompts_on_target(running, target, request.owner))
     base = target.shelf.find(request.packed, owner=request.owner, running=there)
     if base is not None and base.session in running and _draft_reads(running[base.session]):
         return True
     worth = WORTH_WAITING + (0 if base is None else base.tokens)
-    return any(
-        prompt.rows < prompt.tokens
-        and worth <= min(common_tokens(request.packed, prompt.log), len(request.prompt) - 1)
-        for prompt in there
+    begins = request.packed[: TOKEN_BYTES * worth]
+    return worth < len(request.prompt) and any(
+        prompt.rows < prompt.tokens and prompt.log.startswith(begins) for prompt in there
     )
 
 

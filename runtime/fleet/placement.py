@@ -14,7 +14,7 @@ from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
-from dovetail.runtime.fleet.beginnings import prompts, read_by_draft, read_by_target
+from dovetail.runtime.fleet.beginnings import prompts_on_draft, prompts_on_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, bases
 from dovetail.runtime.fleet.registry import Registry
@@ -183,10 +183,10 @@ class Placement:
                 shelf,
                 owner=request.owner,
                 reads=reads is not None,
-                on_target=prompts(self._running, target, request.owner, read_by_target),
+                on_target=prompts_on_target(self._running, target, request.owner),
                 on_draft=()
                 if draft is None
-                else prompts(self._running, draft, request.owner, read_by_draft),
+                else prompts_on_draft(self._running, draft, request.owner),
             )
             if reads is not None and target_base is None and not request.tree.insist:
                 target_base = self._beginning(target, request)
@@ -206,7 +206,7 @@ class Placement:
         """Return the shared rows that a request can begin with on its target if its draft, which
         reads the target's features, does not have them. The draft then joins later, if that is
         worth computing all features again."""
-        running = prompts(self._running, target, request.owner, read_by_target)
+        running = prompts_on_target(self._running, target, request.owner)
         base = target.shelf.find(request.packed, owner=request.owner, running=running)
         return base if base is not None and base.shared else None
 

@@ -4,7 +4,7 @@ them. Rows that several begin with count once. Pure."""
 from collections.abc import Mapping
 
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.fleet.beginnings import prompts, read_by_target
+from dovetail.runtime.fleet.beginnings import prompts_on_target
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.request import Request
 
@@ -23,7 +23,7 @@ def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
 
 def needs(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> int:
     """Return how many tokens a request may take on a target beside those that run there."""
-    begun = prompts(running, target, request.owner, read_by_target)
+    begun = prompts_on_target(running, target, request.owner)
     base = target.shelf.find(request.packed, owner=request.owner, running=begun)
     if base is None or not base.shared:
         return tokens_of(request)

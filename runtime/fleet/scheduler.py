@@ -182,11 +182,11 @@ class Turns:
         self.waiting += [(session, Rest(rest.command, done)), *own]
         return True
 
-    def done(self, session: int) -> int:
-        """Return how many rows the worker has of a log that it reads in chunks; 0: not known."""
-        waiting = (rest for number, rest in self.waiting if number == session)
-        known = (rest for rest in (self._reading.get(session), *waiting) if isinstance(rest, Rest))
-        return max((rest.done for rest in known), default=0)
+    def done(self) -> dict[int, int]:
+        """Return how many rows the worker has of each log that it reads in chunks, by session;
+        below 0: not known."""
+        waiting = {number: rest for number, rest in self.waiting if isinstance(rest, Rest)}
+        return {number: rest.done for number, rest in {**waiting, **self._reading}.items()}
 
     def settle(self, session: int, answer: Owed) -> None:
         """The answer has come, and could not be handled: whoever waits for the worker need not wait
