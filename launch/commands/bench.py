@@ -38,7 +38,15 @@ from dovetail.launch.bench.methods import (
     read_prompt_set,
 )
 from dovetail.launch.bench.plot import draw_speedups
-from dovetail.launch.bench.sweep import VALUES, draw_sweep, points_of, read_sweep, show_sweep, swept
+from dovetail.launch.bench.sweep import (
+    VALUES,
+    Sweep,
+    draw_sweep,
+    points_of,
+    read_sweep,
+    show_sweep,
+    swept,
+)
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show, show_notes
 from dovetail.launch.bench.turns import Cell, measure
 from dovetail.launch.console.help import HelpCommand, Rare
@@ -256,13 +264,26 @@ def command(
         with writing(table, "the table"):
             table.write_text(csv_text(result), encoding="utf-8", newline="")
     if plot is not None:
-        drawn = (
-            draw_sweep(sweeping, chosen, result["sweep"]["points"])
-            if sweeping
-            else draw_speedups(every, result)
-        )
         with writing(plot, "the plot"):
-            plot.write_text(drawn, encoding="utf-8")
+            plot.write_text(_drawn(result, sweeping, chosen, every), encoding="utf-8")
+    _tell(result, sweeping, as_json=as_json)
+    context.exit(0 if _right(result) else 1)
+
+
+def _drawn(
+    result: dict[str, Any],
+    sweeping: Sweep | None,
+    chosen: Sequence[Method],
+    every: Sequence[Method],
+) -> str:
+    """Return the plot of a comparison, or of a sweep, as SVG."""
+    if sweeping is None:
+        return draw_speedups(every, result)
+    return draw_sweep(sweeping, chosen, result["sweep"]["points"])
+
+
+def _tell(result: dict[str, Any], sweeping: Sweep | None, *, as_json: bool) -> None:
+    """Print a result as a table, or as JSON."""
     if as_json:
         click.echo(json.dumps(result))
     elif sweeping is not None:
@@ -270,7 +291,6 @@ def command(
         show_notes(result)
     else:
         show(result)
-    context.exit(0 if _right(result) else 1)
 
 
 def _check_alone(context: click.Context) -> None:

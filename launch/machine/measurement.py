@@ -21,6 +21,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError
+from dovetail.protocol.settings import DraftSettings, TargetSettings
 
 Role = Literal["target", "draft"]
 TORCH_CAPS = {
@@ -73,9 +74,6 @@ def measure(
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
     os.environ.update({**thread_environment(threads), **TORCH_CAPS.get(isa, {})})
-    from dovetail.workers.calibration.devices import measure_device
-    from dovetail.workers.calibration.draft import calibrate_draft
-    from dovetail.workers.calibration.target import calibrate
     from dovetail.workers.devices import open_device
     from dovetail.workers.kernels.shards import Shard
     from dovetail.workers.models.memory import is_out_of_memory
@@ -89,34 +87,18 @@ def measure(
         open_device(device, threads)  # one that is not there is told now, not after the measurement
     try:
         if role == "draft":
-            named = with_target(target)
-            key, levels = calibrate_draft(
-                with_draft(draft),
-                threads=threads,
-                target=named.model,
-                inflate=named.inflate,
-                context=named.longest,
-                cache=substitutes_path(),
-                seconds=seconds / 4,
-            )
-            found = {"key": key.model_dump(), "levels": levels.model_dump()}
+            found = _measured_draft(with_draft(draft), with_target(target), threads, seconds / 4)
         else:
-            found = calibrate(
+            found = _measured_target(
                 with_target(target),
+                device,
                 threads=threads,
-                memory_bytes=free_memory_bytes(),
                 profile=None if isa else writable_profile_path(),
                 seconds=seconds,
                 contexts=contexts,
                 isa=isa,
                 say=lambda text, share: _tell(said, {"doing": text, "share": share}),
             )
-            costs = (
-                measure_device(with_target(target), device=device, threads=threads, seconds=seconds)
-                if device
-                else None
-            )
-            found["device"] = None if costs is None else costs.model_dump()
     except Exception as error:
         if is_out_of_memory(error):
             raise DovetailError(
@@ -125,6 +107,42 @@ def measure(
             ) from None
         raise
     _tell(said, {"found": found})
+
+
+def _measured_draft(
+    draft: DraftSettings, target: TargetSettings, threads: int, seconds: float
+) -> dict[str, Any]:
+    """Return the costs of a draft's levels, and what they hold for."""
+    from dovetail.workers.calibration.draft import calibrate_draft
+
+    key, levels = calibrate_draft(
+        draft,
+        threads=threads,
+        target=target.model,
+        inflate=target.inflate,
+        context=target.longest,
+        cache=substitutes_path(),
+        seconds=seconds,
+    )
+    return {"key": key.model_dump(), "levels": levels.model_dump()}
+
+
+def _measured_target(
+    target: TargetSettings, device: str, *, threads: int, seconds: float, **options: Any
+) -> dict[str, Any]:
+    """Return the costs of a target's passes, and of its layers on the `device` beside the CPU, if
+    one is named; `options` are those of `calibrate`."""
+    from dovetail.workers.calibration.devices import measure_device
+    from dovetail.workers.calibration.target import calibrate
+
+    memory_bytes = free_memory_bytes()
+    found = calibrate(
+        target, threads=threads, memory_bytes=memory_bytes, seconds=seconds, **options
+    )
+    costs = None
+    if device:
+        costs = measure_device(target, device=device, threads=threads, seconds=seconds)
+    return {**found, "device": None if costs is None else costs.model_dump()}
 
 
 def _tell(said: TextIO, message: object) -> None:
