@@ -178,6 +178,10 @@ def parse_place(cores: str, nodes: str) -> Place:
     """Return the place of --cores "0,2-3" and --memory-nodes "0", or with shards of "0-3/4-7" and
     "0,1"; `UserError` for a malformed list, a core that is not there or is in two shards, and a
     number of nodes that is not that of the shards."""
+    if "/" in cores and not all(cores.split("/")):
+        raise UserError(
+            f"--cores {cores!r} is not a list of cores for each shard: write one such as 0-3/4-7"
+        )
     shards = tuple(map(parse_cores, cores.split("/")))
     every, numbers = tuple(core for own in shards for core in own), parse_nodes(nodes)
     if len(shards) == 1:

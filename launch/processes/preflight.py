@@ -33,7 +33,7 @@ from dovetail.workers.models.checkpoints.gguf.view import (
 )
 
 MAX_CONFIG_BYTES = 16 << 20
-LIBRARYS = ("bf16", "int8-per-tensor")
+TORCH_WEIGHTS = ("bf16", "int8-per-tensor")
 """Types of weights with which torch computes the products."""
 MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit of systemd)"
 
@@ -69,7 +69,7 @@ def why_not_sharded(target: TargetSettings) -> str:
                 (bool(target.split.device), "a device computes its last layers (target.split)"),
                 (target.prefill not in ("auto", "local"), "a device reads prompts for it"),
                 (target.backend == "library", "torch computes it (target.backend)"),
-                (target.weights in LIBRARYS, f"torch computes with {target.weights} weights"),
+                (target.weights in TORCH_WEIGHTS, f"torch computes with {target.weights} weights"),
             )
             if holds
         ),

@@ -31,7 +31,7 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.runtime.fleet.rest import Rest
-from dovetail.runtime.fleet.sharing import beginning, drawn_from, goes_with
+from dovetail.runtime.fleet.sharing import alike, beginning, drawn_from
 
 Command = Open | Feed | Refeed | Draft | Verify
 """A Verify of one item each: they are put together here."""
@@ -249,12 +249,8 @@ class Turns:
         first: dict[int, Waiting] = {}
         for session, asked in self.waiting:
             first.setdefault(session, asked)
-        orders = {
-            session: asked
-            for session, asked in first.items()
-            if isinstance(asked, Draft) and goes_with(asked, command)
-        }
-        orders = dict([*orders.items()][:most])
+        orders = {session: asked for session, asked in first.items() if isinstance(asked, Draft)}
+        orders = dict([*alike(orders).items()][:most])
         together = Drafts.of([*orders.values()]) if len(orders) > 1 else command
         self.waiting = deque(e for e in self.waiting if orders.get(e[0]) is not e[1])
         self.owed.update((session, _answer(order)) for session, order in orders.items())

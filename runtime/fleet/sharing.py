@@ -1,13 +1,17 @@
 """Commands of several sessions in one message: which may share it, and what of them goes into it.
 Pure."""
 
+from collections.abc import Mapping
+
 from dovetail.protocol.messages import Draft, Verify, VerifyItem
 
 
-def goes_with(order: Draft, other: Draft) -> bool:
-    """Return whether two orders may be in one message, whose features are of one type and width."""
-    one, two = order.features, other.features
-    return one is None or two is None or (one.dtype, one.shape[1:]) == (two.dtype, two.shape[1:])
+def alike(orders: Mapping[int, Draft]) -> dict[int, Draft]:
+    """Return the orders that may be in one message, by session: all whose features have the type
+    and the width of the first that come, and those without any."""
+    kinds = {s: (f.dtype, f.shape[1:]) for s, o in orders.items() if (f := o.features) is not None}
+    kind = next(iter(kinds.values()), None)
+    return {s: order for s, order in orders.items() if kinds.get(s, kind) == kind}
 
 
 def drawn_from(command: Verify) -> int:

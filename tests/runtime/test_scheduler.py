@@ -446,6 +446,16 @@ def test_orders_whose_features_are_not_alike_do_not_go_together() -> None:
     assert [*message.split()] == [orders[0], orders[1], orders[3]]
 
 
+def test_an_order_without_features_brings_together_none_that_are_not_alike() -> None:
+    turns = Turns(epoch=1, together=64)
+    for session, width in enumerate((0, 2, 3)):
+        rows = Array(dtype="float16", shape=(1, width), data=bytes(2 * width)) if width else None
+        turns.ask(session, order(session).model_copy(update={"features": rows}))
+    message, sessions = turns.next() or (None, ())
+    assert isinstance(message, Drafts)
+    assert (sessions, message.rows) == ((0, 1), (0, 1))
+
+
 def test_of_orders_that_went_together_one_that_ended_is_wanted_by_nobody() -> None:
     turns = Turns(epoch=1, together=64)
     for session in (1, 2):

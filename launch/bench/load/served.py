@@ -104,5 +104,8 @@ def _model_of(site: Site) -> tuple[str, bool]:
     models = site.get("/v1/models").get("data")
     first = models[0] if isinstance(models, list) and models else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):
-        raise DovetailError(f"the server at {site.url} names no model at /v1/models")
+        raise DovetailError(
+            f"the server at {site.url} names no model at /v1/models: give --url that of a server "
+            "with the OpenAI API"
+        )
     return first["id"], first.get("owned_by") == "dovetail"
