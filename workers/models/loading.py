@@ -176,11 +176,8 @@ def _on_cpu(
             why_not = _why_rounded(wanted, checkpoint) or (
                 f"the C++ kernels cannot compute model type {kind}: {error}"
             )
-        except StumbledError:
-            why_not = (
-                f"the C++ kernels cannot compute model type {kind}, which is built in a "
-                "way that they do not know"
-            )
+        except StumbledError as error:
+            why_not = f"the C++ kernels cannot compute model type {kind}: {error.stumble}"
     if wanted.stage is None:
         refuse_without_kernels(model_type(checkpoint), checkpoint.source, why_not)
     wanted.refuse_placement(checkpoint.source, why_not)
@@ -320,8 +317,8 @@ def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> Language
         )
     except UnsupportedError as error:
         return f"model type {kind} is not described as the kernels' are: {error}"
-    except StumbledError:
-        return f"model type {kind} is built in a way that the kernels do not know"
+    except StumbledError as error:
+        return f"the kernels' layers cannot be computed on {draft.name}: {error.stumble}"
     model.device = draft.torch_device
     return model
 

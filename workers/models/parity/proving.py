@@ -43,6 +43,12 @@ KIND_OF_ERROR = re.compile(r"\b\w+Error: ")
 class StumbledError(CheckpointError):
     """A model in whose classes a line stumbles: nobody foresaw how it is built."""
 
+    @property
+    def stumble(self) -> str:
+        """Return what the line raised, in one line."""
+        cause = self.__cause__
+        return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+
 
 @contextlib.contextmanager
 def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
