@@ -7,6 +7,7 @@ there.
 """
 
 import argparse
+import gc
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,6 +82,8 @@ def prepare(
     """`warm_up`: a small model that is loaded first, so that libraries are in memory and what they
     keep of their own is not counted."""
     load_language_model(str(warm_up), weights="fp32", device="cpu", backend="kernels")
+    if device != "cpu":
+        _warm_device(warm_up, weights, device)
     release_memory()
 
     def place(layers: int | None, resident: int | None, vram: str) -> Mapping[str, Any]:
@@ -122,6 +125,24 @@ def prepare(
         }
 
     return {}, {"place": place}
+
+
+def _warm_device(warm_up: Path, weights: str, device: str) -> None:
+    """Have a small model computed on a device, whose context and libraries take memory of the
+    host."""
+    target = TargetSettings(
+        model=str(warm_up), weights=weights, split=SplitSettings(device=device, layers="auto")
+    )
+    spread = spread_of(target, MemorySettings(), open_device("cpu", 1), 1)
+    assert spread is not None
+    model = load_language_model(
+        str(warm_up), weights=weights, device="cpu", stage=spread.stage, cache=spread.cache
+    )
+    work(Verifier(model, Spans()), model.context, model.vocabulary_size)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def work(verifier: Verifier, context: int, size: int) -> None:

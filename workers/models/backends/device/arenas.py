@@ -51,7 +51,7 @@ class Arenas:
                 arena.rows.zero_()
                 return arena
         self._spare.clear()
-        return Arena(like.new_zeros(layers, 2, kv_heads, capacity, head_dim))
+        return Arena(_zeros(like, layers, 2, kv_heads, capacity, head_dim))
 
     def give(self, held: list[Arena]) -> None:
         """Take back what a cache has held; those over which nothing is captured go first."""
@@ -113,9 +113,16 @@ class ArenaCache(KVCache):
             before, kept = self._held.copy(), self.rows[..., : self.length, :]
             if capacity < self._slots:
                 *outer, _, head_dim = kept.shape
-                self._held[:] = [Arena(kept.new_zeros(*outer, capacity, head_dim))]
+                self._held[:] = [Arena(_zeros(kept, *outer, capacity, head_dim))]
             else:
                 self._held[:] = [self._arenas.take(self._shape, capacity, self.rows)]
             self.rows[..., : self.length, :] = kept
             self._arenas.give(before)
         self.capacity = capacity
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Return zeros of the type of `like`, on its device, that are no inference tensor: a cache made
+    outside inference mode may get memory that was taken within."""
+    with torch.inference_mode(False):
+        return like.new_zeros(shape)
