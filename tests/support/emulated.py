@@ -44,8 +44,10 @@ class Emulated:
         held = [one.held if isinstance(one, pretended.Elsewhere) else one for one in arguments]
         run = partial(self._run, name, grid, threads, held)
         run()
-        if (graph := pretended._recording()) is not None:
-            graph.append(pretended._Recorded(run, (), {}, ()))
+        if (graph := pretended.recording()) is not None:
+            graph.append(pretended.Recorded(run, (), {}, ()))
+        else:
+            pretended.counts.add(launches=1)
 
     def _run(
         self,

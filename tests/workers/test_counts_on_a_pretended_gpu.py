@@ -1,0 +1,132 @@
+"""The launches, copies and waits of a level of every kind of draft stay within a budget: they are
+counted on a pretended GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.protocol.settings import (
+    DraftSettings,
+    MemorySettings,
+    Sampling,
+    TargetSettings,
+    TreeSettings,
+)
+from dovetail.workers.devices.pretended import POSSIBLE, PRETENDED, Counts, capture, counted, device
+from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.serving.open_target import open_target_worker
+from dovetail.workers.unified import open_unified
+from support.heads import write_head
+from support.kernels import needs_kernels
+from support.models import tiny_llama
+from support.pairs import PairOfWorkers
+
+pytestmark = [
+    needs_kernels,
+    pytest.mark.skipif(not POSSIBLE, reason="torch cannot be told of a device from Python"),
+]
+
+PROMPT = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
+SHALLOW, DEEP, WIDTH = 3, 5, 4
+
+
+@pytest.fixture
+def there() -> torch.device:
+    return device()
+
+
+def test_each_kind_of_work_is_counted_once(there: torch.device) -> None:
+    a, here = torch.ones(2, 3, device=there), torch.ones(2, 3)
+    doubled = capture(lambda: (a * 2.0) + a)
+    pinned = torch.ones(2, 3)
+    PRETENDED.transfer(there).pin(pinned)
+    expected: dict[Callable[[], object], Counts] = {
+        lambda: a + a: Counts(launches=1),
+        lambda: a[0].view(3, 1).t(): Counts(),
+        lambda: torch.empty(3, device=there): Counts(),
+        lambda: a.sum().item(): Counts(launches=1, copies_out=1, synchronisations=1),
+        lambda: a.cpu(): Counts(copies_out=1, synchronisations=1),
+        lambda: a.tolist(): Counts(copies_out=1, synchronisations=1),
+        lambda: here.copy_(a): Counts(copies_out=1, synchronisations=1),
+        lambda: pinned.copy_(a, non_blocking=True): Counts(copies_out=1),
+        lambda: a.copy_(here): Counts(copies_in=1, synchronisations=1),
+        lambda: a.copy_(here, non_blocking=True): Counts(copies_in=1, synchronisations=1),
+        lambda: a.copy_(pinned, non_blocking=True): Counts(copies_in=1),
+        lambda: torch.tensor([1], device=there): Counts(copies_in=1, synchronisations=1),
+        lambda: a[torch.tensor([1])]: Counts(launches=1, copies_in=1, synchronisations=1),
+        lambda: a[a[:, 0] > 0]: Counts(launches=2, synchronisations=1),
+        lambda: a.nonzero(): Counts(launches=1, synchronisations=1),
+        doubled: Counts(launches=1),
+    }
+    for number, (work, counts) in enumerate(expected.items()):
+        with counted() as outer, counted() as found:
+            work()
+        assert found == outer == counts, number
+
+
+def level(pair: PairOfWorkers) -> Counts:
+    """Return what a level asks for, of a draft that has captured all of its levels: a proposal of
+    more levels less one of fewer, by the levels that it has more."""
+    found = []
+    for number, depth in enumerate((DEEP, SHALLOW, DEEP)):
+        tree = TreeSettings(policy="beam", gamma=WIDTH * depth, depth=depth, width=WIDTH)
+        run = pair.open(number, PROMPT, tokens=60, sampling=Sampling(), tree=tree)
+        pair.round(run)
+        with counted() as counts:
+            pair.round(run)
+        pair.close(run, keep=False)
+        found.append(counts)
+    _, shallow, deep = found
+    more = (deep - shallow).all()
+    assert all(count % (DEEP - SHALLOW) == 0 for count in more)
+    return Counts(*(count // (DEEP - SHALLOW) for count in more))
+
+
+BUDGETS = {
+    "small": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=2),
+    "eagle": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
+    "eagle3": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
+    "dovetail": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
+    "jakiro": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
+    "substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=2),
+}
+"""The most of a level. The aim: 4 launches, 1 copy in, 1 out and 2 waits."""
+
+
+def open_pair(kind: str, folder: Path) -> PairOfWorkers:
+    """Return a target on the CPU and a draft of a kind on the device; what a substitute shares is
+    there as well."""
+    target = tiny_llama(folder / "target", intermediate_size=128, context=256, dtype=torch.float16)
+    if kind == "substitute":
+        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
+        there = TargetSettings(model=str(target), weights="half", device="pretended", resident=0)
+        return PairOfWorkers(
+            *open_unified(
+                there,
+                DraftSettings(kind="substitute", share=True),
+                name="both",
+                threads=1,
+                memory=MemorySettings(),
+                cache=folder / "kept",
+            )
+        )
+    draft = target if kind == "small" else write_head(folder / "head", kind, gain=1.0)
+    return PairOfWorkers(
+        open_target_worker(
+            TargetSettings(model=str(target), device="cpu"), name="target", threads=1
+        ),
+        open_draft_worker(
+            DraftSettings(model=str(draft), device="pretended"),
+            name="draft",
+            threads=1,
+            target=str(target),
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_level_stays_within_its_budget(kind: str, tmp_path: Path) -> None:
+    found, most = level(open_pair(kind, tmp_path)), BUDGETS[kind]
+    assert all(count <= bound for count, bound in zip(found.all(), most.all(), strict=True)), found

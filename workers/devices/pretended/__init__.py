@@ -1,0 +1,85 @@
+"""`pretended`: the CPU behind the rules of a GPU, for tests of device code on machines that have
+none.
+
+Its tensors say that they are elsewhere, hold their numbers on the CPU, and are computed there. What
+CUDA refuses is refused: an operation on tensors of two devices, numbers read without asking for
+them (`.numpy()`), a random generator of another device, int4 codes that are not laid out as CUDA's,
+and within a captured graph any wait for the device. Graphs are recorded operation by operation and
+replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
+torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
+is elementwise. What is asked of it is counted (`counted`).
+
+Nothing is known of streams, events, limits of memory, or time: the memory that is free is the
+machine's, and everything is done when a call returns. torch is told of the device once for the
+whole process, which changes nothing for other tensors. It is a test rig: it makes nothing faster.
+"""
+
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices import cpu
+from dovetail.workers.devices.base import Device, DeviceKind
+from dovetail.workers.devices.cpu import HostTransfer
+from dovetail.workers.devices.pretended import counts
+from dovetail.workers.devices.pretended.counts import Counts, counted
+from dovetail.workers.devices.pretended.graphs import capture
+from dovetail.workers.devices.pretended.pinned import pin
+from dovetail.workers.devices.pretended.recording import Recorded, recording
+from dovetail.workers.devices.pretended.registration import POSSIBLE, device
+from dovetail.workers.devices.pretended.rules import NAME
+from dovetail.workers.devices.pretended.tensors import Elsewhere
+
+__all__ = [
+    "POSSIBLE",
+    "PRETENDED",
+    "Counts",
+    "Elsewhere",
+    "PretendedTransfer",
+    "Recorded",
+    "capture",
+    "counted",
+    "device",
+    "recording",
+]
+
+
+class PretendedTransfer(HostTransfer):
+    """The way to the device, by the thread that copies where the CPU stands for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = device()
+
+    def pin(self, memory: Tensor) -> None:
+        pin(memory)
+
+    def buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def copy(self, source: Tensor, target: Tensor, after: "Future[None]") -> "Future[None]":
+        assert isinstance(target, Elsewhere)
+        counts.add(copies_in=1)
+        return super().copy(source, target.held, after)
+
+
+class _Pretended(DeviceKind):
+    """The one pretended device."""
+
+    type = NAME
+
+    def open(self, name: str) -> Device | None:
+        if name not in (NAME, f"{NAME}:0"):
+            return None
+        place = device()
+        return Device(self, str(place), place, f"{cpu.library()}-{NAME}", "fp16", capture)
+
+    def free_bytes(self, device: torch.device) -> int:
+        return cpu.free_bytes()
+
+    def transfer(self, device: torch.device) -> PretendedTransfer:
+        return PretendedTransfer()
+
+
+PRETENDED = _Pretended()

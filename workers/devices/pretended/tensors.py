@@ -1,0 +1,142 @@
+"""Tensors of the pretended device: their numbers are on the CPU, and are computed there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dovetail.workers.devices.pretended import counts, rules
+from dovetail.workers.devices.pretended.int4 import lay_out, multiply
+from dovetail.workers.devices.pretended.recording import Recorded, recording
+from dovetail.workers.devices.pretended.rules import NAME
+
+aten = torch.ops.aten
+
+
+class Elsewhere(Tensor):
+    """A tensor on the pretended device; `held` are its numbers, on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, held: Tensor) -> "Elsewhere":
+        with torch.inference_mode(False):  # views of tensors that are no inference tensors are none
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                held.shape,
+                strides=held.stride(),
+                storage_offset=held.storage_offset(),
+                dtype=held.dtype,
+                device=torch.device(NAME, 0),
+            )
+        made.held = held
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return compute(function, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        """Return the numbers, which a GPU hands over where they are asked for in so many words."""
+        if recording() is not None:
+            raise RuntimeError("tolist() waits for the device, and is being captured")
+        counts.add(copies_out=1, synchronisations=1)
+        return self.held.tolist()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(_indices(index, self.device))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_indices(index, self.device), value)
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
+        return f"Elsewhere({self.held!r})"
+
+
+def _indices(index: Any, device: torch.device) -> Any:
+    """Return an index with its lists as tensors on the device, to which torch copies them where a
+    GPU is indexed."""
+    if isinstance(index, list):
+        return torch.tensor(index, dtype=None if index else torch.long, device=device)
+    return tuple(_indices(part, device) for part in index) if isinstance(index, tuple) else index
+
+
+def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Do an operation of torch on whichever device its tensors are; `RuntimeError` where CUDA would
+    refuse it."""
+    if (
+        function._can_decompose()
+    ):  # in inference mode operations that consist of others arrive whole
+        return function.decompose(*args, **kwargs)
+    packet, given = function.overloadpacket, tree_flatten((args, dict(kwargs)))[0]
+    ours = [tensor for tensor in given if isinstance(tensor, Elsewhere)]
+    asked = kwargs.get("device")
+    asked_here = asked is not None and torch.device(asked).type == NAME
+    if not ours and not asked_here:
+        return function(*args, **kwargs)
+    others = [t for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)]
+    if ours and others:
+        rules.check_devices(function, args, others)
+    if (generator := kwargs.get("generator")) is not None:
+        raise RuntimeError(
+            f"{packet}: expected a generator of {NAME}, found one of {generator.device}"
+        )
+    if recording() is not None:
+        rules.check_captured(function, args, kwargs, others)
+    else:
+        counts.count(function, args, kwargs, others)
+    return _done(function, args, kwargs, ours, asked_here)
+
+
+def _done(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ours: Sequence[Elsewhere],
+    here: bool,
+) -> Any:
+    """Do the operation on the CPU, and say of its results where they are. `here`: the device was
+    asked for by name."""
+    packet = function.overloadpacket
+    plain = {
+        name: torch.device("cpu") if name == "device" and value is not None else value
+        for name, value in kwargs.items()
+        if name != "pin_memory"
+    }
+    call, held = _int4(packet) or function, tree_map(_held, (tuple(args), plain))
+    result = call(*held[0], **held[1])
+    if any(tensor.held.shape != tensor.shape for tensor in ours):
+        raise NotImplementedError(f"{packet} resizes a tensor, which {NAME} cannot follow")
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    if packet is aten._to_copy and kwargs.get("device") is not None:
+        stays = here
+    else:
+        stays = here or (isinstance(first, Elsewhere) if packet is aten.copy_ else bool(ours))
+    if not stays:
+        return result
+    if (graph := recording()) is not None:
+        results = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor)]
+        graph.append(Recorded(call, held[0], held[1], results))
+    back = {id(tensor.held): tensor for tensor in ours}
+    return tree_map(lambda part: _wrapped(part, back) if isinstance(part, Tensor) else part, result)
+
+
+def _wrapped(part: Tensor, back: Mapping[int, Elsewhere]) -> Elsewhere:
+    return back[id(part)] if id(part) in back else Elsewhere(part)
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, Elsewhere) else value
+
+
+def _int4(packet: Any) -> Callable[..., Tensor] | None:
+    """Return CUDA's layout and product of 4-bit codes, computed by those of the CPU."""
+    of: dict[Any, Callable[..., Tensor]] = {
+        aten._convert_weight_to_int4pack: lay_out,
+        aten._weight_int4pack_mm: multiply,
+    }
+    return of.get(packet)
