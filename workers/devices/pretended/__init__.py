@@ -7,11 +7,12 @@ them (`.numpy()`), a random generator of another device, int4 codes that are not
 and within a captured graph any wait for the device. Graphs are recorded operation by operation and
 replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
 torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
-is elementwise. What is asked of it is counted (`counted`).
+is elementwise. What is asked of it is counted (`counted`), and its memory ends where a test says
+(`capped`).
 
-Nothing is known of streams, events, limits of memory, or time: the memory that is free is the
-machine's, and everything is done when a call returns. torch is told of the device once for the
-whole process, which changes nothing for other tensors. It is a test rig: it makes nothing faster.
+Nothing is known of streams, events, or time: everything is done when a call returns. torch is told
+of the device once for the whole process, which changes nothing for other tensors. It is a test rig:
+it makes nothing faster.
 """
 
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.pretended import counts
 from dovetail.workers.devices.pretended.counts import Counts, counted
 from dovetail.workers.devices.pretended.graphs import capture
+from dovetail.workers.devices.pretended.memory import MEMORY, capped
 from dovetail.workers.devices.pretended.pinned import pin
 from dovetail.workers.devices.pretended.recording import Recorded, recording
 from dovetail.workers.devices.pretended.registration import POSSIBLE, device
@@ -32,12 +34,14 @@ from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.tensors import Elsewhere
 
 __all__ = [
+    "MEMORY",
     "POSSIBLE",
     "PRETENDED",
     "Counts",
     "Elsewhere",
     "PretendedTransfer",
     "Recorded",
+    "capped",
     "capture",
     "counted",
     "device",
@@ -76,7 +80,7 @@ class _Pretended(DeviceKind):
         return Device(self, str(place), place, f"{cpu.library()}-{NAME}", "fp16", capture)
 
     def free_bytes(self, device: torch.device) -> int:
-        return cpu.free_bytes()
+        return MEMORY.free_bytes()
 
     def transfer(self, device: torch.device) -> PretendedTransfer:
         return PretendedTransfer()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from dovetail.workers.devices.pretended import counts
+from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.recording import recorded
 from dovetail.workers.devices.pretended.tensors import Elsewhere
 
@@ -23,7 +24,9 @@ def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     for a number. The result is always the same tensors, and whatever `function` read or wrote when
     it was captured is what a replay reads and writes.
     """
+    before = MEMORY.most = MEMORY.used
     function()
+    needed = MEMORY.most - before
     with recorded() as graph:
         result = function()
 
@@ -34,6 +37,7 @@ def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
             operation.replay()
         return result
 
+    MEMORY.take(needed, replay)
     with torch.inference_mode():
         for tensor in _floats(result):
             tensor.fill_(float("nan"))  # a capture computes nothing: only a replay does

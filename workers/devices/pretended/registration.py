@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.tensors import compute
 
@@ -40,6 +41,14 @@ class _Module(ModuleType):
 
     def current_device(self) -> int:
         return 0
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Return the bytes that are free, and all of them."""
+        free = MEMORY.free_bytes()
+        return free, free + MEMORY.reserved if MEMORY.cap is None else MEMORY.cap
+
+    def empty_cache(self) -> None:
+        MEMORY.empty_cache()
 
     def _is_in_bad_fork(self) -> bool:
         return False

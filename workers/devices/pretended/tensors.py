@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dovetail.workers.devices.pretended import counts, rules
 from dovetail.workers.devices.pretended.int4 import lay_out, multiply
+from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.recording import Recorded, recording
 from dovetail.workers.devices.pretended.rules import NAME
 
@@ -118,8 +119,11 @@ def _done(
         stays = here or (isinstance(first, Elsewhere) if packet is aten.copy_ else bool(ours))
     if not stays:
         return result
-    if (graph := recording()) is not None:
-        results = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor)]
+    results = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor)]
+    graph = recording()
+    for part in results:
+        MEMORY.take_for(part, captured=graph is not None)
+    if graph is not None:
         graph.append(Recorded(call, held[0], held[1], results))
     back = {id(tensor.held): tensor for tensor in ours}
     return tree_map(lambda part: _wrapped(part, back) if isinstance(part, Tensor) else part, result)
