@@ -3,12 +3,16 @@ computed from the bytes in which they came, heads, codes, keys and values too, a
 graphs; and a token has the same bytes wherever it is computed."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.workers.devices import Capture
 from dovetail.workers.devices.pretended import (
     POSSIBLE,
     PRETENDED,
@@ -16,6 +20,10 @@ from dovetail.workers.devices.pretended import (
     capture,
     device,
 )
+from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.head_levels import open_levels
+from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.heads.head import Head, open_head
 from dovetail.workers.models.backends.device.choice import products_on, tell_products
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.placement import Place
@@ -27,10 +35,14 @@ from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.coded import against_codes
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
 from dovetail.workers.models.substitutes.substitute import load_substitute
+from dovetail.workers.sessions.wire import to_array
+from dovetail.workers.speculation.proposal import Shape
 from support.cases import everyday
 from support.emulated import Emulated, emulated
+from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
+from support.opening import opening
 
 pytestmark = [
     needs_kernels,
@@ -44,6 +56,7 @@ TOLERANCE = {"half": 1e-5, "int8": 3e-2}
 ROUNDED = 0.08
 """See `test_substitute.py`."""
 TOKENS = torch.tensor([3, 17, 9, 30, 8, 22, 41, 5, 9, 11])
+TREE = TreeSettings(policy="dynamic", gamma=4, depth=2, width=2)
 PATHS = [[10], [10, 11], [10, 12], [10, 12, 13]]
 
 
@@ -178,3 +191,117 @@ def test_a_gpu_without_torchs_int4_products_has_a_substitute_if_ours_is_proved(
         "it is too old; pretended:0: torch's product multiplies codes3 weights: there is no "
         "compiler"
     )
+
+
+def levels_of(head: Head, making: Capture | None) -> Tensor:
+    """The logits of true rows, and of two levels of a tree behind them."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(5, head.spec.feature_width, generator=generator).to(head.device)
+    cache, levels = open_levels(head, 12, making)
+    with torch.inference_mode():
+        found = head.forward(
+            TOKENS[:5], features, torch.arange(5), [Segment(cache, 0, 5)], true=True
+        )
+        cache.keep(range(5), 5)
+        rows = [found.logits[-1:]]
+        states = found.states[-1:].repeat(2, 1)
+        for start, paths in ((5, [[5], [6]]), (7, [[5, 7], [6, 8]])):
+            found = levels(
+                TOKENS[start : start + 2],
+                states,
+                torch.full((2,), start // 2 + 3),
+                Paths.of(5, paths),
+                start,
+                contrast=False,
+            )
+            rows.append(found.logits)
+            states = found.states.clone()
+    return torch.cat(rows).cpu()
+
+
+@pytest.mark.parametrize("kind", everyday(["eagle", "eagle3", "dovetail-3", "jakiro"], "eagle3"))
+@pytest.mark.parametrize(("weights", "function"), [("int8", "int8_4"), ("int4", "codes4")])
+def test_a_head_of_fewer_bits_is_what_the_kernels_make_of_it(
+    tmp_path: Path, launches: list[str], kind: str, weights: str, function: str
+) -> None:
+    """Also on a GPU whose torch has no int4 products, and in captured levels."""
+    target, folder = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", kind, gain=1.0)
+    expected, found = (
+        levels_of(open_head(str(folder), target=str(target), weights=weights, device=where), making)
+        for where, making in (("cpu", None), (str(device()), capture))
+    )
+    assert function in launches
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    there = expected.isfinite()
+    assert float((found - expected)[there].norm() / expected[there].norm()) < 3e-2
+
+
+def test_a_head_of_int4_needs_none_of_torchs_products(
+    tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PRETENDED, "against_int4", lambda _: "it is too old")
+    target, folder = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", "eagle")
+    opened = partial(open_head, str(folder), target=str(target), weights="int4")
+    opened(device=str(device()))
+    products_on.cache_clear()
+    monkeypatch.setattr(PRETENDED, "program", lambda *_: "there is no compiler")
+    with pytest.raises(
+        CheckpointError,
+        match=r"there are no int4 weights of a head on pretended:0: it is too old; .* there is no "
+        "compiler; use fp16",
+    ):
+        opened(device=str(device()))
+
+
+def test_a_head_of_bf16_on_a_gpu_without_it_keeps_its_weights_and_has_states_of_fp32(
+    tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PRETENDED, "computes_bf16", lambda _: False)
+    target = tiny_llama(tmp_path / "target")
+    folder = write_head(tmp_path / "head", "eagle", dtype=torch.bfloat16, gain=1.0)
+    here = open_head(str(folder), target=str(target))
+    there = open_head(str(folder), target=str(target), device=str(device()))
+    assert "bf16" in there.said
+    assert "states are fp32" in there.said
+    expected, found = levels_of(here, None), levels_of(there, capture)
+    assert any(name.startswith("bf16") for name in launches)
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_head_that_leaves_fp16_has_states_of_fp32(
+    tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch, bf16: bool
+) -> None:
+    monkeypatch.setattr(PRETENDED, "computes_bf16", lambda _: bf16)
+    target, places = tiny_llama(tmp_path / "target"), ("cpu", str(device()))
+    folder = write_head(tmp_path / "large", "eagle", gain=6.0, dtype=torch.float16)
+    here, there = (open_head(str(folder), target=str(target), device=where) for where in places)
+    assert there.said == (
+        "pretended:0: large inputs leave fp16: states are fp32, weights stay fp16"
+    )
+    expected, found = levels_of(here, None), levels_of(there, capture)
+    assert float((found - expected).norm() / expected.norm()) < (5e-2 if bf16 else 1e-3)
+    usual = write_head(tmp_path / "usual", "eagle", gain=1.0)
+    assert open_head(str(usual), target=str(target), device=places[1]).said == ""
+
+
+def test_a_head_whose_numbers_leave_fp16_later_is_opened_anew(
+    tmp_path: Path, launches: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The session that they left it in has failed; the next one is drafted for."""
+    target = tiny_llama(tmp_path / "target")
+    folder = write_head(tmp_path / "head", "eagle", gain=1.0)
+    settings = DraftSettings(model=str(folder), device="pretended", weights="fp16")
+    engine = open_draft_worker(settings, name="draft", threads=1, target=str(target)).engine
+    assert isinstance(engine, HeadDrafter)
+    features = torch.full((3, engine.reads.row), 6e4, dtype=torch.float16)
+    for fails in (True, False):
+        session = engine.open(opening(1, [3, 17, 9], capacity=32, sampling=Sampling(), tree=TREE))
+        engine.feed(session, 0, to_array(features[:2]))
+        engine.take_features(session, to_array(features[2:]))
+        if fails:
+            with pytest.raises(FloatingPointError, match="overflow"):
+                engine.draft(session, (), 30, Shape(4, 2, 2))
+        else:
+            assert len(engine.draft(session, (), 30, Shape(4, 2, 2)).tree.tokens) == 4
+    assert "numbers have left fp16: states are fp32" in capsys.readouterr().err

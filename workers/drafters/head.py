@@ -33,6 +33,7 @@ can be kept for one that goes on from it. Since a row consumes the token behind 
 that parts from the log behind n tokens can take over n - 1 of them.
 """
 
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -55,7 +56,7 @@ from dovetail.workers.drafters.head_levels import (
     open_levels,
 )
 from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
-from dovetail.workers.drafters.passes import EMPTY, Rows, Steps, read_alone
+from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_alone
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.heads.head import Head, Predicted
@@ -378,6 +379,17 @@ class HeadDrafter(Grower[HeadSession]):
                 (int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
             )
         return predicted.logits
+
+    def take(self, session: HeadSession, reading: Reading) -> int:
+        """Numbers that have left fp16 end their session; those that are opened from now on have
+        states of fp32."""
+        try:
+            return super().take(session, reading)
+        except FloatingPointError:
+            if self.head.wider is not None:
+                self.head = self.head.wider()
+                print(f"{self.head.source}: {self.head.said}", file=sys.stderr)
+            raise
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Predicted]:
         """Compute parts of one kind in one pass; a level in fixed shapes is that of one session."""

@@ -117,10 +117,10 @@ class FixedLevels:
 
     def _of(self, rows: int, contrast: bool) -> _Fixed:
         """The pass of so many rows, captured where it has not been over the cache's memory."""
-        captured = self._cache.arena.captured
-        if (rows, contrast) not in captured:
-            captured[rows, contrast] = self._open(rows, contrast)
-        fixed: _Fixed = captured[rows, contrast]
+        captured, key = self._cache.arena.captured, (self._head, rows, contrast)
+        if key not in captured:
+            captured[key] = self._open(rows, contrast)
+        fixed: _Fixed = captured[key]
         return fixed
 
     def _open(self, rows: int, contrast: bool) -> _Fixed:

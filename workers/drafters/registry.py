@@ -213,6 +213,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.heads.head import open_head
+    from dovetail.workers.models.backends.device.choice import tell_products
 
     settings = wanted.settings
     device = open_device(settings.device, wanted.threads)
@@ -223,6 +224,10 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         device=device.name,
         allow_bin=settings.pickled,
     )
+    if head.said:
+        print(f"{wanted.name}: {head.said}", file=sys.stderr)
+    if not device.is_cpu:
+        tell_products(device.torch_device, wanted.name)
     if settings.contrast is True and not head.spec.contrast:
         raise SettingsError(
             f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no "

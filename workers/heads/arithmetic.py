@@ -85,6 +85,8 @@ class Arithmetic(Protocol):
     device: torch.device
     dtype: torch.dtype
     """The type of states between the matrices."""
+    table: torch.dtype | None
+    """The type of the embedding; None: as it is stored."""
     name: str
     """The library that computes, as it stands in a log line."""
 

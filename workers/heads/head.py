@@ -7,8 +7,9 @@ itself made of its previous row. Logits are over the target's vocabulary. Knows 
 slots; nothing of trees, sampling, or which rows deserve to stay in a cache.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,25 +18,33 @@ from torch.nn.functional import embedding
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
+from dovetail.workers.devices import kind_of
 from dovetail.workers.heads.arithmetic import KINDS, TYPES, Arithmetic, FixedRows, Geometry
 from dovetail.workers.heads.checkpoint import open_head_checkpoint
 from dovetail.workers.heads.files import classify
 from dovetail.workers.heads.kernel_arithmetic import KernelArithmetic
+from dovetail.workers.heads.matrices import check_weights
 from dovetail.workers.heads.parts import HeadCheckpoint, Inputs
 from dovetail.workers.heads.registry import kind_of_head
-from dovetail.workers.heads.spec import HeadSpec
+from dovetail.workers.heads.spec import FeatureType, HeadSpec
 from dovetail.workers.heads.torch_arithmetic import TorchArithmetic
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.segment import Cache, Segment
-from dovetail.workers.models.substitutes.quantised import against_int4
 from dovetail.workers.progress import beat
 
 __all__ = ["FixedRows", "Head", "HeadSpec", "Predicted", "classify", "open_head"]
 
 WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 """`auto` is what is stored: on a CPU matrix by matrix, on a GPU one 16-bit type."""
-HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+HALF = {"float16": "fp16", "bfloat16": "bf16"}
+"""Type of features -> weights of 16 bits."""
+TRIED_ROWS, TRIED_LEVELS = 8, 3
+"""Rows and levels of the trial of fp16."""
+MASSIVE = 2500.0
+"""The largest numbers in the streams of 7B models (Sun et al. 2024, Massive Activations in Large
+Language Models)."""
+OVERFLOWS, OVERFLOWED = "large inputs leave fp16", "numbers have left fp16"
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,19 @@ class Head:
     """A head on one device; T rows of a pass, R rows asked for, V the target's vocabulary, H the
     head's width, W the width of a feature."""
 
-    def __init__(self, checkpoint: HeadCheckpoint, arithmetic: Arithmetic, *, weights: str) -> None:
+    def __init__(
+        self,
+        checkpoint: HeadCheckpoint,
+        arithmetic: Arithmetic,
+        *,
+        weights: str,
+        wider: "Callable[[], Head] | None" = None,
+        said: str = "",
+    ) -> None:
+        """`wider`: opens it with states of fp32; None: these are. `said`: a sentence about types
+        that nobody asked for."""
         self.spec, self.source = checkpoint.spec, checkpoint.source
+        self.wider, self.said = wider, said
         self.device: torch.device = arithmetic.device
         self.checkpoint_digest, self.trained_for = checkpoint.digest, checkpoint.trained_for
         self.weights, self.arithmetic = weights, arithmetic.name
@@ -68,6 +88,12 @@ class Head:
         shares = checkpoint.output is checkpoint.embedding and self._table.dtype == arithmetic.dtype
         self._output = arithmetic.linear(self._table if shares else checkpoint.output)
         self._tokens = None if checkpoint.tokens is None else checkpoint.tokens.to(self.device)
+
+    def longest_tokens(self, count: int) -> Tensor:
+        """The tokens whose embeddings are longest, int64 [count]."""
+        lengths = torch.linalg.vector_norm(self._table, dim=1, dtype=torch.float32)
+        longest: Tensor = lengths.topk(count).indices
+        return longest
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for one session of at least `capacity` rows, those of trees included."""
@@ -190,13 +216,8 @@ def _mixed(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
 
 
 def _table(weight: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """The embedding as it is looked up: on a CPU in the type that it is stored in, on a GPU in that
-    of the states."""
-    return (
-        weight
-        if arithmetic.device.type == "cpu"
-        else weight.to(arithmetic.device, arithmetic.dtype)
-    )
+    """The embedding as it is looked up: on a CPU in the type that it is stored in."""
+    return weight if arithmetic.table is None else weight.to(arithmetic.device, arithmetic.table)
 
 
 def open_head(
@@ -213,7 +234,7 @@ def open_head(
 
     `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the
     kernels on a CPU that has them. `CheckpointError` in one line for whatever is wrong with it or
-    does not fit.
+    does not fit. Where a GPU computes in fp16 and its numbers do not suffice, states are fp32.
     """
     if weights not in WEIGHTS:
         raise CheckpointError(
@@ -222,17 +243,90 @@ def open_head(
         )
     if backend not in BACKENDS:
         raise CheckpointError(f"there is no back end {backend!r}; choose {' or '.join(BACKENDS)}")
-    checkpoint = open_head_checkpoint(source, target=target, weights=weights, allow_bin=allow_bin)
-    return Head(
-        checkpoint, _arithmetic(checkpoint, weights, torch.device(device), backend), weights=weights
-    )
+    place = torch.device(device)
+    check_weights(weights, place)
+
+    def opened(wide: str) -> Head:
+        """`wide`: why states are fp32 in place of fp16."""
+        checkpoint = open_head_checkpoint(
+            source, target=target, weights=weights, allow_bin=allow_bin
+        )
+        types = types_on(place, weights, checkpoint.spec.dtype)
+        types = widened(types, place, wide) if wide else types
+        return Head(
+            checkpoint,
+            _arithmetic(checkpoint, types, place, backend),
+            weights=weights,
+            wider=partial(opened, OVERFLOWED) if types.states == torch.float16 else None,
+            said=types.said,
+        )
+
+    head = opened("")
+    return opened(OVERFLOWS) if head.wider is not None and _overflows(head) else head
+
+
+@dataclass(frozen=True)
+class Types:
+    """The types of a head's numbers on a device."""
+
+    weights: str
+    """One of `WEIGHTS`; on a GPU not `auto`."""
+    states: torch.dtype
+    cached: torch.dtype
+    """The type of keys and values."""
+    table: torch.dtype
+    """The type of the embedding on a GPU."""
+    said: str = ""
+    """A sentence about what nobody asked for."""
+
+
+def types_on(device: torch.device, weights: str, stored: FeatureType) -> Types:
+    """Return the types for weights of a type in `WEIGHTS`, where features come in the type
+    `stored`."""
+    wide = torch.float32
+    if device.type == "cpu" or weights == "fp32":
+        return Types(weights, wide, wide, wide)
+    half = weights if weights in HALF.values() else HALF[stored]
+    fast = half == "fp16" or kind_of(device).computes_bf16(device)
+    cached = TYPES[half] if fast else torch.float16
+    if weights in ("int8", "int4"):
+        return Types(weights, wide, cached, TYPES[half])
+    if not fast:
+        said = f"{device} has no units for bf16: states are fp32, the cache fp16, weights stay bf16"
+        return Types(half, wide, cached, TYPES[half], said)
+    return Types(half, TYPES[half], cached, TYPES[half])
+
+
+def widened(types: Types, device: torch.device, why: str) -> Types:
+    """Return types for states that fp16 does not hold."""
+    cached = torch.bfloat16 if kind_of(device).computes_bf16(device) else torch.float32
+    said = f"{device}: {why}: states are fp32, weights stay {types.weights}"
+    return replace(types, states=torch.float32, cached=cached, said=said)
+
+
+def _overflows(head: Head) -> bool:
+    """Return whether the head's numbers leave its type with large inputs: the tokens whose
+    embeddings are longest, massive features, and some levels of states that follow from each
+    other."""
+    width, count = head.spec.feature_width, TRIED_ROWS
+    features = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
+    features[torch.arange(count), torch.arange(count) * width // count] = MASSIVE
+    tokens, cache = head.longest_tokens(count), head.new_cache(count * (1 + TRIED_LEVELS))
+    wrong = []
+    for level in range(1 + TRIED_LEVELS):
+        rows = range(level * count, (level + 1) * count)
+        positions, segment = torch.tensor(rows), Segment(cache, rows.start, count)
+        found = head.forward(tokens, features, positions, [segment], true=level == 0)
+        wrong.append(found.logits.isnan().any() | found.logits.isposinf().any())
+        features = found.states
+    return bool(torch.stack(wrong).any())
 
 
 def _arithmetic(
-    checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str
+    checkpoint: HeadCheckpoint, types: Types, device: torch.device, backend: str
 ) -> Arithmetic:
     """Kernels where that is wanted and can be, else torch."""
-    spec = checkpoint.spec
+    spec, weights = checkpoint.spec, types.weights
     geometry = Geometry(
         spec.blocks,
         spec.heads,
@@ -242,8 +336,6 @@ def _arithmetic(
         checkpoint.frequencies,
         checkpoint.rope_scaling,
     )
-    if weights == "int4" and (against := _against_int4(checkpoint)):
-        raise CheckpointError(f"{checkpoint.source}: {against}")
     why_not = (
         f"they compute on a CPU, not on {device}"
         if device.type != "cpu"
@@ -258,20 +350,11 @@ def _arithmetic(
         raise CheckpointError(
             f"{checkpoint.source}: no C++ kernels for this head: {why_not}; or use backend library"
         )
-    dtype = (
-        torch.float32
-        if device.type == "cpu" or weights == "fp32"
-        else TYPES.get(weights, HALF[spec.dtype])
+    return TorchArithmetic(
+        geometry,
+        weights=weights,
+        device=device,
+        dtype=types.states,
+        cached=types.cached,
+        table=types.table,
     )
-    return TorchArithmetic(geometry, weights=weights, device=device, dtype=dtype)
-
-
-def _against_int4(checkpoint: HeadCheckpoint) -> str:
-    """The first reason why a matrix of the head cannot have 4 bits."""
-    gates = ("mlp_moe.gate.weight",)
-    shapes = [
-        tuple(t.shape)
-        for name, t in checkpoint.tensors.items()
-        if t.ndim == 2 and not name.endswith(gates)
-    ]
-    return next(filter(None, map(against_int4, [*shapes, tuple(checkpoint.output.shape)])), "")

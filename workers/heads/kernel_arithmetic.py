@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dovetail.workers import kernels
 from dovetail.workers.heads.arithmetic import (
-    KINDS,
     FixedRows,
     Geometry,
     Layer,
@@ -15,8 +14,7 @@ from dovetail.workers.heads.arithmetic import (
     Mix,
     Product,
 )
-from dovetail.workers.heads.torch_arithmetic import parted_layer
-from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.heads.matrices import pack_matrix
 from dovetail.workers.kernels.layer import (
     Attention,
     DecoderLayer,
@@ -34,11 +32,8 @@ from dovetail.workers.kernels.layer_plan import (
     Rotary,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
-from dovetail.workers.models.backends.packing import pack_rows
 from dovetail.workers.models.segment import Cache, Segment
-from dovetail.workers.models.substitutes import quantised
 
-STORED = {torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 LEAST_ANGLES = 1024
 """Positions whose angles are computed at once; more follow as they are asked for."""
 
@@ -51,13 +46,12 @@ class KernelArithmetic:
         kernels.set_threads(torch.get_num_threads())
         self._geometry, self._weights = geometry, weights
         self.device, self.dtype, self.name = torch.device("cpu"), torch.float32, "the C++ kernels"
+        self.table: torch.dtype | None = None
         self._turned: list[Attention | DecoderLayer] = []
         self._rotary = self._angles(LEAST_ANGLES)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        if self._weights == "int4":
-            return quantised.int4(weight, None if bias is None else bias.float(), self.dtype)
-        return self._pack(weight, bias).linear
+        return pack_matrix(weight, bias, self._weights).linear
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
         norm = norm_of(weight)
@@ -87,8 +81,6 @@ class KernelArithmetic:
 
     def layer(self, weights: LayerWeights) -> Layer:
         at = self._geometry
-        if self._weights == "int4":
-            return parted_layer(self, weights, at.epsilon)
         if weights.gate_up is None or weights.down is None:
             raise ValueError(f"layer {weights.index} has no MLP")
         plan = LayerPlan(
@@ -96,10 +88,10 @@ class KernelArithmetic:
             heads=at.heads,
             kv_heads=at.kv_heads,
             head_dim=at.head_dim,
-            qkv=self._pack(weights.qkv, weights.qkv_bias),
-            output=self._pack(weights.output, weights.output_bias),
-            gate_up=self._pack(weights.gate_up, None),
-            down=self._pack(weights.down, None),
+            qkv=pack_matrix(weights.qkv, weights.qkv_bias, self._weights),
+            output=pack_matrix(weights.output, weights.output_bias, self._weights),
+            gate_up=pack_matrix(weights.gate_up, None, self._weights),
+            down=pack_matrix(weights.down, None, self._weights),
             attention_norm=norm_or_none(weights.attention_norm),
             mlp_norm=norm_of(weights.mlp_norm),
             query_norm=norm_or_none(weights.query_norm),
@@ -133,18 +125,6 @@ class KernelArithmetic:
 
     def _angles(self, count: int) -> Rotary:
         return rotary_table(self._geometry.frequencies, count, scaling=self._geometry.rope_scaling)
-
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
-        """A matrix of the kernels."""
-        kind = (
-            KINDS[self._weights] if self._weights != "auto" else STORED.get(weight.dtype, Kind.FP32)
-        )
-        rows, inputs = weight.shape
-        matrix = PackedMatrix(
-            kind, rows, inputs, bias=None if bias is None else bias.float().contiguous()
-        )
-        pack_rows(matrix, weight)
-        return matrix
 
 
 def norm_of(weight: Tensor) -> Norm:

@@ -1,12 +1,12 @@
 """The arithmetic of heads by torch's own operations, on any device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, silu
 
 from dovetail.workers.heads.arithmetic import (
     TYPES,
@@ -18,11 +18,12 @@ from dovetail.workers.heads.arithmetic import (
     Mix,
     Product,
 )
-from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks
+from dovetail.workers.heads.matrices import device_product
+from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.levels import SLOTS
+from dovetail.workers.models.cache import rounded
 from dovetail.workers.models.segment import Cache, Segment
-from dovetail.workers.models.substitutes import quantised
 
 
 @dataclass(frozen=True)
@@ -75,42 +76,65 @@ class TorchRows:
         """query [heads, T, head_dim], key and value [kv_heads, T, head_dim] -> [T, heads,
         head_dim]; keys and values are cached."""
         if not isinstance(self.rows, FixedRows):
-            return attend_blocks(layer, query, key, value, self.rows, scale)
+            return attend_blocks(layer, query, key, value, self.rows, scale, by=attend_as_cached)
         keys, values = self.rows.memory[layer]
-        keys.index_copy_(1, self.rows.slots, key)
-        values.index_copy_(1, self.rows.slots, value)
+        keys.index_copy_(1, self.rows.slots, rounded(key, keys.dtype))
+        values.index_copy_(1, self.rows.slots, rounded(value, values.dtype))
         heads, count, size = query.shape
         packed = query.reshape(1, keys.shape[0], -1, size)
-        mask = self.rows.mask.to(query.dtype).repeat(packed.shape[2] // count, 1)
-        mixed = scaled_dot_product_attention(
-            packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
-        )
+        mixed = attend_as_cached(packed, keys, values, self.rows.mask, scale, None, None)
         return mixed.reshape(heads, count, size).transpose(0, 1)
 
 
+def attend_as_cached(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention as `by_torch`, whose arguments these are, in the type of the keys, of which
+    nothing is widened: what a draft may."""
+    narrow, mask = rounded(query, keys.dtype), None if mask is None else mask.to(keys.dtype)
+    return by_torch(narrow, keys, values, mask, scale, cap, sinks).to(query.dtype)
+
+
 class TorchArithmetic:
-    """torch's own operations, on a GPU or on a CPU. On a CPU states are fp32, and so are weights of
-    16 bits once they have been rounded to these."""
+    """torch's own operations, on a GPU or on a CPU, and products of ours on a GPU. On a CPU states
+    are fp32, and so are weights of 16 bits once they have been rounded to these."""
 
     def __init__(
-        self, geometry: Geometry, *, weights: str, device: torch.device, dtype: torch.dtype
+        self,
+        geometry: Geometry,
+        *,
+        weights: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        cached: torch.dtype,
+        table: torch.dtype,
     ) -> None:
-        """`dtype`: of states, and of the weights where `weights` is auto."""
+        """`dtype`: of states, and of the weights where `weights` is auto. `cached`: of keys and
+        values. `table`: of the embedding on a GPU."""
         self._geometry, self._weights = geometry, weights
-        self.device, self.dtype, self.name = device, dtype, f"torch on {device}"
+        self.device, self.dtype, self.cached = device, dtype, cached
+        self.table: torch.dtype | None = None if device.type == "cpu" else table
+        self.name = f"torch on {device}"
         self._frequencies = geometry.frequencies.to(device)
         self._arenas = Arenas(1 if device.type == "cpu" else SLOTS)
         groups = geometry.heads // geometry.kv_heads
-        self._masks = Masks(groups=groups, device=device, dtype=dtype)
+        self._masks = Masks(groups=groups, device=device, dtype=cached)
+        on_gpu = device.type != "cpu" and dtype == torch.float32
+        self._apart = {"int8", "int4", *(("fp16", "bf16") if on_gpu else ())}
+        """Types of weights whose products take fp32 as it is; others are multiplied in `dtype`."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        weight = weight.to(self.device)
+        if self._weights in self._apart:
+            return device_product(weight, bias, self._weights, self.device)
         offset = None if bias is None else bias.to(self.device, self.dtype)
-        if self._weights == "int8":
-            return quantised.int8(weight, offset, self.dtype)
-        if self._weights == "int4":
-            return quantised.int4(weight, offset, self.dtype)
-        matrix = weight.to(TYPES.get(self._weights, weight.dtype)).to(self.dtype).contiguous()
+        stored = weight.to(self.device).to(TYPES.get(self._weights, weight.dtype))
+        matrix = stored.to(self.dtype).contiguous()
         return lambda x: linear(x, matrix, offset)
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
@@ -154,7 +178,7 @@ class TorchArithmetic:
             kv_heads=at.kv_heads,
             head_dim=at.head_dim,
             capacity=capacity,
-            dtype=self.dtype,
+            dtype=self.cached,
             device=self.device,
         )
 
@@ -164,11 +188,10 @@ class TorchArithmetic:
             (turn * self._geometry.rope_scaling).to(self.dtype)
             for turn in (angles.cos(), angles.sin())
         )
-        return TorchRows(
-            cosines,
-            sines,
-            segments if isinstance(segments, FixedRows) else arrange(segments, self._masks),
-        )
+        if not isinstance(segments, FixedRows):
+            return TorchRows(cosines, sines, arrange(segments, self._masks))
+        mask = segments.mask.to(self.cached).repeat(self._masks.groups, 1)
+        return TorchRows(cosines, sines, replace(segments, mask=mask))
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

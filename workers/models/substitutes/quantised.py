@@ -1,56 +1,48 @@
-"""Linears of 8 and 4 bits by torch's own operations, for heads and substitutes where neither the
-C++ kernels nor products of ours compute.
+"""Codes of 4 bits by plain rounding, and products of codes by torch's own int4 operations, where
+neither the C++ kernels nor products of ours compute.
 
-8 bits: one scale for each row of the weight, which is widened as it is used. 4 bits: a scale and a
-zero for each group of inputs, by torch's int4 products. Knows single matrices, not models.
+A group of inputs has a scale and an offset. Knows single matrices, not models.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
-from dovetail.workers.kernels.coded import GROUP
-from dovetail.workers.models.substitutes.quantize import Codes
+from dovetail.workers.kernels.coded import GROUP, groups_of
+from dovetail.workers.models.substitutes.quantize import CPU, Codes
 
 Product = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out] in the type of x."""
 
-GROUPS = (64, 128, 32)
-"""Inputs that share a scale in 4 bits; the first that divides the inputs is taken. 64 is HQQ's and
-SubSpec's."""
 ROWS = 16
 """Rows of a matrix come in multiples of this."""
+LEAST_SCALE = 1e-6
+"""The scale of a group whose weights are all the same; halves still tell it from 0."""
 TILES = (8, 4, 2)
 """torch's CUDA layout takes so many tiles of 16 inputs together."""
 
 
-def int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """8 bits a weight, symmetric, one scale a row; products in `dtype`."""
-    scales = (weight.float().abs().amax(dim=1) / 127.0).clamp(min=1e-12)
-    rounded = (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
-    scales = scales.to(dtype)
-
-    def product(x: Tensor) -> Tensor:
-        y = linear(x, rounded.to(dtype)) * scales
-        return y if bias is None else y + bias
-
-    return product
-
-
-def int4(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """4 bits a weight in groups of inputs, asymmetric, by torch's int4 product, which computes in
-    bfloat16; `against_int4` has said nothing."""
-    group = next(size for size in GROUPS if weight.shape[1] % size == 0)
-    codes, scales_and_zeros = _grouped(weight.float(), group)
-    multiply = _packed(codes, scales_and_zeros, group)
-
-    def product(x: Tensor) -> Tensor:
-        y = multiply(x.to(torch.bfloat16)).to(dtype)
-        return y if bias is None else y + bias
-
-    return product
+def nearest_codes(weight: Tensor, device: torch.device = CPU) -> Codes:
+    """Return the codes of 4 bits that are nearest to weight [rows, inputs], which a device rounds;
+    they lie on the CPU."""
+    rows, inputs = weight.shape
+    groups = groups_of(inputs)
+    whole = pad(weight.to(device).float(), (0, groups * GROUP - inputs), mode="replicate")
+    parts = whole.view(rows, groups, GROUP)
+    low, high = parts.amin(dim=2, keepdim=True), parts.amax(dim=2, keepdim=True)
+    # in 16 bits of either kind: torch's products take bf16, ours fp16
+    scales = ((high - low) / 15.0).clamp(min=LEAST_SCALE).to(torch.bfloat16).half()
+    offsets = (low + 8.0 * scales).to(torch.bfloat16).half()
+    codes = ((parts - offsets) / scales + 8.0).round().clamp(0, 15).to(torch.uint8)
+    return Codes(
+        4,
+        inputs,
+        codes.view(rows, -1).cpu(),
+        scales.squeeze(2).cpu(),
+        offsets.squeeze(2).cpu(),
+    )
 
 
 def int4_of_codes(
@@ -124,29 +116,6 @@ class CodedProduct:
             y += product(x)
         y = y[:, : self.outputs] if self._beyond else y
         return y if self._bias is None else y + self._bias
-
-
-def against_int4(shape: tuple[int, ...]) -> str:
-    """Why a matrix [rows, inputs] cannot be laid out in 4 bits, empty if it can."""
-    if shape[0] % ROWS == 0 and shape[1] % min(GROUPS) == 0:
-        return ""
-    return (
-        f"4-bit weights need rows in multiples of {ROWS} and inputs in multiples of "
-        f"{min(GROUPS)}, and one matrix is {list(shape)}: use int8"
-    )
-
-
-def _grouped(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes 0..15 [rows, inputs] and [inputs / group, rows, 2] of scale and zero: weight = (code -
-    8) scale + zero."""
-    rows, inputs = weight.shape
-    parts = weight.view(rows, inputs // group, group)
-    low, high = parts.amin(dim=2, keepdim=True), parts.amax(dim=2, keepdim=True)
-    scale = ((high - low) / 15.0).clamp(min=1e-9).to(torch.bfloat16).float()
-    zero = (low + 8.0 * scale).to(torch.bfloat16).float()
-    codes = ((parts - zero) / scale + 8.0).round().clamp(0, 15).to(torch.int32).view(rows, inputs)
-    pairs = torch.cat([scale, zero], dim=2).transpose(0, 1).contiguous()
-    return codes, pairs.to(torch.bfloat16)
 
 
 def _packed(codes: Tensor, scales_and_zeros: Tensor, group: int) -> Product:

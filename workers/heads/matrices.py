@@ -1,0 +1,102 @@
+"""The matrices of a head in each type of weights, in the layout of the C++ kernels and on a device.
+There products of ours multiply what is packed so if they are proved and fast, else torch's.
+
+Knows single matrices, not heads.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers import kernels
+from dovetail.workers.devices import kind_of
+from dovetail.workers.heads.arithmetic import KINDS, Product
+from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.models.backends.blob import ELEMENTS, Lying, Matrix
+from dovetail.workers.models.backends.device.choice import CONTESTS, Products, products_on
+from dovetail.workers.models.backends.device.own import own_matrix
+from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.backends.packing import EXACT_KINDS, pack_rows
+from dovetail.workers.models.substitutes.coded import against_codes, coded_product, pack_codes
+from dovetail.workers.models.substitutes.quantised import nearest_codes
+
+
+def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatrix:
+    """Return weight [out, in] in the layout of the kernels, of the type `weights`; with `auto` of
+    that in which it is stored."""
+    if weights == "int4":
+        return pack_codes([nearest_codes(weight)], [bias])
+    kind = EXACT_KINDS.get(weight.dtype, Kind.FP32) if weights == "auto" else KINDS[weights]
+    own = None if bias is None else bias.float().contiguous()
+    matrix = PackedMatrix(kind, *weight.shape, bias=own)
+    pack_rows(matrix, weight)
+    return matrix
+
+
+def device_product(
+    weight: Tensor, bias: Tensor | None, weights: str, device: torch.device
+) -> Product:
+    """Return the product of weight [out, in] of the type `weights` on a device; rows come and go in
+    fp32."""
+    products, bias = choice_on(device), None if bias is None else bias.float()
+    if weights == "int4":
+        return coded_product([nearest_codes(weight, device)], [bias], device, products)
+    kind = KINDS[weights]
+    contest = CONTESTS.get(kind)
+    program = None if products is None or contest is None else products.owner(contest)
+    if program is None:
+        return partial(product, _laid_out(weight, bias, kind, device))
+    packed = pack_matrix(weight, bias, weights)
+    memory = torch.frombuffer(packed.memory, dtype=torch.uint8)[: packed.nbytes].to(device)
+    lying = Lying(kind, packed.n, packed.k, 0, packed.nbytes, bias is not None)
+    return own_matrix(program, lying, memory)
+
+
+def choice_on(device: torch.device) -> Products | None:
+    """Return the products to choose from on a device; None: torch's, as on a CPU, and where there
+    are no kernels to prove ours by."""
+    return None if device.type == "cpu" or not kernels.available() else products_on(device)
+
+
+def check_weights(weights: str, device: torch.device) -> None:
+    """`CheckpointError` where nothing on a device multiplies weights of a type."""
+    why_not = ""
+    if weights == "int4":
+        there = kernels.available()
+        why_not = (against_codes if there else _against_torchs)(device, weights)
+    elif weights == "int8":
+        why_not = _against_int8(device)
+    if why_not:
+        raise CheckpointError(
+            f"there are no {weights} weights of a head on {device}: {why_not}; use fp16"
+        )
+
+
+def _against_torchs(device: torch.device, _weights: str) -> str:
+    return kind_of(device).against_int4(device)
+
+
+def _against_int8(device: torch.device) -> str:
+    """Return why no product of int8 runs on a device: where ours has not been chosen, torch's is
+    tried."""
+    products = choice_on(device)
+    if products is not None and products.owner(CONTESTS[Kind.INT8]) is not None:
+        return ""
+    try:
+        device_product(torch.zeros(8, 8), None, "int8", device)(torch.zeros(1, 8, device=device))
+    except RuntimeError as error:
+        return f"torch has none ({str(error).partition(chr(10))[0]})"
+    return ""
+
+
+def _laid_out(weight: Tensor, bias: Tensor | None, kind: Kind, device: torch.device) -> Matrix:
+    """Return a matrix as torch has it, int8 by one scale for each row."""
+    there, bias = weight.to(device), None if bias is None else bias.to(device)
+    if kind is not Kind.INT8:
+        return Matrix(kind, there.to(ELEMENTS[kind]).contiguous(), None, bias)
+    there = there.float()
+    scales = (there.abs().amax(dim=1) / 127.0).clamp(min=1e-12)
+    codes = (there / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return Matrix(kind, codes, scales, bias)
