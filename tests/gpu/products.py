@@ -10,13 +10,8 @@ import torch
 
 from dovetail.workers.devices import Device, Program
 from dovetail.workers.models.backends.device import attention, choice
-from dovetail.workers.models.backends.device.choice import (
-    CONTESTS,
-    Contest,
-    Product,
-    Products,
-)
-from dovetail.workers.models.backends.device.trial import here
+from dovetail.workers.models.backends.device.choice import Contest, Product, Products
+from dovetail.workers.models.backends.device.trial import CONTESTS, here
 from dovetail.workers.models.substitutes import coded
 from gpu import chip
 from gpu.report import Report
@@ -45,7 +40,7 @@ def run(report: Report, device: Device, progress: Callable[[str], None]) -> None
     on_cpu = device.name in ("cpu", "pretended:0")
     functions = emulated if on_cpu else partial(device.kind.program, place)
     products = Products(place, functions, here)
-    for contest in (*CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST):
+    for contest in CONTESTS:
         progress(contest.name)
         program = products.functions(contest.source)
         if isinstance(program, str):

@@ -18,7 +18,7 @@ from dovetail.workers.kernels.build import compiler
 
 FOLDER = Path(__file__).parent / "cuda"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
-MOST_ARGUMENTS = 10
+MOST_ARGUMENTS = 18
 
 
 class Emulated:

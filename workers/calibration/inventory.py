@@ -19,11 +19,9 @@ from dovetail.workers import kernels
 from dovetail.workers.devices import cuda, kind_of
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
-from dovetail.workers.models.backends.device import attention
-from dovetail.workers.models.backends.device.choice import CONTESTS, Products
+from dovetail.workers.models.backends.device.choice import Products
 from dovetail.workers.models.backends.device.own import SOURCE
-from dovetail.workers.models.backends.device.trial import here
-from dovetail.workers.models.substitutes import coded
+from dovetail.workers.models.backends.device.trial import CONTESTS, here
 
 SHAPE = (83, 70)
 """[out, in] of the self-test's matrix: no multiple of any register's width."""
@@ -62,7 +60,7 @@ def products_of(device: torch.device) -> dict[str, Any]:
     products = Products(device, partial(kind_of(device).program, device), here)
     if isinstance(functions := products.functions(SOURCE), str):
         return {"missing": functions, "said": []}
-    for contest in (*CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST):
+    for contest in CONTESTS:
         products.owner(contest)
     return {"missing": "", "said": [*products.said.values()]}
 

@@ -48,10 +48,17 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 static inline float __int2float_rn(int a) { return (float)a; }
 static inline float half_to_float(unsigned bits) {
     const float size = __uint_as_float((bits & 0x7fffu) << 13) * __uint_as_float(0x77800000u);
     return bits & 0x8000u ? -size : size;
+}
+// To the nearest half, the even one of two; of a number that is no larger than the largest half.
+static inline unsigned short half_of(float value) {
+    const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+    if (size < 0x38800000u) return (unsigned short)(sign | (unsigned)std::nearbyint(__uint_as_float(size) * 16777216.0f));  // in steps of 2^-24
+    return (unsigned short)(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13));
 }
 
 // ---- threads
@@ -75,8 +82,9 @@ static const int64_t* arguments;
 
 static void run_thread() {
     const int64_t* a = arguments;
-    ((void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6],
-                                                                                                                   a[7], a[8], a[9]);
+    using Int = int64_t;
+    ((void (*)(Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int))function)(
+        a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17]);
     fibers[current].done = true;
 }
 
@@ -117,7 +125,7 @@ static inline void __syncthreads() {
 static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int by) { return cpu::exchange(value, threadIdx.x ^ (unsigned)by); }
 static inline unsigned __shfl_sync(unsigned, unsigned value, int lane) { return cpu::exchange(value, threadIdx.x / 32 * 32 + (unsigned)lane); }
 
-// Run a kernel that takes up to ten addresses or integers.
+// Run a kernel that takes up to 18 addresses or integers.
 extern "C" void launch(void* function, const int64_t* arguments, int64_t columns, int64_t rows, int64_t threads) {
     const bool backwards = getenv("DT_BACKWARDS") != nullptr;
     cpu::function = (void (*)(int64_t, ...))function;

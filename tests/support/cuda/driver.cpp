@@ -50,7 +50,7 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
     if (refusing || z != 1 || shared != 0 || extra != nullptr) return 1;
     Dl_info own;
     dladdr(function, &own);
-    int64_t arguments[10] = {};
+    int64_t arguments[18] = {};
     for (int i = 0; i < count_of(own.dli_sname); i++) arguments[i] = *(const int64_t*)places[i];
     last_stream = (int64_t)stream;
     launch(function, arguments, x, y, threads);

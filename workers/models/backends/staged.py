@@ -27,11 +27,8 @@ from dovetail.workers.models.backends.blob import (
     gather,
     hollow,
 )
-from dovetail.workers.models.backends.device.products import (
-    DeviceNorm,
-    product,
-    rounded_product,
-)
+from dovetail.workers.models.backends.device.parts import DeviceNorm
+from dovetail.workers.models.backends.device.products import product, rounded_product
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.packing import KernelLinear, KernelNorm
 from dovetail.workers.models.backends.placement import Place
@@ -209,12 +206,10 @@ class Staged(Kernels):
         return StagedLayers(self._stages, reader)
 
     def _final_norm(self, kind: NormKind, norm: Norm, epsilon: float) -> nn.Module:
-        device = self._stages[-1].engine.device
-        return (
-            KernelNorm(kind, norm, epsilon)
-            if device.type == "cpu"
-            else _DeviceNorm(DeviceNorm(kind, norm, epsilon, device))
-        )
+        engine = self._stages[-1].engine
+        if isinstance(engine, TorchEngine) and engine.device.type != "cpu":
+            return _DeviceNorm(DeviceNorm(kind, norm, epsilon, engine.device, engine.parts))
+        return KernelNorm(kind, norm, epsilon)
 
     def _final_linear(self, matrix: PackedMatrix) -> nn.Module:
         engine = self._stages[-1].engine

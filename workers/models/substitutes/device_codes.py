@@ -194,7 +194,9 @@ class DeviceSubstitute(Kernels):
         else:
             self._engine.take(plan)
             products = dict(zip(("qkv", "output", "gate_up", "down"), self._products, strict=True))
-            self._coded.append(CodedLayer(DeviceLayer(plan, self.device), products))
+            self._coded.append(
+                CodedLayer(DeviceLayer(plan, self.device, self._engine.parts), products)
+            )
         self._plans.append(plan)
         self._products.clear()
 

@@ -7,7 +7,6 @@ lies between them and whatever other rows there are. Knows tensors; masks are th
 
 import struct
 from collections.abc import Callable, Iterator
-from enum import IntEnum
 from functools import partial
 
 import torch
@@ -18,6 +17,7 @@ from dovetail.workers.models.attention import Attending, by_torch
 from dovetail.workers.models.backends.device.choice import (
     TIMED_SHAPE,
     Contest,
+    Function,
     Product,
     Products,
 )
@@ -38,12 +38,6 @@ TOLERANCE = 1e-5
 """The largest difference to attention in double precision, as a share of the largest output."""
 PROOF_WIDTHS = (64, 128, 256)
 TIMED_SLOTS, TIMED_HEAD, TIMED_GROUPS, TIMED_CACHES = 2048, 128, 4, 4
-
-
-class Function(IntEnum):
-    """Functions of ours beside products; the numbers are none of a `Kind` or `Coded`."""
-
-    ATTENTION = 100
 
 
 def attending(products: Products) -> Attending:

@@ -47,6 +47,13 @@ SMALL = 0x3B
 """A byte below which the upper half of a number of 16 or 32 bits is that of a small number."""
 
 
+class Function(IntEnum):
+    """Functions of ours beside products; the numbers are none of a `Kind` or `Coded`."""
+
+    ATTENTION = 100
+    PARTS = 101
+
+
 @dataclass(frozen=True)
 class Contest:
     """Something that ours and torch's both compute, to be held against each other on a device."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
 from dovetail.workers.models.backends.blob import numbered
 from dovetail.workers.models.backends.device.experts import Multiply, plain
-from dovetail.workers.models.backends.device.products import DeviceNorm
+from dovetail.workers.models.backends.device.parts import DeviceNorm
 from dovetail.workers.models.backends.device.rows import Seen
 
 

@@ -21,8 +21,8 @@ from dovetail.workers.models.backends.device.experts import (
     plain,
 )
 from dovetail.workers.models.backends.device.latents import DeviceLatents
-from dovetail.workers.models.backends.device.products import DeviceNorm
-from dovetail.workers.models.backends.device.rows import Seen
+from dovetail.workers.models.backends.device.parts import DeviceNorm, Parts
+from dovetail.workers.models.backends.device.rows import FixedRows, Seen
 from dovetail.workers.models.backends.device.scan import DeviceScan
 
 
@@ -30,15 +30,23 @@ class DeviceLayer:
     """The parts of a layer that stay on a device, however its matrices come there."""
 
     def __init__(
-        self, plan: LayerPlan, device: torch.device, *, host_experts: bool = False
+        self,
+        plan: LayerPlan,
+        device: torch.device,
+        parts: Parts | None,
+        *,
+        host_experts: bool = False,
     ) -> None:
-        """`host_experts`: the CPU computes the experts, whose matrices the plan has."""
+        """`parts`: our functions there; None: torch computes all but products and attention.
+        `host_experts`: the CPU computes the experts, whose matrices the plan has."""
         sinks = None if plan.sinks is None else plan.sinks.to(device)
         self._plan = replace(plan, sinks=sinks)
 
         def norm(of: Norm | None, kind: NormKind = plan.norm_kind) -> DeviceNorm | None:
-            return None if of is None else DeviceNorm(kind, of, plan.epsilon, device)
+            return None if of is None else DeviceNorm(kind, of, plan.epsilon, device, parts)
 
+        self._gates = parts if parts is not None and parts.gates(plan) else None
+        self._turning = None if parts is None else parts.turning(plan, device)
         self._attention_norm, self._mlp_norm = norm(plan.attention_norm), norm(plan.mlp_norm)
         self._post_attention_norm, self._post_mlp_norm = (
             norm(plan.post_attention_norm),
@@ -116,10 +124,14 @@ class DeviceLayer:
         return _through(self._shared_norm, shared) + routed()
 
     def _dense(self, x: Tensor, multiply: Multiply) -> Tensor:
-        return multiply("down", activate(self._plan, multiply("gate_up", x)))
+        both = multiply("gate_up", x)
+        gated = activate(self._plan, both) if self._gates is None else self._gates.gate(both)
+        return multiply("down", gated)
 
     def _attend(self, rows: Seen, qkv: Tensor) -> Tensor:
         plan = self._plan
+        if self._turning is not None and isinstance(rows, FixedRows):
+            return rows.attend_turned(plan, qkv, self._turning).flatten(1)
         heads, stop = qkv.view(qkv.shape[0], -1, plan.head_dim), plan.heads
         stop += plan.kv_heads if plan.caches else 0
         turned, value = heads[:, :stop], heads[:, stop:]

@@ -1,11 +1,10 @@
-"""Products with the matrices of a layer on a device, in each type of weights, and norms."""
+"""Products with the matrices of a layer on a device, in each type of weights."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear, pad, rms_norm
+from torch.nn.functional import linear, pad
 
 from dovetail.workers.kernels import Kind
-from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.backends.blob import Matrix
 from dovetail.workers.models.backends.device.own import OwnMatrix
 
@@ -16,21 +15,6 @@ LEAST_ROWS, MULTIPLE = 32, 8
 multiples of 8."""
 TINY = 1e-30
 """A row whose largest magnitude is less is all zeros in int8 (`kernels/native/linear.inl`)."""
-
-
-class DeviceNorm:
-    """A norm with its weights on a device."""
-
-    def __init__(self, kind: NormKind, norm: Norm, epsilon: float, device: torch.device) -> None:
-        self._kind, self._epsilon = kind, epsilon
-        self._weight = norm.weight.to(device)
-        self._bias = None if norm.bias is None else norm.bias.to(device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., width], normalised."""
-        if self._kind is NormKind.LAYER_NORM:
-            return layer_norm(x, x.shape[-1:], self._weight, self._bias, self._epsilon)
-        return rms_norm(x, x.shape[-1:], self._weight, self._epsilon)
 
 
 def product(matrix: Matrix | OwnMatrix, x: Tensor) -> Tensor:

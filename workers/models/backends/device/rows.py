@@ -10,6 +10,7 @@ from torch import Tensor
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending, Block, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.angles import Turn
+from dovetail.workers.models.backends.device.parts import Turning
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import rounded
 
@@ -91,6 +92,18 @@ class FixedRows:
         if key is not None and value is not None:
             keys.index_copy_(1, self.slots, rounded(key, keys.dtype))
             values.index_copy_(1, self.slots, rounded(value, values.dtype))
+        return self._attend(plan, query)
+
+    def attend_turned(self, plan: LayerPlan, qkv: Tensor, turning: Turning) -> Tensor:
+        """Return attention as `attend` does, of queries, keys and values [T, (heads + 2 kv_heads)
+        head_dim] that are to be turned and written."""
+        assert self.turn is not None
+        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
+        angles = self.turn.angles[id(plan.rotary)]
+        return self._attend(plan, turning(qkv, angles, self.slots, keys, values))
+
+    def _attend(self, plan: LayerPlan, query: Tensor) -> Tensor:
+        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
         heads, rows, size = query.shape
         mask = self.masks[plan.window, plan.heads // plan.kv_heads]
         keys, values = keys[:, : mask.shape[1]], values[:, : mask.shape[1]]

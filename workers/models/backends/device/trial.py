@@ -11,15 +11,17 @@ import os
 import sys
 
 from dovetail.workers.devices import open_device
-from dovetail.workers.models.backends.device import attention, choice
+from dovetail.workers.models.backends.device import attention, choice, parts
 from dovetail.workers.models.substitutes import coded
+
+CONTESTS = (*choice.CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST, parts.CONTEST)
+"""Everything that ours and torch's both compute."""
 
 
 def main(device: str, name: str) -> str:
     """Prove and measure the functions of a contest on a device; `SystemExit` with the reason where
     they are not there or wrong."""
-    contests = (*choice.CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST)
-    contest = next(one for one in contests if one.name == name)
+    contest = next(one for one in CONTESTS if one.name == name)
     opened = open_device(device, 1)
     place = opened.torch_device
     program = choice.products_on(place).functions(contest.source)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -27,12 +28,14 @@ from dovetail.workers.models.backends.blocked_cache import (
     cache_rows,
     states_of,
 )
+from dovetail.workers.models.backends.device import parts
 from dovetail.workers.models.backends.device.angles import Angles, Turn
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.own import OwnMatrix
+from dovetail.workers.models.backends.device.parts import Parts
 from dovetail.workers.models.backends.device.products import product, rounded_product
 from dovetail.workers.models.backends.device.rows import Rows
 from dovetail.workers.models.backends.device.scan import StatefulRows
@@ -183,7 +186,7 @@ class _TorchReady:
     def __init__(self, plan: LayerPlan, blob: Blob, engine: "TorchEngine") -> None:
         apart = plan.experts is not None and ROUTER not in blob.matrices
         self._blob, self._engine = blob, engine
-        self._layer = DeviceLayer(plan, engine.device, host_experts=apart)
+        self._layer = DeviceLayer(plan, engine.device, engine.parts, host_experts=apart)
 
     def at(self, memory: Tensor) -> Run:
         """Each matrix is laid out when it is due, if it has to be, so that no more than one is
@@ -221,6 +224,12 @@ class TorchEngine:
         self._masks: dict[int, Masks] = {}
         """By how many query heads share a key head."""
         self._angles = Angles(device)
+
+    @cached_property
+    def parts(self) -> Parts | None:
+        """Return our functions for what lies between products; None: torch computes it."""
+        program = None if self.products is None else self.products.owner(parts.CONTEST)
+        return None if program is None else Parts(program)
 
     def take(self, plan: LayerPlan) -> None:
         """Have the angles and the masks of a layer at hand in every pass."""

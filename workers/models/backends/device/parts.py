@@ -1,0 +1,294 @@
+"""Functions of ours on a GPU for what happens to rows between products: norms, the rotation of
+queries and keys and their way into a cache, the gate of an MLP (`kernels/cuda/parts.cu`).
+
+Each is one launch, where torch's operations are several. A row has the same bytes whatever its
+neighbours are. Knows tensors; `choice.py` decides whether they are used.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, rms_norm, silu
+
+from dovetail.workers.devices import Program
+from dovetail.workers.kernels.layer_plan import (
+    Activation,
+    HeadNorm,
+    LayerPlan,
+    Norm,
+    NormKind,
+    Rotary,
+)
+from dovetail.workers.models.backends.device.angles import Turn
+from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function, Product
+from dovetail.workers.models.backends.device.own import FOLDER
+from dovetail.workers.models.cache import HALF, rounded
+
+SOURCE = (FOLDER / "parts.cu").read_text(encoding="utf-8")
+NORM_THREADS, TURN_THREADS, GATE_THREADS, WARP = 512, 128, 256, 32
+TOLERANCE = 1e-5
+"""The largest difference to double precision, as a share of the largest number."""
+HEADS, KV_HEADS, WIDTH, HALF_TURN, SLOTS = 3, 2, 40, 16, 9
+"""The heads of the proof, the last numbers of which are not turned."""
+PROOF_WIDTH, UNITS = 1100, 300
+TIMED_WIDTH = 128
+
+
+@dataclass(frozen=True)
+class Turning:
+    """The rotation of a layer's queries and keys, and their way into a cache."""
+
+    program: Program
+    heads: int
+    kv_heads: int
+    query_weight: Tensor | None
+    """[width]: the norm of each query; None: they have none."""
+    key_weight: Tensor | None
+    epsilon: float
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Return the queries [heads, T, width] of qkv [T, (heads + 2 kv_heads) width], and write
+        keys and values to `slots` int64 [T] of a cache's [kv_heads, S, width] of halves or fp32.
+        `angles`: cosines and sines, T rows of them."""
+        rows, width, all_heads = len(qkv), keys.shape[2], self.heads + 2 * self.kv_heads
+        cosines, sines = angles
+        query = qkv.new_empty(self.heads, rows, width)
+        self.program.launch(
+            "turn_rows",
+            (rows, -(-all_heads // (TURN_THREADS // WARP))),
+            TURN_THREADS,
+            (
+                *(qkv.contiguous(), cosines, sines, self.query_weight, self.key_weight, slots),
+                *(query, keys, values, keys.stride(0), rows, self.heads, self.kv_heads, width),
+                *(cosines.shape[-1], _bits(self.epsilon), int(keys.dtype == HALF)),
+            ),
+        )
+        return query
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Our functions on a device."""
+
+    program: Program
+
+    def norm(self, x: Tensor, kind: NormKind, norm: Norm, epsilon: float) -> Tensor:
+        """Return the norm of x [..., width] fp32."""
+        x, width = x.contiguous(), x.shape[-1]
+        y = torch.empty_like(x)
+        centred = int(kind is NormKind.LAYER_NORM)
+        arguments = (x, norm.weight, norm.bias, y, width, centred, _bits(epsilon))
+        self.program.launch("norm_rows", (x.numel() // width, 1), NORM_THREADS, arguments)
+        return y
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Return silu(gate) up [T, units] of x [T, 2 units], the gates first."""
+        x, units = x.contiguous(), x.shape[1] // 2
+        y = x.new_empty(len(x), units)
+        grid = (len(x), -(-units // GATE_THREADS))
+        self.program.launch("gate_rows", grid, GATE_THREADS, (x, y, units))
+        return y
+
+    def turning(self, plan: LayerPlan, device: torch.device) -> Turning | None:
+        """Return the rotation of a layer; None where that is another one than ours."""
+        norms = plan.query_norm, plan.key_norm
+        plain = all(norm is None or norm.bias is None for norm in norms)
+        before = norms == (None, None) or plan.head_norm is HeadNorm.HEAD_BEFORE_ROPE
+        turns = plan.rotary is not None and plan.rotary.factors is None and plan.caches
+        if not (plain and before and turns) or plan.value_norm or plan.key_factor != 1.0:
+            return None
+        query, key = (None if norm is None else norm.weight.to(device) for norm in norms)
+        return Turning(self.program, plan.heads, plan.kv_heads, query, key, plan.epsilon)
+
+    @staticmethod
+    def gates(plan: LayerPlan) -> bool:
+        """Return whether the gate of a layer's MLP is ours."""
+        return plan.activation is Activation.SILU_GATED and plan.activation_numbers[0] == 0.0
+
+
+class DeviceNorm:
+    """A norm with its weights on a device."""
+
+    def __init__(
+        self,
+        kind: NormKind,
+        norm: Norm,
+        epsilon: float,
+        device: torch.device,
+        parts: Parts | None = None,
+    ) -> None:
+        """`parts`: our functions there; None: torch computes it."""
+        self._kind, self._epsilon, self._parts = kind, epsilon, parts
+        bias = None if norm.bias is None else norm.bias.to(device)
+        self._norm = Norm(norm.weight.to(device), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., width], normalised."""
+        norm = self._norm
+        if self._parts is not None:
+            return self._parts.norm(x, self._kind, norm, self._epsilon)
+        if self._kind is NormKind.LAYER_NORM:
+            return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self._epsilon)
+        return rms_norm(x, x.shape[-1:], norm.weight, self._epsilon)
+
+
+def _bits(number: float) -> int:
+    """Return a number of 32 bits as an integer."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+# ---- their proof, and what they are timed by
+
+
+def _against(program: Program, device: torch.device) -> str:
+    """Say what is wrong with ours; empty if all are right, and rows are the same alone."""
+    parts, generator = Parts(program), torch.Generator().manual_seed(1)
+    for kind in NormKind:
+        x, weight, bias = (
+            torch.randn(*shape, generator=generator)
+            for shape in ((5, PROOF_WIDTH), (PROOF_WIDTH,), (PROOF_WIDTH,))
+        )
+        own = Norm(weight.to(device), bias.to(device) if kind is NormKind.LAYER_NORM else None)
+        exact = _norm(x.double(), kind, weight.double(), bias.double())
+
+        def normed(x: Tensor, kind: NormKind = kind, own: Norm = own) -> Tensor:
+            return parts.norm(x.to(device), kind, own, 1e-5).cpu()
+
+        if wrong := _wrong(normed, x, exact):
+            return f"norm: {wrong}"
+    x = torch.randn(5, 2 * UNITS, generator=generator) * 4
+    gate, up = x.double().chunk(2, dim=1)
+    if wrong := _wrong(lambda x: parts.gate(x.to(device)).cpu(), x, silu(gate) * up):
+        return f"gate: {wrong}"
+    for dtype in (HALF, torch.float32):
+        for weighed in (False, True):
+            if wrong := _turned_wrongly(program, device, dtype, weighed=weighed):
+                return f"rotation, cached as {dtype}: {wrong}"
+    return ""
+
+
+def _norm(x: Tensor, kind: NormKind, weight: Tensor, bias: Tensor) -> Tensor:
+    if kind is NormKind.LAYER_NORM:
+        return layer_norm(x, weight.shape, weight, bias, 1e-5)
+    return rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def _wrong(own: Callable[[Tensor], Tensor], x: Tensor, exact: Tensor) -> str:
+    """Say how ours of rows differs from the exact result, or alone from beside others."""
+    found = own(x)
+    apart = float((found - exact).abs().max() / exact.abs().max())
+    if not apart < TOLERANCE:
+        return f"differs from the exact result by {apart:.1e}"
+    same = all(torch.equal(own(x[row : row + 1])[0], found[row]) for row in range(len(x)))
+    return "" if same else "a row depends on others"
+
+
+def _turned_wrongly(
+    program: Program, device: torch.device, dtype: torch.dtype, *, weighed: bool
+) -> str:
+    generator, rows, rotary = torch.Generator().manual_seed(2), 4, _ROTARY
+    qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * WIDTH, generator=generator)
+    angles = torch.rand(rows, HALF_TURN, generator=generator) * 6
+    weights = [torch.randn(WIDTH, generator=generator) if weighed else None for _ in range(2)]
+    slots = torch.tensor([4, 0, 7, 2])
+    cache = torch.zeros(2, KV_HEADS, SLOTS, WIDTH, dtype=dtype)
+    own_weights = [None if weight is None else weight.to(device) for weight in weights]
+    turning = Turning(program, HEADS, KV_HEADS, own_weights[0], own_weights[1], 1e-5)
+
+    def turned(which: slice) -> tuple[Tensor, Tensor]:
+        there = cache.to(device)
+        own = [turn[which].contiguous().to(device) for turn in (angles.cos(), angles.sin())]
+        query = turning(
+            qkv[which].to(device), (own[0], own[1]), slots[which].to(device), there[0], there[1]
+        )
+        return query.cpu(), there.cpu()
+
+    heads = qkv.view(rows, -1, WIDTH).double()
+    exact = _turned(heads, angles.double(), rotary, weights)
+    query, found = turned(slice(None))
+    apart = float((query.transpose(0, 1) - exact[:, :HEADS]).abs().max() / exact.abs().max())
+    if not apart < TOLERANCE:
+        return f"queries differ from the exact result by {apart:.1e}"
+    expected = cache.clone()
+    for at, part in enumerate((exact[:, HEADS : HEADS + KV_HEADS], exact[:, HEADS + KV_HEADS :])):
+        expected[at][:, slots] = rounded(part.float().transpose(0, 1), dtype)
+    if float((found.float() - expected.float()).abs().max()) > (1e-2 if dtype == HALF else 1e-4):
+        return "keys or values are wrong, or in other slots"
+    if not torch.equal(found == 0, expected == 0):
+        return "slots of other rows are written"
+    alone, beside = turned(slice(1, 2))
+    same = torch.equal(alone[:, 0], query[:, 1]) and torch.equal(beside[:, :, 0], found[:, :, 0])
+    return "" if same else "a row depends on others"
+
+
+_ROTARY = Rotary(torch.empty(0), torch.empty(0))
+
+
+def _turned(heads: Tensor, angles: Tensor, rotary: Rotary, weights: list[Tensor | None]) -> Tensor:
+    """Return heads [T, heads + 2 kv_heads, width], queries and keys normed and turned by torch."""
+    turn = Turn({id(rotary): (angles.cos().unsqueeze(1), angles.sin().unsqueeze(1))})
+    parts = list(torch.split(heads, [HEADS, KV_HEADS, KV_HEADS], dim=1))
+    for at, weight in enumerate(weights):
+        if weight is not None:
+            parts[at] = rms_norm(parts[at], weight.shape, weight.to(heads.dtype), 1e-5)
+        parts[at] = turn.of(parts[at], rotary)
+    return torch.cat(parts, dim=1)
+
+
+def _pairs(
+    program: Program, device: torch.device
+) -> Iterator[tuple[Product, Callable[[], Product]]]:
+    """Yield what becomes of rows x [T, width]: normed, their heads turned and cached, and gated."""
+    parts, width = Parts(program), TIMED_SHAPE[1]
+    head = min(TIMED_WIDTH, width // 4)
+    heads = width // head // 2
+    sizes, rotary = [heads, heads // 2, heads // 2], _ROTARY
+    norm = Norm(torch.ones(width, device=device))
+    turning = Turning(program, sizes[0], sizes[1], None, None, 1e-5)
+    cache = torch.zeros(2, sizes[1], 512, head, dtype=HALF, device=device)
+    angles, places = torch.rand(64, head // 2, device=device), torch.arange(64, device=device)
+
+    def ours(x: Tensor) -> Tensor:
+        x, turns, slots = (
+            parts.norm(x, NormKind.RMS, norm, 1e-5),
+            angles[: len(x)],
+            places[: len(x)],
+        )
+        turning(x, (turns, turns), slots, cache[0], cache[1])
+        return parts.gate(x)
+
+    def torchs(x: Tensor) -> Tensor:
+        x, turns, slots = (
+            rms_norm(x, (width,), norm.weight, 1e-5),
+            angles[: len(x)],
+            places[: len(x)],
+        )
+        both = turns.unsqueeze(1)
+        query, key, value = torch.split(x.view(len(x), -1, head), sizes, dim=1)
+        turned = Turn({id(rotary): (both, both)}).of(torch.cat([query, key], dim=1), rotary)
+        for rows, part in zip(cache, (turned[:, heads:], value), strict=True):
+            rows.index_copy_(1, slots, rounded(part.transpose(0, 1), HALF))
+        turned[:, :heads].transpose(0, 1).contiguous()
+        gate, up = x.chunk(2, dim=1)
+        return silu(gate) * up
+
+    yield ours, lambda: torchs
+
+
+CONTEST = Contest(
+    Function.PARTS,
+    "functions compute what lies between products",
+    SOURCE,
+    _against,
+    _pairs,
+)
