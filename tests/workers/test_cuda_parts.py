@@ -96,5 +96,5 @@ def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(COMPILER, str)
     code = COMPILER.compile(SOURCE, architecture)
     assert isinstance(code, bytes), code
-    for name in ("norm_rows", "turn_rows", "gate_rows"):
+    for name in ("norm_rows", "turn_rows", "gate_rows", "narrow_rows"):
         assert name.encode() in code

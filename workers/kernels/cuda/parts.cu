@@ -107,3 +107,13 @@ extern "C" __global__ void __launch_bounds__(GATE_THREADS) gate_rows(const float
     const float gate = x[row * 2 * units + unit], up = x[row * 2 * units + units + unit];
     y[row * units + unit] = __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate))), up);
 }
+
+// y = x in 16 bits, `brains`: bf16; the largest number of the type stands for those beyond it.
+extern "C" __global__ void __launch_bounds__(GATE_THREADS) narrow_rows(const float* x, unsigned short* y, Int size, Int brains) {
+    const Int i = (Int)blockIdx.x * GATE_THREADS + threadIdx.x;
+    if (i >= size) return;
+    const float most = brains ? __uint_as_float(0x7f7f0000u) : MOST_HALF;
+    const float value = x[i] > most ? most : x[i] < -most ? -most : x[i];
+    const unsigned bits = __float_as_uint(value);
+    y[i] = brains ? (unsigned short)(value != value ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16) : half_of(value);
+}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.workers.devices import Capture
 from dovetail.workers.kernels import Kind
-from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
+from dovetail.workers.models.backends.blob import Lying, Matrix
 from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.levels import SLOTS, Levels, has_fixed_shapes
@@ -26,19 +26,18 @@ from dovetail.workers.models.backends.stages.engines import RoundedLayer, TorchE
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import Kept
 
-SIXTEEN = (Kind.FP16, Kind.BF16)
-
 
 class RoundingEngine(TorchEngine):
-    """torch's operations for a draft: its 16-bit weights meet inputs of their own type, which
-    torch's products do at the rate of the memory; products of ours are those of other types."""
+    """torch's operations for a draft: its 16-bit weights meet inputs of their own type, unless a
+    product of ours is faster."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, products_on(device))
         self.arenas = Arenas(SLOTS)
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
-        return unpack(lying, memory) if lying.kind in SIXTEEN else super().lay_out(lying, memory)
+        assert self.products is not None
+        return self.products.lay_out(lying, memory, rounded=True)
 
 
 class ResidentDraft(Staged):

@@ -28,7 +28,7 @@ from dovetail.workers.models.backends.blob import (
     hollow,
 )
 from dovetail.workers.models.backends.device.parts import DeviceNorm
-from dovetail.workers.models.backends.device.products import product, rounded_product
+from dovetail.workers.models.backends.device.products import narrowed, product, rounded_product
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.packing import KernelLinear, KernelNorm
 from dovetail.workers.models.backends.placement import Place
@@ -109,6 +109,7 @@ class DeviceHead(nn.Module):
     def __init__(self, matrix: PackedMatrix, engine: TorchEngine) -> None:
         super().__init__()
         memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
+        self._engine = engine
         self._matrix = engine.lay_out(
             Lying(
                 Kind(matrix.kind), matrix.n, matrix.k, 0, matrix.nbytes, bool(matrix.struct.bias)
@@ -122,7 +123,8 @@ class DeviceHead(nn.Module):
 
     def roughly(self, x: Tensor) -> Tensor:
         """Return logits for a draft: x [T, hidden] -> [T, vocabulary], which stay on the device."""
-        return rounded_product(self._matrix, x)
+        parts = self._engine.parts
+        return rounded_product(self._matrix, x, narrowed if parts is None else parts.narrow)
 
 
 class Staged(Kernels):

@@ -26,7 +26,11 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import Coded
 from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
 from dovetail.workers.models.backends.device.own import SOURCE, OwnMatrix, own_matrix
-from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.backends.device.products import (
+    narrowed,
+    product,
+    rounded_product,
+)
 from dovetail.workers.models.backends.device.trying import tried
 
 Product = Callable[[Tensor], Tensor]
@@ -52,6 +56,13 @@ class Function(IntEnum):
 
     ATTENTION = 100
     PARTS = 101
+    ROUNDED_FP16 = 102
+    ROUNDED_BF16 = 103
+
+    @property
+    def rounds(self) -> bool:
+        """True of products for drafts alone, which torch may round."""
+        return self in (Function.ROUNDED_FP16, Function.ROUNDED_BF16)
 
 
 @dataclass(frozen=True)
@@ -102,10 +113,11 @@ class Products:
         program = self.functions(contest.source)
         return program if self._chosen[contest.kind] and not isinstance(program, str) else None
 
-    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
+    def lay_out(self, lying: Lying, memory: Tensor, *, rounded: bool = False) -> Matrix | OwnMatrix:
         """Return a matrix of a blob that lies in `memory` on the device: as it is, if the product
-        is ours, else as torch has it, and then the memory is free."""
-        contest = CONTESTS.get(lying.kind)
+        is ours, else as torch has it, and then the memory is free. `rounded`: torch's product may
+        round to the type of the weights."""
+        contest = (ROUNDED if rounded else {}).get(lying.kind, CONTESTS.get(lying.kind))
         program = None if contest is None else self.owner(contest)
         return unpack(lying, memory) if program is None else own_matrix(program, lying, memory)
 
@@ -113,7 +125,7 @@ class Products:
     def mark(self) -> str:
         """Return what a fingerprint says of what is ours, which has other bytes than torch's; a
         substitute's codes change nothing of what is verified."""
-        chosen = [kind for kind, own in self._chosen.items() if own and not isinstance(kind, Coded)]
+        chosen = [kind for kind, own in self._chosen.items() if own and not _for_drafts(kind)]
         ours = sorted(kind.name.lower() for kind in chosen)
         return f"+own-{'-'.join(ours)}" if ours else ""
 
@@ -155,6 +167,10 @@ class Products:
 def products_on(device: torch.device) -> Products:
     """Return the products of a device of this process."""
     return Products(device, partial(kind_of(device).program, device))
+
+
+def _for_drafts(kind: IntEnum) -> bool:
+    return isinstance(kind, Coded) or (isinstance(kind, Function) and kind.rounds)
 
 
 def tell_products(device: torch.device, name: str) -> None:
@@ -242,7 +258,7 @@ def against_kernels(own: Product, matrix: PackedMatrix, device: torch.device) ->
 
 
 def _pairs(
-    kind: Kind, program: Program, device: torch.device
+    kind: Kind, program: Program, device: torch.device, *, rounded: bool = False
 ) -> Iterator[tuple[Product, Callable[[], Product]]]:
     size = PackedMatrix(kind, *TIMED_SHAPE).nbytes
     for _ in range(-(-TIMED_BYTES // size)):
@@ -251,6 +267,8 @@ def _pairs(
 
         def torchs(lying: Lying = lying, memory: Tensor = memory) -> Product:
             matrix = unpack(lying, memory)
+            if rounded:
+                return lambda x: rounded_product(matrix, x, narrowed)
             return lambda x: product(matrix, x)
 
         yield own_matrix(program, lying, memory), torchs
@@ -267,3 +285,18 @@ CONTESTS: Mapping[Kind, Contest] = {
     for kind in STORED
 }
 """The types of weights that there is a product of ours for; fp32 are torch's."""
+
+ROUNDED: Mapping[Kind, Contest] = {
+    kind: Contest(
+        function,
+        f"product multiplies a draft's {kind.name.lower()} weights",
+        SOURCE,
+        partial(against_matrix, kind),
+        partial(_pairs, kind, rounded=True),
+    )
+    for kind, function in (
+        (Kind.FP16, Function.ROUNDED_FP16),
+        (Kind.BF16, Function.ROUNDED_BF16),
+    )
+}
+"""The types of 16 bits again, for drafts: torch's products may round their inputs."""

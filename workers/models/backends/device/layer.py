@@ -22,6 +22,7 @@ from dovetail.workers.models.backends.device.experts import (
 )
 from dovetail.workers.models.backends.device.latents import DeviceLatents
 from dovetail.workers.models.backends.device.parts import DeviceNorm, Parts
+from dovetail.workers.models.backends.device.products import narrowed
 from dovetail.workers.models.backends.device.rows import FixedRows, Seen
 from dovetail.workers.models.backends.device.scan import DeviceScan
 
@@ -45,6 +46,7 @@ class DeviceLayer:
         def norm(of: Norm | None, kind: NormKind = plan.norm_kind) -> DeviceNorm | None:
             return None if of is None else DeviceNorm(kind, of, plan.epsilon, device, parts)
 
+        self.narrow = narrowed if parts is None else parts.narrow
         self._gates = parts if parts is not None and parts.gates(plan) else None
         self._turning = None if parts is None else parts.turning(plan, device)
         self._attention_norm, self._mlp_norm = norm(plan.attention_norm), norm(plan.mlp_norm)

@@ -25,6 +25,7 @@ from dovetail.workers.kernels.layer_plan import (
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function, Product
 from dovetail.workers.models.backends.device.own import FOLDER
+from dovetail.workers.models.backends.device.products import narrowed
 from dovetail.workers.models.cache import HALF, rounded
 
 SOURCE = (FOLDER / "parts.cu").read_text(encoding="utf-8")
@@ -99,6 +100,14 @@ class Parts:
         self.program.launch("gate_rows", grid, GATE_THREADS, (x, y, units))
         return y
 
+    def narrow(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x fp32 in a type of 16 bits, as `products.narrowed`."""
+        x, size = x.contiguous(), x.numel()
+        y = torch.empty_like(x, dtype=dtype)
+        grid, brains = (-(-size // GATE_THREADS), 1), int(dtype == torch.bfloat16)
+        self.program.launch("narrow_rows", grid, GATE_THREADS, (x, y, size, brains))
+        return y
+
     def turning(self, plan: LayerPlan, device: torch.device) -> Turning | None:
         """Return the rotation of a layer; None where that is another one than ours."""
         norms = plan.query_norm, plan.key_norm
@@ -170,6 +179,10 @@ def _against(program: Program, device: torch.device) -> str:
     gate, up = x.double().chunk(2, dim=1)
     if wrong := _wrong(lambda x: parts.gate(x.to(device)).cpu(), x, silu(gate) * up):
         return f"gate: {wrong}"
+    x = torch.cat([x.flatten() * 10.0**power for power in (-7, -3, 0, 4.5, 38)])
+    for dtype in (HALF, torch.bfloat16):
+        if not torch.equal(parts.narrow(x.to(device), dtype).cpu(), narrowed(x, dtype)):
+            return f"numbers of {dtype} are others"
     for dtype in (HALF, torch.float32):
         for weighed in (False, True):
             if wrong := _turned_wrongly(program, device, dtype, weighed=weighed):

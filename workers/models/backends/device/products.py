@@ -1,5 +1,8 @@
 """Products with the matrices of a layer on a device, in each type of weights."""
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
@@ -31,14 +34,38 @@ def product(matrix: Matrix | OwnMatrix, x: Tensor) -> Tensor:
     return y if matrix.bias is None else y + matrix.bias
 
 
-def rounded_product(matrix: Matrix | OwnMatrix, x: Tensor) -> Tensor:
+def rounded_product(
+    matrix: Matrix | OwnMatrix, x: Tensor, narrow: Callable[[Tensor, torch.dtype], Tensor]
+) -> Tensor:
     """Return the layer for a draft, which may round: inputs meet torch's 16-bit weights in their
-    own type, and nothing is widened."""
+    own type, and nothing is widened. `narrow`: as `narrowed`."""
     if isinstance(matrix, OwnMatrix) or matrix.kind not in (Kind.FP16, Kind.BF16):
         return product(matrix, x)
-    limit = torch.finfo(matrix.weight.dtype).max
-    y = linear(x.clamp(-limit, limit).to(matrix.weight.dtype), matrix.weight).float()
+    weight = matrix.weight
+    x = narrow(x, weight.dtype)
+    if _widens_sums(weight.device, weight.dtype):
+        y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    else:
+        y = linear(x, weight).float()
     return y if matrix.bias is None else y + matrix.bias
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in a type of 16 bits, the largest number of which stands for those beyond it."""
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+@cache
+def _widens_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies matrices of 16 bits into fp32 on a device, where no sum
+    becomes infinite."""
+    one = torch.ones(8, 8, device=device, dtype=dtype)
+    try:
+        torch.mm(one, one, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):  # of another device, or another version of torch
+        return False
+    return True
 
 
 def _widened_product(weight: Tensor, x: Tensor) -> Tensor:

@@ -14,7 +14,10 @@ from dovetail.workers.devices import open_device
 from dovetail.workers.models.backends.device import attention, choice, parts
 from dovetail.workers.models.substitutes import coded
 
-CONTESTS = (*choice.CONTESTS.values(), *coded.CONTESTS.values(), attention.CONTEST, parts.CONTEST)
+CONTESTS = (
+    *(*choice.CONTESTS.values(), *choice.ROUNDED.values(), *coded.CONTESTS.values()),
+    *(attention.CONTEST, parts.CONTEST),
+)
 """Everything that ours and torch's both compute."""
 
 

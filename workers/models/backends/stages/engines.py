@@ -177,9 +177,8 @@ class RoundedLayer:
     settled: SettledLayer
 
     def __call__(self, rows: Any, states: Tensor) -> None:
-        self.settled.layer.run(
-            rows, states, lambda name, x: rounded_product(self.settled.matrices[name], x)
-        )
+        layer, matrices = self.settled.layer, self.settled.matrices
+        layer.run(rows, states, lambda name, x: rounded_product(matrices[name], x, layer.narrow))
 
 
 class _TorchReady:
