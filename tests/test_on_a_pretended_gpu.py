@@ -9,7 +9,7 @@ import pytest
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.workers.devices.pretended import POSSIBLE
+from dovetail.workers.devices.pretended import POSSIBLE, capped
 from support.losslessness import difference
 from support.stacks import PROMPTS, complete_all, running
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TOKENS = 14
+HEAD = {"draft.kind": "dovetail", "draft.device": "pretended"}
 
 
 def replies(client: Client, tree: TreeSettings | None) -> list[Finished]:
@@ -68,6 +69,25 @@ def check(there: list[Finished], alone: list[Finished]) -> None:
 def test_a_head_there_drafts_and_changes_nothing() -> None:
     with pretended("dovetail") as client:
         check(replies(client, TREE), replies(client, None))
+
+
+def test_a_draft_whose_memory_runs_out_changes_nothing() -> None:
+    """Its device has room for the head and some of the sessions."""
+    sampling = Sampling(min_tokens=TOKENS)
+    found = []
+    with capped(10_000_000), running(HEAD) as client:
+        for how in ({"tree": TREE, "ahead": True}, {"tree": TreeSettings(), "speculate": False}):
+            asked = [
+                client.submit(turns=turns[:1], sampling=sampling, max_tokens=TOKENS, seed=5, **how)
+                for turns in PROMPTS[:4]
+            ]
+            found.append(complete_all(client, asked))
+    there, alone = found
+    for one, reference in zip(there, alone, strict=True):
+        assert difference(one, reference.result.token_ids) is None
+    failures = [one.result.draft_failure for one in there]
+    assert any(failure and "memory is exhausted" in failure.error for failure in failures)
+    assert any(failure is None for failure in failures)
 
 
 @pytest.mark.slow

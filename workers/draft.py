@@ -157,6 +157,14 @@ class DraftWorker(Generic[SessionT]):
         to_learn, self._to_learn = self._to_learn, False
         return to_learn and self._engine.learn()
 
+    def let_go(self) -> None:
+        """Free the sessions that are kept; those that were to go on from them begin anew."""
+        self._kept.clear()
+
+    def let_graphs_go(self) -> bool:
+        """Return False: the engine has them."""
+        return False
+
     def forget(self) -> None:
         """Free every session, the kept ones too; what was learned stays."""
         self._held.clear()

@@ -37,6 +37,7 @@ from dovetail.protocol.errors import RequestError, TreeError
 from dovetail.protocol.messages import ReadItem, Reads, VerifiedItem, VerifyItem
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
+from dovetail.workers.devices.memory import without_graphs
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
@@ -253,12 +254,14 @@ class Verifier(Opener):
             segments.append(reading.segment(count))
             wanted.update(reading.places(count))
         with timed_pass(self._spans, counted=self._counts) as parts:
-            logits, states = self._model.forward_with_states(
-                torch.tensor(tokens),
-                torch.tensor(positions),
-                segments,
-                wanted=wanted,
-                rows=None if shown is None else torch.tensor(shown),
+            logits, states = without_graphs(
+                lambda: self._model.forward_with_states(
+                    torch.tensor(tokens),
+                    torch.tensor(positions),
+                    segments,
+                    wanted=wanted,
+                    rows=None if shown is None else torch.tensor(shown),
+                )
             )
         self._experts += parts.experts if self._counts and parts is not None else 0
         starts = [0, *itertools.accumulate(segment.count for segment in segments)][:-1]

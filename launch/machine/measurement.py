@@ -75,8 +75,8 @@ def measure(
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
     os.environ.update({**thread_environment(threads), **TORCH_CAPS.get(isa, {})})
     from dovetail.workers.devices import open_device
+    from dovetail.workers.devices.memory import is_out_of_memory
     from dovetail.workers.kernels.shards import Shard
-    from dovetail.workers.models.memory import is_out_of_memory
     from dovetail.workers.serving.sharded import begin_shards
 
     found: dict[str, Any]

@@ -5,7 +5,7 @@ import torch
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices import open_device
-from dovetail.workers.models.memory import is_out_of_memory
+from dovetail.workers.devices.memory import is_out_of_memory
 
 
 def test_the_cpu_opens_with_the_threads_asked_for_and_says_so() -> None:

@@ -28,12 +28,12 @@ from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, Spans
 from dovetail.workers import draft as draft_worker
 from dovetail.workers import kernels
+from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import Drafter, DraftSession
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.memory import is_out_of_memory
 from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.prices import PassTimes
 from support.heads import write_head

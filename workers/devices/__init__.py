@@ -1,6 +1,8 @@
 """The table of devices: where tensors live and how one waits for them. Nothing else asks which kind
 of device it is on."""
 
+from dataclasses import replace
+
 import torch
 
 from dovetail.protocol.errors import SettingsError
@@ -8,6 +10,7 @@ from dovetail.workers.devices import cpu
 from dovetail.workers.devices.base import Capture, Device, DeviceKind, Program, Transfer
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.devices.cuda import CUDA
+from dovetail.workers.devices.memory import captured_if_possible
 from dovetail.workers.devices.pretended import PRETENDED
 
 __all__ = ["Capture", "Device", "Program", "Transfer", "first_device", "kind_of", "open_device"]
@@ -24,7 +27,8 @@ def open_device(name: str, threads: int) -> Device:
         name = first_device()
     for kind in KINDS:
         if (device := kind.open(name)) is not None:
-            return device
+            capture = device.capture and captured_if_possible(device.capture)
+            return replace(device, capture=capture)
     known = [kind.names for kind in (CPU, *KINDS) if kind.names]
     raise SettingsError(f"there is no device {name!r}; write {' or '.join(dict.fromkeys(known))}")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices.base import Device, DeviceKind
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.nvidia import nvrtc
 from dovetail.workers.devices.nvidia.compiled import compiled_for
 from dovetail.workers.devices.nvidia.driver import Functions, load_functions
@@ -201,6 +202,7 @@ class _Cuda(DeviceKind):
             return None
         index = int(found[1] or 0)
         open_gpu(index)
+        HELD.add_cache(torch.cuda.empty_cache)
         return Device(
             self,
             f"cuda:{index}",

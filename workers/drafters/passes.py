@@ -7,12 +7,14 @@ computed in one pass. Knows no trees.
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.growth import Nodes
 
@@ -77,7 +79,8 @@ class Reading:
 
 def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) -> None:
     """Compute the next part of each reading that is not over; one that fails does not affect the
-    others. `now_ns`: when this began."""
+    others. Those for which there is no memory before it has let go of its own still ask for their
+    parts. `now_ns`: when this began."""
     for reading in readings:
         if reading.part is None:
             reading.since_ns = now_ns
@@ -92,23 +95,27 @@ def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) ->
         reading.rows += rows
         reading.own_rows += reading.part.count
     for alike in kinds.values():
-        _pass(alike, compute)
+        if not _pass(alike, compute):
+            break
 
 
-def _pass(readings: Sequence[Reading], compute: Compute) -> None:
-    """Compute a part of each in one pass. If that fails, one session may be to blame, so each gets
-    a pass of its own then."""
+def _pass(readings: Sequence[Reading], compute: Compute) -> bool:
+    """Compute a part of each in one pass. If that fails, one session may be to blame, or there is
+    too little memory for all: each half gets a pass of its own then. False: there is too little
+    for one."""
+    found: Sequence[Any] | None = None
     try:
-        found = compute([reading.part for reading in readings])
+        found = without_graphs(lambda: compute([reading.part for reading in readings]))
     except Exception as error:
-        if len(readings) > 1:
-            for reading in readings:
-                _pass([reading], compute)
-        else:
+        if len(readings) == 1:
             readings[0].part, readings[0].error = None, error
-        return
+            return not is_out_of_memory(error)
+    if found is None:  # what the exception held is free by now
+        half = len(readings) // 2
+        return _pass(readings[:half], compute) and _pass(readings[half:], compute)
     for reading, its in zip(readings, found, strict=True):
         reading.go_on(its)
+    return True
 
 
 def read_alone(steps: Generator[Any, Any, ResultT], compute: Compute) -> ResultT:
@@ -116,7 +123,7 @@ def read_alone(steps: Generator[Any, Any, ResultT], compute: Compute) -> ResultT
     try:
         part = next(steps)
         while True:
-            (found,) = compute([part])
+            (found,) = without_graphs(partial(compute, [part]))
             part = steps.send(found)
     except StopIteration as end:
         result: ResultT = end.value

@@ -177,7 +177,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     engine = Drafter(
         model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
     )
-    return DraftWorker(engine, identity, spans, keeper=engine, parts=engine)
+    return on_device(DraftWorker(engine, identity, spans, keeper=engine, parts=engine))
 
 
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
@@ -206,7 +206,7 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
         tokenizer=checkpoint.tokenizer,
     )
     engine = Drafter(model, spans, ahead=settings.ahead is not False)
-    return DraftWorker(engine, identity, spans, keeper=engine, parts=engine)
+    return on_device(DraftWorker(engine, identity, spans, keeper=engine, parts=engine))
 
 
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
@@ -239,7 +239,16 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         head, spans, contrast=contrast, capture=device.capture, ahead=settings.ahead is not False
     )
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
-    return DraftWorker(engine, identity, spans, reader=engine, keeper=engine)
+    return on_device(DraftWorker(engine, identity, spans, reader=engine, keeper=engine))
+
+
+def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:
+    """Have a worker let go of the sessions that it keeps where the memory of its device runs
+    out."""
+    from dovetail.workers.devices.memory import HELD
+
+    HELD.add(worker)
+    return worker
 
 
 OPENERS: Mapping[str, Callable[[Wanted], DraftWorker[Any]]] = {

@@ -130,6 +130,9 @@ class SharedDrafter(Drafter):
         assert isinstance(session, SharedSession)
         return self._is_lent(session) and not session.behind
 
+    def release(self, session: DraftSession) -> None:
+        """Do nothing: the rows are the target's."""
+
     def _is_lent(self, session: SharedSession) -> bool:
         try:
             return self.borrow(session.number).cache is session.cache

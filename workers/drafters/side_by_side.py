@@ -7,12 +7,14 @@ their rows; which rows these are, and what becomes of them, is the engine's busi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
+from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
 from dovetail.workers.drafters.passes import Reading, Steps, read_together
 from dovetail.workers.drafters.session import NO_NODES, GrowingSession, WaitingTime
 from dovetail.workers.drafters.worth import Wanted, hardly_matters, wanted_of, worth_together
@@ -56,6 +58,9 @@ class Engine(Protocol[OwnT]):
 
     def take(self, session: OwnT, reading: Reading, /) -> int:
         """Put what was computed into the tree; return how many nodes joined it."""
+
+    def release(self, session: OwnT, /) -> None:
+        """Free the memory of a session that has failed."""
 
 
 @dataclass(eq=False)
@@ -174,10 +179,13 @@ class SideBySide(Generic[SessionT]):
         growth.reading, growth.error = None, reading.error
         if reading.error is None:
             try:
-                added = self.engine.take(growth.session, reading)
+                added = without_graphs(partial(self.engine.take, growth.session, reading))
                 growth.passes.append(Pass(added, reading.rows, reading.since_ns, 0))
             except Exception as error:
                 growth.error = error
+        if growth.error is not None and is_out_of_memory(growth.error):
+            growth.error = growth.error.with_traceback(None)  # whose frames hold on to memory
+            self.engine.release(growth.session)
         return growth.error is None
 
     def _note(self, done: Sequence[Growth[SessionT]], end_ns: int) -> list[Growth[SessionT]]:

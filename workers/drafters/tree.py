@@ -248,6 +248,11 @@ class Grower(ABC, Generic[SessionT]):
             session, reading.logits, reading.nodes, session.waiting_time.children
         )
 
+    def release(self, session: SessionT) -> None:
+        """Free the rows of a session that has failed, and will be dropped."""
+        session.cache.truncate(session.cache.restorable(0))
+        session.cache.resize(session.cache.length)
+
     def rows_of_pass(self, session: SessionT, nodes: Nodes) -> Nodes:
         """Return how many rows the first 1, 2, ... of `nodes` take."""
         return np.arange(1, len(nodes) + 1)

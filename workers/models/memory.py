@@ -2,8 +2,6 @@
 
 import ctypes
 
-import torch
-
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.memory import read_room
 
@@ -16,14 +14,6 @@ def release_memory() -> None:
     )  # glibc's own; other C libraries keep less
     if trim is not None:
         trim(0)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means that the memory of a device is exhausted; torch says so of
-    the CPU's in words only."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
 
 
 def refuse_beyond(source: str, size: int, what: str) -> None:

@@ -33,7 +33,11 @@ def as_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return RequestError(error.code, str(error))
     if _is_out_of_memory(error):
-        return RequestError("memory", f"the worker's memory is exhausted: {_line(error)}")
+        return RequestError(
+            "memory",
+            f"the worker's memory is exhausted: {_line(error)}: "
+            "ask for fewer tokens, or wait until others have ended",
+        )
     traceback.print_exception(error, file=sys.stderr)
     return RequestError("internal", f"{type(error).__name__}: {_line(error)}")
 
@@ -43,7 +47,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     draft without a model does without it."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
-    from dovetail.workers.models.memory import is_out_of_memory
+    from dovetail.workers.devices.memory import is_out_of_memory
 
     return is_out_of_memory(error)
 

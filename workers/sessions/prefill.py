@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dovetail.protocol.messages import Open, Reads
 from dovetail.protocol.spans import Spans
+from dovetail.workers.devices.memory import without_graphs
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.sessions.features import PREFILL_ROWS, features_of, places_of, slices
@@ -162,12 +163,14 @@ class Prefill:
     def _read(self, reading: Reading, rows: int) -> Iterator[Part | ScoredPart]:
         start = reading.done
         with timed_pass(self._spans):
-            logits, states = self._model.forward_with_states(
-                torch.tensor(reading.log[start : start + rows]),
-                torch.arange(start, start + rows),
-                [reading.segment(rows)],
-                wanted=reading.places(rows),
-                rows=None if reading.scored else torch.tensor([rows - 1]),
+            logits, states = without_graphs(
+                lambda: self._model.forward_with_states(
+                    torch.tensor(reading.log[start : start + rows]),
+                    torch.arange(start, start + rows),
+                    [reading.segment(rows)],
+                    wanted=reading.places(rows),
+                    rows=None if reading.scored else torch.tensor([rows - 1]),
+                )
             )
         return reading.take(rows, logits, states, 0)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from dovetail.workers.devices import cpu
 from dovetail.workers.devices.base import Device, DeviceKind
 from dovetail.workers.devices.cpu import HostTransfer
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.pretended import counts
 from dovetail.workers.devices.pretended.counts import Counts, counted
 from dovetail.workers.devices.pretended.graphs import capture
@@ -77,6 +78,7 @@ class _Pretended(DeviceKind):
         if name not in (NAME, f"{NAME}:0"):
             return None
         place = device()
+        HELD.add_cache(MEMORY.empty_cache)
         return Device(self, str(place), place, f"{cpu.library()}-{NAME}", "fp16", capture)
 
     def free_bytes(self, device: torch.device) -> int:

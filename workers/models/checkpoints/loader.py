@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
@@ -40,7 +41,7 @@ from dovetail.workers.models.checkpoints.pieces import (
 )
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
 from dovetail.workers.models.imports import lean
-from dovetail.workers.models.memory import is_out_of_memory, refuse_beyond
+from dovetail.workers.models.memory import refuse_beyond
 from dovetail.workers.progress import loading
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError, UserError
+from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.models.backends.library import Library
 from dovetail.workers.models.checkpoints.architecture import REMEDY
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers, said_by, why_refused
 from dovetail.workers.models.checkpoints.context import context_of
-from dovetail.workers.models.memory import is_out_of_memory
 from dovetail.workers.models.parity.following import UnprovableError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.workers.devices.memory import HELD, is_out_of_memory, without_spare
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import SLACK, has_to_move
 
@@ -36,10 +37,13 @@ class Arenas:
     def __init__(self, multiple: int = 1) -> None:
         self._multiple = multiple
         self._spare: list[Arena] = []
+        self._all: weakref.WeakSet[Arena] = weakref.WeakSet()
+        HELD.add(self)
 
     def take(self, shape: tuple[int, int, int], capacity: int, like: Tensor) -> Arena:
         """Return zeros [layers, 2, kv_heads, at least `capacity`, head_dim] of the type of `like`
-        on its device. What is spare and does not fit is let go first."""
+        on its device. What is spare and does not fit is let go first, and so is what others have to
+        spare where memory runs out."""
         layers, kv_heads, head_dim = shape
         capacity = -(-capacity // self._multiple) * self._multiple
         for arena in sorted(self._spare, key=lambda arena: -len(arena.captured)):
@@ -50,14 +54,31 @@ class Arenas:
                 self._spare.remove(arena)
                 arena.rows.zero_()
                 return arena
-        self._spare.clear()
-        return Arena(_zeros(like, layers, 2, kv_heads, capacity, head_dim))
+        self.let_go()
+        return self.make(like, layers, 2, kv_heads, capacity, head_dim)
+
+    def make(self, like: Tensor, *shape: int) -> Arena:
+        """Return a new arena of zeros."""
+        arena = Arena(without_spare(lambda: _zeros(like, *shape)))
+        self._all.add(arena)
+        return arena
 
     def give(self, held: list[Arena]) -> None:
         """Take back what a cache has held; those over which nothing is captured go first."""
         spare = sorted([*held, *self._spare], key=lambda arena: -len(arena.captured))
         self._spare = spare[:MOST_SPARE]
         held.clear()
+
+    def let_go(self) -> None:
+        """Free what is spare."""
+        self._spare.clear()
+
+    def let_graphs_go(self) -> bool:
+        """Free what has been captured over all arenas, and return whether there was anything."""
+        captured = [arena.captured for arena in self._all if arena.captured]
+        for passes in captured:
+            passes.clear()
+        return bool(captured)
 
 
 class ArenaCache(KVCache):
@@ -108,17 +129,25 @@ class ArenaCache(KVCache):
 
     def resize(self, capacity: int) -> None:
         """Have slots for `capacity` rows; what is kept of a session that has ended takes no more
-        than it needs, and leaves its arena to the next one."""
+        than it needs, and leaves its arena to the next one, if there is memory to move to."""
         if has_to_move(self, self._slots, capacity):
             before, kept = self._held.copy(), self.rows[..., : self.length, :]
-            if capacity < self._slots:
-                *outer, _, head_dim = kept.shape
-                self._held[:] = [Arena(_zeros(kept, *outer, capacity, head_dim))]
+            try:
+                self._held[:] = [self._place_for(capacity)]
+            except Exception as error:
+                if capacity >= self._slots or not is_out_of_memory(error):
+                    raise
             else:
-                self._held[:] = [self._arenas.take(self._shape, capacity, self.rows)]
-            self.rows[..., : self.length, :] = kept
-            self._arenas.give(before)
+                self.rows[..., : self.length, :] = kept
+                self._arenas.give(before)
         self.capacity = capacity
+
+    def _place_for(self, capacity: int) -> Arena:
+        """Return an arena of so many rows, of exactly so many if that is fewer."""
+        if capacity >= self._slots:
+            return self._arenas.take(self._shape, capacity, self.rows)
+        *outer, _, head_dim = self.rows.shape
+        return self._arenas.make(self.rows, *outer, capacity, head_dim)
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

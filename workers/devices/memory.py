@@ -1,0 +1,140 @@
+"""Memory of a device that runs out: what is there for speed alone is let go, and the work is tried
+again.
+
+First goes the memory that is held for sessions to come, then captured graphs, and for a while
+nothing is captured. Knows neither caches nor graphs, only that somebody holds them.
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from dovetail.workers.devices.base import Capture
+
+ResultT = TypeVar("ResultT")
+log = logging.getLogger(__name__)
+EXHAUSTED = (
+    "DefaultCPUAllocator",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
+"""The words of errors that torch has no class for."""
+PAUSE_S = 60.0
+"""So long nothing is captured once graphs had to go: sessions that are open stay without, and those
+that come later may find room again."""
+
+
+class Holder(Protocol):
+    """Something that holds memory of a device for speed."""
+
+    def let_go(self) -> None:
+        """Free what is held for later."""
+
+    def let_graphs_go(self) -> bool:
+        """Free the graphs that have been captured, and return whether there were any; what they did
+        can be captured again."""
+
+
+class Held:
+    """The memory of this process's devices that it can do without."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._captures_from = clock, float("-inf")
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self._caches: set[Callable[[], None]] = set()
+        self._told: set[str] = set()
+
+    def add(self, holder: Holder) -> None:
+        """Have a holder let go where memory runs out, for as long as it lives."""
+        self._holders.add(holder)
+
+    def add_cache(self, give_back: Callable[[], None]) -> None:
+        """Have an allocator give back to its device what it keeps of freed memory."""
+        self._caches.add(give_back)
+
+    @property
+    def captures(self) -> bool:
+        """Return whether anything may be captured now."""
+        return self._clock() >= self._captures_from
+
+    def let_go(self) -> None:
+        """Let go of what is held for later."""
+        for holder in [*self._holders]:
+            holder.let_go()
+        for give_back in self._caches:
+            give_back()
+
+    def let_graphs_go(self) -> None:
+        """Let go of all graphs as well."""
+        let_go = [holder.let_graphs_go() for holder in [*self._holders]]
+        if any(let_go):
+            self._captures_from = self._clock() + PAUSE_S
+            self.tell(
+                f"the memory of the device ran out: captured passes were let go, and for "
+                f"{PAUSE_S:.0f} s none is captured, which is slower; free memory of the device, "
+                "or let fewer requests run at a time"
+            )
+        self.let_go()
+
+    def tell(self, words: str) -> None:
+        """Say something, once."""
+        if words not in self._told:
+            self._told.add(words)
+            log.warning("%s", words)
+
+
+HELD = Held()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception means that the memory of a device is exhausted; torch says so of
+    the CPU's, and of what CUDA's libraries take, in words only."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in EXHAUSTED)
+    )
+
+
+def without_spare(work: Callable[[], ResultT]) -> ResultT:
+    """Return what `work` returns, which may be begun again: where memory runs out, without what is
+    held for later."""
+    return _tried(work, [HELD.let_go])
+
+
+def without_graphs(work: Callable[[], ResultT]) -> ResultT:
+    """Return what `work` returns, which may be begun again: where memory runs out, without what is
+    held for later, then without captured graphs."""
+    return _tried(work, [HELD.let_go, HELD.let_graphs_go])
+
+
+def _tried(work: Callable[[], ResultT], steps: Sequence[Callable[[], None]]) -> ResultT:
+    """Try `work` before each step and behind the last. What an exception held is free by then."""
+    for step in steps:
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        step()
+    return work()
+
+
+def captured_if_possible(capture: Capture) -> Capture:
+    """Return a capture that gives back the function itself where that cannot be captured, and says
+    so once."""
+
+    def attempt(function: Callable[[], Any]) -> Callable[[], Any]:
+        if not HELD.captures:
+            return function
+        try:
+            return without_spare(lambda: capture(function))
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why = "there is no memory for it" if is_out_of_memory(error) else said
+        HELD.tell(f"a pass is not captured, and computed as it comes, which is slower: {why}")
+        return function
+
+    return attempt
