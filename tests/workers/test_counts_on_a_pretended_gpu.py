@@ -91,16 +91,18 @@ BUDGETS = {
     "dovetail": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
     "jakiro": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
     "substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=2),
+    "shared substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=2),
 }
 """The most of a level. The aim: 4 launches, 1 copy in, 1 out and 2 waits."""
 
 
 def open_pair(kind: str, folder: Path) -> PairOfWorkers:
-    """Return a target on the CPU and a draft of a kind on the device; what a substitute shares is
-    there as well."""
+    """Return a target on the CPU and a draft of a kind on the device; what a shared substitute
+    shares is there as well."""
     target = tiny_llama(folder / "target", intermediate_size=128, context=256, dtype=torch.float16)
-    if kind == "substitute":
+    if kind.endswith("substitute"):
         pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
+    if kind == "shared substitute":
         there = TargetSettings(model=str(target), weights="half", device="pretended", resident=0)
         return PairOfWorkers(
             *open_unified(
@@ -112,16 +114,16 @@ def open_pair(kind: str, folder: Path) -> PairOfWorkers:
                 cache=folder / "kept",
             )
         )
-    draft = target if kind == "small" else write_head(folder / "head", kind, gain=1.0)
+    draft = DraftSettings(kind="substitute", device="pretended")
+    if kind != "substitute":
+        own = target if kind == "small" else write_head(folder / "head", kind, gain=1.0)
+        draft = DraftSettings(model=str(own), device="pretended")
     return PairOfWorkers(
         open_target_worker(
             TargetSettings(model=str(target), device="cpu"), name="target", threads=1
         ),
         open_draft_worker(
-            DraftSettings(model=str(draft), device="pretended"),
-            name="draft",
-            threads=1,
-            target=str(target),
+            draft, name="draft", threads=1, target=str(target), cache=folder / "kept"
         ),
     )
 

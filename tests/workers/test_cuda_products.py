@@ -50,7 +50,7 @@ def lying(matrix: PackedMatrix) -> tuple[Lying, Tensor]:
     memory = torch.zeros(64 + matrix.nbytes, dtype=torch.uint8)
     memory[64:] = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
     has_bias = bool(matrix.struct.bias)
-    return Lying(Kind(matrix.kind), matrix.n, matrix.k, 64, matrix.nbytes, has_bias), memory
+    return Lying(matrix.kind, matrix.n, matrix.k, 64, matrix.nbytes, has_bias), memory
 
 
 def inputs(rows: int, k: int) -> Tensor:
@@ -82,7 +82,7 @@ def test_a_row_over_codes_has_the_bytes_that_the_kernels_give_it(
     codes, bias = coded._random(bits, shape, 5), torch.linspace(-1, 1, shape[0])
     for offset in (bias, None):
         matrix = coded.pack_codes([codes], [offset])
-        own, x = own_codes(emulated(SOURCE), matrix, bits, CPU), inputs(20, shape[1])
+        own, x = own_codes(emulated(SOURCE), *lying(matrix)), inputs(20, shape[1])
         whole = matrix.linear(x)
         for rows in (1, 3, 8, 9, 20):
             assert own(x[:rows]).numpy().tobytes() == whole[:rows].numpy().tobytes(), rows
@@ -101,7 +101,7 @@ def test_the_threads_of_a_block_may_go_on_in_any_order(
     for bits in BITS:
         codes = coded.pack_codes([coded._random(bits, CODE_SHAPES[1], 5)], [None])
         x = inputs(rows, CODE_SHAPES[1][1])
-        assert torch.equal(own_codes(emulated(SOURCE), codes, bits, CPU)(x), codes.linear(x))
+        assert torch.equal(own_codes(emulated(SOURCE), *lying(codes))(x), codes.linear(x))
 
 
 @needs_kernels
@@ -233,9 +233,10 @@ def test_a_trial_that_fails_leaves_torchs_product_and_says_why() -> None:
 def test_a_substitute_multiplies_its_codes_with_ours_where_that_is_proved() -> None:
     parts, biases = [coded._random(4, (32, 100), seed) for seed in (1, 2)], [None, None]
     x, own = inputs(5, 100), Products(CPU, emulated)
-    expected = coded.pack_codes(parts, biases).linear(x)
-    assert torch.equal(coded.coded_product(parts, biases, CPU, own)(x), expected)
-    torchs = coded.coded_product(parts, biases, CPU, Products(CPU, nobody))
+    matrix = coded.pack_codes(parts, biases)
+    found = coded.coded_product(*lying(matrix), own)(x)
+    assert torch.equal(found, matrix.linear(x))
+    torchs = coded.coded_product(*lying(matrix), Products(CPU, nobody))
     assert isinstance(torchs, CodedProduct)
 
 
@@ -276,7 +277,7 @@ def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
         assert torch.equal(own(x), matrix.linear(x))
     codes = coded.pack_codes([coded._random(4, (40, 100), 5)], [None])
     x = inputs(9, 100)
-    assert torch.equal(own_codes(functions, codes, 4, CPU)(x), codes.linear(x))
+    assert torch.equal(own_codes(functions, *lying(codes))(x), codes.linear(x))
     driver.stream_of_last.restype = c_int64
     assert driver.stream_of_last() == (7 << 40) + 1
     assert driver.contexts_left() == 0

@@ -12,6 +12,7 @@ from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
+from dovetail.workers.models.backends.blob import alone
 from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.placement import (
     TREES_AHEAD,
@@ -26,6 +27,7 @@ from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.models.substitutes.coded import coded_product, pack_codes
 from dovetail.workers.models.substitutes.device_codes import (
     Capture,
     load_device_substitute,
@@ -55,6 +57,7 @@ def codes_of(rows: int, inputs: int, bits: int) -> Codes:
     return Codes(bits, inputs, codes, scales, offsets)
 
 
+@needs_kernels
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize(("rows", "inputs"), [(32, 128), (40, 100)])
 def test_codes_of_any_width_are_multiplied_by_products_of_four_bits(
@@ -68,7 +71,9 @@ def test_codes_of_any_width_are_multiplied_by_products_of_four_bits(
     expected = x @ torch.cat([part.weight() for part in parts]).t() + torch.cat(
         [bias, torch.zeros(8)]
     )
-    found = CodedProduct(parts, [bias, None], torch.device("cpu"))(x)
+    product = coded_product(*alone(pack_codes(parts, [bias, None])), None)
+    assert isinstance(product, CodedProduct)
+    found = product(x)
     assert found.shape == expected.shape
     assert float((found - expected).norm() / expected.norm()) < 0.01
 

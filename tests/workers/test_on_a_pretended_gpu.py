@@ -231,7 +231,7 @@ def test_codes_lie_there_as_cudas_int4_products_have_them(there: torch.device, b
         *torch.rand(2, 40, 2).half(),
     )
     x = torch.randn(5, 100, generator=generator)
-    found = CodedProduct([codes], [torch.ones(40)], there)(x.to(there))
+    found = CodedProduct(codes, torch.ones(40), there)(x.to(there))
     assert isinstance(found, Elsewhere)
     expected = x @ codes.weight().t() + 1.0
     assert float((found.cpu() - expected).norm() / expected.norm()) < 0.01

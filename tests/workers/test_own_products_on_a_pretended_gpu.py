@@ -155,21 +155,21 @@ def test_a_token_has_the_same_bytes_alone_in_a_prompt_and_in_a_tree(
     assert torch.equal(tree[[0, 2, 4, 5]], expected[6:])
 
 
+@pytest.mark.parametrize("shared", [True, False])
 def test_a_substitute_is_computed_from_codes_in_captured_levels(
-    tmp_path: Path, launches: list[str]
+    tmp_path: Path, launches: list[str], shared: bool
 ) -> None:
     folder = tiny_llama(tmp_path / "model", intermediate_size=128, dtype=torch.float16)
-    target = placed(folder, "half", [S, S], cache="half")
-    shared, made, _ = load_device_substitute(
-        target, capture, weights="int4", folder=tmp_path / "kept"
-    )
-    assert made.made == 2
-    assert shared.kernels == "own-codes"
-    kernels, _ = load_substitute(
-        str(folder), weights="int4", device="cpu", folder=tmp_path / "kept"
-    )
+    kept = tmp_path / "kept"
+    kernels, _ = load_substitute(str(folder), weights="int4", device="cpu", folder=kept)
+    if shared:
+        target = placed(folder, "half", [S, S], cache="half")
+        model = load_device_substitute(target, capture, weights="int4", folder=kept)[0]
+    else:
+        model = load_substitute(str(folder), weights="int4", device=device().type, folder=kept)[0]
+    assert model.kernels == "own-codes"
     launches.clear()
-    found, expected = decode(shared), decode(kernels)
+    found, expected = decode(model), decode(kernels)
     assert {"codes4", "values_of"} <= set(launches)
     assert float((found - expected).norm() / expected.norm()) < ROUNDED
 

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices import open_device
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.models.backends.resident import ResidentDraft
-from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.speculation.proposal import Shape
 from support.architectures import write_varied
 from support.cases import everyday
+from support.decoded import TOKENS, TREE, decode, far, level, read
 from support.kernels import needs_kernels
 from support.models import FAMILIES, tiny_llama
 from support.opening import opening
@@ -28,30 +26,9 @@ from support.opening import opening
 pytestmark = needs_kernels
 
 TREE_SETTINGS = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=4, width=4)
-TOKENS = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]
-TREE = [[10], [10, 11], [10, 12], [10, 12, 13]]
 ROUNDED = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 3e-2, "int8": 3e-2}
 """The largest difference from the model on the CPU, relative to the norm of the logits; in fp32
 there, and in int8 for int8."""
-
-
-def decode(model: LanguageModel) -> Tensor:
-    """Logits of a prompt, of a tree, and of a token behind one of its paths."""
-    cache, count = model.new_cache(40), len(TOKENS)
-    found = [model.forward(torch.tensor(TOKENS), torch.arange(count), [Segment(cache, 0, count)])]
-    cache.keep(range(count), count)
-    tree = Segment(cache, count, len(TREE), Paths.of(count, TREE))
-    found.append(
-        model.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [tree])
-    )
-    cache.keep([10, 12, 13], 3)
-    last = Segment(cache, 13, 1, Paths.of(13, [[13]]))
-    found.append(model.forward(torch.tensor([4]), torch.tensor([13]), [last]))
-    return torch.cat([logits.cpu() for logits in found])
-
-
-def far(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("weights", everyday(["fp32", "fp16", "bf16", "int8"], "fp16", "int8"))
@@ -101,13 +78,10 @@ def test_a_session_that_grows_and_shrinks_keeps_what_is_committed(tmp_path: Path
     model = load_language_model(folder, weights="fp16", device=device.name, draft=device)
     expected = decode(model)
     cache, count = model.new_cache(12), len(TOKENS)
-    model.forward(torch.tensor(TOKENS), torch.arange(count), [Segment(cache, 0, count)])
-    cache.keep(range(count), count)
+    read(model, cache)
     for capacity in (2000, count, 40):
         cache.resize(capacity)
-    tree = Segment(cache, count, len(TREE), Paths.of(count, TREE))
-    tokens, positions = torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12])
-    found = model.forward(tokens, positions, [tree]).cpu()
+    found = level(model, cache).cpu()
     assert torch.equal(found, expected[count : count + len(TREE)])
     assert torch.equal(decode(model), expected)
 

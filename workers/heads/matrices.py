@@ -14,12 +14,12 @@ from dovetail.workers import kernels
 from dovetail.workers.devices import kind_of
 from dovetail.workers.heads.arithmetic import KINDS, Product
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.models.backends.blob import ELEMENTS, Lying, Matrix
-from dovetail.workers.models.backends.device.choice import CONTESTS, Products, products_on
+from dovetail.workers.models.backends.blob import ELEMENTS, Matrix, alone
+from dovetail.workers.models.backends.device.choice import CONTESTS, choice_on
 from dovetail.workers.models.backends.device.own import own_matrix
 from dovetail.workers.models.backends.device.products import product
 from dovetail.workers.models.backends.packing import EXACT_KINDS, pack_rows
-from dovetail.workers.models.substitutes.coded import against_codes, coded_product, pack_codes
+from dovetail.workers.models.substitutes.coded import against_codes, linear_product, pack_codes
 from dovetail.workers.models.substitutes.quantised import nearest_codes
 
 
@@ -42,22 +42,14 @@ def device_product(
     fp32."""
     products, bias = choice_on(device), None if bias is None else bias.float()
     if weights == "int4":
-        return coded_product([nearest_codes(weight, device)], [bias], device, products)
+        return linear_product(nearest_codes(weight, device), bias, device)
     kind = KINDS[weights]
     contest = CONTESTS.get(kind)
     program = None if products is None or contest is None else products.owner(contest)
     if program is None:
         return partial(product, _laid_out(weight, bias, kind, device))
-    packed = pack_matrix(weight, bias, weights)
-    memory = torch.frombuffer(packed.memory, dtype=torch.uint8)[: packed.nbytes].to(device)
-    lying = Lying(kind, packed.n, packed.k, 0, packed.nbytes, bias is not None)
-    return own_matrix(program, lying, memory)
-
-
-def choice_on(device: torch.device) -> Products | None:
-    """Return the products to choose from on a device; None: torch's, as on a CPU, and where there
-    are no kernels to prove ours by."""
-    return None if device.type == "cpu" or not kernels.available() else products_on(device)
+    lying, memory = alone(pack_matrix(weight, bias, weights))
+    return own_matrix(program, lying, memory.to(device))
 
 
 def check_weights(weights: str, device: torch.device) -> None:

@@ -23,8 +23,13 @@ class Coded(IntEnum):
     CODES3 = 6
     CODES2 = 7
 
+    @property
+    def bits(self) -> int:
+        """Return the bits of a code."""
+        return {Coded.CODES8: 8, Coded.CODES4: 4, Coded.CODES3: 3, Coded.CODES2: 2}[self]
 
-KINDS = {8: Coded.CODES8, 4: Coded.CODES4, 3: Coded.CODES3, 2: Coded.CODES2}
+
+KINDS = {kind.bits: kind for kind in Coded}
 """Bits of a code -> kind of matrix."""
 
 

@@ -3,9 +3,10 @@ copied to a device in one go, and computed from wherever it lies. On a CPU the k
 is; elsewhere `unpack` lays a matrix out as torch has it. Knows bytes and shapes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ AROUND = {"before_experts": "before", "behind_experts": "behind"}
 PANEL, VECTOR, STEP = 48, 16, 4
 """Numbers of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side
 by side."""
-ELEMENTS = {
+ELEMENTS: Mapping[IntEnum, torch.dtype] = {
     Kind.FP32: torch.float32,
     Kind.FP16: torch.float16,
     Kind.BF16: torch.bfloat16,
@@ -44,7 +45,7 @@ ELEMENTS = {
 class Lying:
     """The place of a matrix in a blob."""
 
-    kind: Kind
+    kind: IntEnum
     n: int
     k: int
     offset: int
@@ -129,14 +130,22 @@ def _lists(owner: Any, parts: Sequence[str], matrices: Mapping[str, PackedMatrix
     }
 
 
+def _lying(matrix: PackedMatrix, offset: int) -> Lying:
+    bias = bool(matrix.struct.bias)
+    return Lying(matrix.kind, matrix.n, matrix.k, offset, matrix.nbytes, bias)
+
+
+def alone(matrix: PackedMatrix) -> tuple[Lying, Tensor]:
+    """Return where a matrix lies in its own bytes, and these, uint8 on the CPU."""
+    return _lying(matrix, 0), torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
+
+
 def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
     """The matrices of a layer, copied into one fresh memory; `experts`: those of experts too."""
     matrices: dict[str, Lying] = {}
     end, own = 0, named(plan, experts=experts)
     for name, matrix in own.items():
-        matrices[name] = Lying(
-            Kind(matrix.kind), matrix.n, matrix.k, end, matrix.nbytes, bool(matrix.struct.bias)
-        )
+        matrices[name] = _lying(matrix, end)
         end += -(-matrix.nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.frombuffer(fresh_memory(end)[0], dtype=torch.uint8)
     for name, lying in matrices.items():
@@ -144,13 +153,11 @@ def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
     return Blob(memory, matrices)
 
 
-def hollow(plan: LayerPlan, blob: Blob) -> LayerPlan:
-    """Return the layer without the memory of the matrices of a blob, whose addresses mean nothing
-    any more: for `plan_at`, and for whoever reads its shape."""
+def hollow(plan: LayerPlan, names: Collection[str]) -> LayerPlan:
+    """Return the layer without the memory of its matrices of these names, whose addresses mean
+    nothing any more: for `plan_at`, and for whoever reads its shape."""
     own = named(plan)
-    return _with(
-        plan, {name: own[name].at(None, own[name].struct.packed) for name in blob.matrices}
-    )
+    return _with(plan, {name: own[name].at(None, own[name].struct.packed) for name in names})
 
 
 def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
@@ -170,7 +177,7 @@ def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
 class Matrix:
     """A matrix as torch has it, on any device."""
 
-    kind: Kind
+    kind: IntEnum
     weight: Tensor
     """[n, k]; of INT8 k is padded with zeros to a multiple of 4."""
     scales: Tensor | None

@@ -12,6 +12,7 @@ are computed beside it. Knows layers and slots.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ from dovetail.workers.models.backends.packing import (
     KernelLinear,
     KernelNorm,
     Loop,
-    exact_kind,
     pack,
     pack_and_drop,
 )
@@ -72,9 +72,6 @@ class Kernels:
     kernels = VERSION
     prompt_rows: int = PROMPT_ROWS
     reads_apart: int = 0
-
-    _computes_here = True
-    """True if the matrices that layers are packed into are on the CPU, and can prove them."""
 
     def __init__(
         self, model: Any, kind: Kind, *, context: int, cache: torch.dtype = torch.float32
@@ -128,31 +125,20 @@ class Kernels:
             )
         self._arrange(parts)
         proof = LayerProof(self._oracle, layer, index, parts, self._heard, self._inputs)
-        proving = (
-            None
-            if self._computes_here
-            else {
-                name: pack(exact_kind(linears), linears) for name, linears in parts.linears.items()
-            }
-        )
         matrices = {
             name: self._pack_layer(self._kind, linears) for name, linears in parts.linears.items()
         }
         experts = self._pack_experts(parts, matrices)
         noted = NOTHING
         if isinstance(spec.attention, Attention | Latent):
-            noted = proof.note(proving or matrices)
+            noted = proof.note(matrices)
             check_attention(spec.attention, noted, index)
         else:
-            proof.use(proving or matrices)
+            proof.use(matrices)
         plan = replace(
             plan_of(parts, index, noted, matrices, self._tables, self._kind), experts=experts
         )
-        proof.check(
-            plan
-            if proving is None
-            else plan_of(parts, index, noted, proving, self._tables, self._kind)
-        )
+        proof.check(plan)
         self._take(plan)
         self.noted.append(noted)
         self._taken += 1
@@ -240,7 +226,12 @@ class Kernels:
         """`CheckpointError` where keys and values in 16 bits move logits by more than rounding."""
         by_type = map(self._rows_over, (torch.float32, self._cache))
         exact, found = (self._pass(*rows, None, Kept()) for rows in by_type)
-        prove_cache(exact, found, self._kind)
+        prove_cache(exact, found, self._layers_kind)
+
+    @property
+    def _layers_kind(self) -> IntEnum:
+        """Return the kind of the layers' matrices."""
+        return self._kind
 
     def _finally(self, norm: KernelNorm) -> Tensor:
         """The final states [T, hidden] of the oracle, which this norm has to give too."""

@@ -241,8 +241,12 @@ def _rows(sizes: Sizes) -> int:
 def code_bytes(sizes: Sizes, weights: str, bits: int) -> int:
     """Return what the codes of one layer take: 4 bits a weight or twice that, and for each 4 bits
     of 64 weights two numbers of 16."""
-    number = sizes.layer // WEIGHT_BYTES[weights]
-    return -(-number // 64) * (32 + 4) * (1 if bits <= 4 else 2)
+    return bytes_of_codes(sizes.layer // WEIGHT_BYTES[weights], bits)
+
+
+def bytes_of_codes(numbers: int, bits: int) -> int:
+    """Return what the codes of so many weights take, in the words of `code_bytes`."""
+    return -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
 
 
 def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int:

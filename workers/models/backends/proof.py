@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,7 @@ def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
             )
 
 
-def prove_cache(exact: Tensor, found: Tensor, kind: Kind) -> None:
+def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
     """`CheckpointError` where logits [T, V] over keys and values in 16 bits are not, but for
     rounding, the `exact` ones over fp32. `kind`: of the matrices."""
     moved = ((found - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(math.inf)

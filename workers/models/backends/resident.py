@@ -19,7 +19,7 @@ from dovetail.workers.models.backends.blob import Lying, Matrix
 from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.levels import SLOTS, Levels, has_fixed_shapes
-from dovetail.workers.models.backends.device.own import OwnMatrix
+from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
 from dovetail.workers.models.backends.stages.cache import part_of
 from dovetail.workers.models.backends.stages.engines import RoundedLayer, TorchEngine
@@ -35,7 +35,7 @@ class RoundingEngine(TorchEngine):
         super().__init__(device, products_on(device))
         self.arenas = Arenas(SLOTS)
 
-    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
+    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
         assert self.products is not None
         return self.products.lay_out(lying, memory, rounded=True)
 

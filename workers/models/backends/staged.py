@@ -23,7 +23,7 @@ from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
 from dovetail.workers.models.backends.blob import (
     Blob,
-    Lying,
+    alone,
     gather,
     hollow,
 )
@@ -108,14 +108,9 @@ class DeviceHead(nn.Module):
 
     def __init__(self, matrix: PackedMatrix, engine: TorchEngine) -> None:
         super().__init__()
-        memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
         self._engine = engine
-        self._matrix = engine.lay_out(
-            Lying(
-                Kind(matrix.kind), matrix.n, matrix.k, 0, matrix.nbytes, bool(matrix.struct.bias)
-            ),
-            memory.to(engine.device),
-        )
+        lying, memory = alone(matrix)
+        self._matrix = engine.lay_out(lying, memory.to(engine.device))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., vocabulary]."""
@@ -188,7 +183,7 @@ class Staged(Kernels):
         place = self._staging.places[plan.index]
         apart = self._staging.host_experts and place is not Place.CPU
         blob = gather(plan, experts=not apart)
-        plan = hollow(plan, blob)
+        plan = hollow(plan, blob.matrices)
         stage = self._stages[0 if place is Place.CPU else -1]
         if plan.reads is not None and not stage.layout.has(plan.reads):
             stage.mirror(plan.reads, self._stages[0].layout)

@@ -1,5 +1,5 @@
-"""The products of a substitute's codes on a device: ours over the layout of the kernels, where they
-are proved and fast there, else torch's int4 products."""
+"""Matrices of a substitute's codes in the layout of the kernels, and their products on a device:
+ours over that layout, where they are proved and fast there, else torch's int4 products."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -8,38 +8,73 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices import Program, kind_of
-from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix, groups_of
+from dovetail.workers.kernels.coded import GROUP, KINDS, Coded, CodedMatrix, groups_of
 from dovetail.workers.kernels.experts import stacked
+from dovetail.workers.models.backends.blob import STEP, VECTOR, Lying, alone
 from dovetail.workers.models.backends.device.choice import (
     TIMED_SHAPE,
     Contest,
-    Product,
     Products,
     against_kernels,
+    choice_on,
     products_on,
 )
 from dovetail.workers.models.backends.device.own import SOURCE, own_codes
+from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.substitutes.quantised import CodedProduct
-from dovetail.workers.models.substitutes.quantize import BITS, Codes
+from dovetail.workers.models.substitutes.quantize import BITS, Codes, from_bytes
+
+TORCHS, OWN = "torch-int4", "own-codes"
+"""The names of those who compute products of codes."""
 
 SHAPE = (83, 1100)
 """[out, in] of the proof: narrow at both ends, and more groups than a block has at a time."""
 TIMED_MATRICES = 4
 
 
-def coded_product(
-    parts: Sequence[Codes],
-    biases: Sequence[Tensor | None],
-    device: torch.device,
-    products: Products | None,
-) -> Product:
-    """Return the product of linears with the same inputs, below each other, over their codes, on a
-    device. `products`: the choice there; None: it is torch's."""
-    bits = parts[0].bits
-    program = None if products is None else products.owner(CONTESTS[bits])
+def coded_product(lying: Lying, memory: Tensor, products: Products | None) -> Product:
+    """Return the product of a matrix of codes of a blob that lies in `memory` on a device: over
+    these bytes, if it is ours, else as torch has it, and then the memory is free. `products`: the
+    choice there; None: it is torch's."""
+    program = _program(Coded(lying.kind).bits, products)
+    if program is not None:
+        return own_codes(program, lying, memory)
+    codes, bias = unpack_codes(lying, memory)
+    return CodedProduct(codes, bias, memory.device)
+
+
+def linear_product(codes: Codes, bias: Tensor | None, device: torch.device) -> Product:
+    """Return the product of one linear over its codes, on any device."""
+    program = _program(codes.bits, choice_on(device))
     if program is None:
-        return CodedProduct(parts, biases, device)
-    return own_codes(program, pack_codes(parts, biases), bits, device)
+        return CodedProduct(codes, bias, device)
+    return _own(program, pack_codes([codes], [bias]), device)
+
+
+def computed_by(bits: int, products: Products | None) -> str:
+    """Return the name of who computes products of codes; `products` as for `coded_product`."""
+    return TORCHS if _program(bits, products) is None else OWN
+
+
+def _program(bits: int, products: Products | None) -> Program | None:
+    return None if products is None else products.owner(CONTESTS[bits])
+
+
+def unpack_codes(lying: Lying, memory: Tensor) -> tuple[Codes, Tensor | None]:
+    """Return the codes of a matrix of a blob that lies in `memory` on any device, and its bias
+    [n], both there (`kernels/native/packing.h`)."""
+    bits, groups = Coded(lying.kind).bits, groups_of(lying.k)
+    whole = memory[lying.offset : lying.offset + lying.size]
+    vectors, numbers = -(-lying.n // VECTOR), 2 * 2 * VECTOR
+    size = numbers + GROUP * VECTOR * bits // 8
+    blocks = whole[: vectors * groups * size].view(vectors, groups, size)
+    pairs = blocks[..., :numbers].contiguous().view(torch.float16)
+    scales, offsets = pairs.view(vectors, groups, 2, VECTOR).permute(2, 0, 3, 1).flatten(1, 2)
+    steps = from_bytes(blocks[..., numbers:].flatten(0, 1), bits)
+    by_row = steps.view(vectors, groups, -1, VECTOR, STEP).permute(0, 3, 1, 2, 4)
+    codes = by_row.reshape(vectors * VECTOR, groups * GROUP)
+    bias = whole[-4 * lying.n :].view(torch.float32).clone() if lying.bias else None
+    return Codes(bits, lying.k, *(part[: lying.n] for part in (codes, scales, offsets))), bias
 
 
 def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> CodedMatrix:
@@ -101,7 +136,12 @@ def _against(bits: int, program: Program, device: torch.device) -> str:
     """Say where our product differs from the kernels'; empty if it is the same bytes."""
     bias = torch.linspace(-1, 1, SHAPE[0])
     matrix = pack_codes([_random(bits, SHAPE, 1)], [bias])
-    return against_kernels(own_codes(program, matrix, bits, device), matrix, device)
+    return against_kernels(_own(program, matrix, device), matrix, device)
+
+
+def _own(program: Program, matrix: CodedMatrix, device: torch.device) -> Product:
+    lying, memory = alone(matrix)
+    return own_codes(program, lying, memory.to(device))
 
 
 def _pairs(
@@ -113,9 +153,9 @@ def _pairs(
         def torchs(codes: Codes = codes) -> Product:
             if why_not := kind_of(device).against_int4(device):
                 raise RuntimeError(why_not)
-            return CodedProduct([codes], [None], device)
+            return CodedProduct(codes, None, device)
 
-        yield own_codes(program, pack_codes([codes], [None]), bits, device), torchs
+        yield _own(program, pack_codes([codes], [None]), device), torchs
 
 
 CONTESTS = {

@@ -1,15 +1,14 @@
-"""The substitute of a target whose layers a GPU computes: its own matrices in codes, everything
-else the target's.
+"""Substitutes whose layers a GPU computes: the target's own matrices in codes, everything else the
+target's; one that shares the target's cache and embedding, norm and head on that GPU, and one in a
+process of its own.
 
 Products go over the codes, by our own over the kernels' layout, or by torch's int4 products: fewer
-bits are laid into 4, and 8 are the sum of two products of 4. The layers are `device/layer.py`'s,
-over the target's own keys and values; where the target keeps a layer on the device, that is
-computed from. Levels of a tree are those of `device/levels.py`. Knows layers, rows and slots;
-nothing of drafts or sessions.
+bits are laid into 4, and 8 are the sum of two products of 4. The layers are `device/layer.py`'s;
+where the target keeps a layer on the device, the one that shares computes from that. Levels of a
+tree are those of `device/levels.py`. Knows layers, rows and slots; nothing of drafts or sessions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices import Capture
+from dovetail.workers.devices import Capture, Device
 from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.coded import Coded
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.assembly import assemble
-from dovetail.workers.models.backends.device.choice import Product
+from dovetail.workers.models.backends.blob import Lying, Matrix, gather, hollow, named
+from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.levels import Levels
-from dovetail.workers.models.backends.device.own import OwnCodes
-from dovetail.workers.models.backends.fused import Kernels
+from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
-from dovetail.workers.models.backends.staged import DeviceHead, Staged
-from dovetail.workers.models.backends.stages.engines import RoundedLayer, TorchEngine
-from dovetail.workers.models.cache import KVCache
+from dovetail.workers.models.backends.packing import pack_and_drop
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.resident import ResidentDraft, RoundingEngine
+from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
+from dovetail.workers.models.backends.stages.engines import (
+    RoundedLayer,
+    SettledLayer,
+    TorchEngine,
+)
+from dovetail.workers.models.cache import HALF, KVCache
+from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
@@ -37,42 +45,51 @@ from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import LAST, Kept
-from dovetail.workers.models.substitutes.coded import coded_product
+from dovetail.workers.models.substitutes.coded import coded_product, computed_by
+from dovetail.workers.models.substitutes.coded_layers import CodedLayers
 from dovetail.workers.models.substitutes.kept import Substitutes, Tell
 from dovetail.workers.models.substitutes.quantize import BITS, Codes
 
-CodesOf = Callable[[nn.Module, int, int], Mapping[nn.Linear, Codes]]
-"""The codes of every linear of a layer that has its numbers, and is one of so many."""
 
-TORCHS, OWN = "torch-int4", "own-codes"
-"""The names of those who compute products of codes."""
+class _Engine(RoundingEngine):
+    """torch's operations for a substitute in a process of its own, whose codes stay codes."""
 
-
-@dataclass(frozen=True)
-class CodedLayer:
-    """A layer of codes on a device."""
-
-    layer: DeviceLayer
-    products: Mapping[str, Product]
-
-    def __call__(self, rows: Any, states: Tensor) -> None:
-        self.layer.run(rows, states, lambda name, x: self.products[name](x))
+    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
+        if isinstance(lying.kind, Coded):
+            return coded_product(lying, memory, self.products)
+        return super().lay_out(lying, memory)
 
 
-class _Nothing(PackedMatrix):
-    """Stands in for a matrix that lies elsewhere, with its shape."""
+class ResidentSubstitute(CodedLayers, ResidentDraft):
+    """A substitute all of which is on one device, in a process of its own. A `BackEnd`; logits stay
+    on the device."""
 
-    def __init__(self, n: int, k: int) -> None:
-        self.n, self.k = n, k
+    def __init__(self, model: Any, kind: Kind, *, substitutes: Substitutes, device: Device) -> None:
+        places = [Place.RESIDENT] * len(decoder_layers(model)[1])
+        staging = Staging(places, device.transfer(), draft=device)
+        context = context_of(model.config)
+        super().__init__(
+            model, kind, substitutes=substitutes, context=context, staging=staging, cache=HALF
+        )
+        self.kernels = computed_by(substitutes.bits, products_on(device.torch_device))
+
+    def _open_engine(self, staging: Staging) -> TorchEngine:
+        assert staging.transfer is not None
+        return _Engine(staging.transfer.device)
+
+    def finish(self, model: Any) -> None:
+        """The head is multiplied in 16 bits, whatever the checkpoint has."""
+        head = model.get_output_embeddings()
+        if head.weight.dtype == torch.float32:
+            head.weight = nn.Parameter(head.weight.half(), requires_grad=False)
+        super().finish(model)
 
 
-class DeviceSubstitute(Kernels):
+class DeviceSubstitute(CodedLayers):
     """The layers of a target in codes on the target's device. A `BackEnd`, whose caches are those
     of the target's own stage."""
 
     backend = "library"
-    kernels = TORCHS
-    _computes_here = False
 
     def __init__(
         self,
@@ -80,7 +97,7 @@ class DeviceSubstitute(Kernels):
         *,
         context: int,
         target: Staged,
-        codes_of: CodesOf,
+        substitutes: Substitutes,
         capture: Capture | None,
     ) -> None:
         """`capture`: what makes a pass of fixed shapes faster; None: nothing does here, and all
@@ -95,13 +112,12 @@ class DeviceSubstitute(Kernels):
                 "draft.share = true on a GPU is for models that are embedding, layers, norm "
                 "and head, and this one is more: set it to false"
             )
-        super().__init__(model, Kind.FP32, context=context)
+        super().__init__(model, Kind.FP32, substitutes=substitutes, context=context)
         self.device = target.engine.device
-        self._target, self._engine, self._codes_of = target, target.engine, codes_of
+        self.kernels = computed_by(substitutes.bits, target.engine.products)
+        self._target, self._engine = target, target.engine
         self._embed = target._model.get_input_embeddings()
-        self._codes: Mapping[nn.Linear, Codes] = {}
-        self._products: list[Product] = []
-        self._coded: list[CodedLayer | RoundedLayer] = []
+        self._coded: list[RoundedLayer] = []
         self._plans: list[LayerPlan] = []
         self.levels: Levels | None = None
         if capture is not None:
@@ -119,20 +135,13 @@ class DeviceSubstitute(Kernels):
     @property
     def shared(self) -> int:
         """Return how many layers are the target's own."""
-        return sum(isinstance(layer, RoundedLayer) for layer in self._coded)
+        return len(self._target.settled)
 
     def _lacking(self, spec: LayerSpec) -> str:
         return why_not_coded_apart(spec)
 
-    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        self._codes = (
-            {}
-            if index in self._target.settled
-            else self._codes_of(layer, index, self._model.config.num_hidden_layers)
-        )
-        taken = super().take_layer(layer, index)
-        self._codes = {}
-        return taken
+    def _codes_of(self, layer: nn.Module, index: int) -> Mapping[nn.Linear, Codes]:
+        return {} if index in self._target.settled else super()._codes_of(layer, index)
 
     def finish(self, model: Any) -> None:
         """Embedding, norm and head are the target's."""
@@ -173,32 +182,23 @@ class DeviceSubstitute(Kernels):
         return self._scaled(logits)
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-        outputs, inputs = sum(part.out_features for part in linears), linears[0].in_features
-        if self._codes:
-            made = coded_product(
-                [self._codes[part] for part in linears],
-                [part.bias for part in linears],
-                self.device,
-                self._engine.products,
-            )
-            self.kernels = OWN if isinstance(made, OwnCodes) else TORCHS
-            self._products.append(made)
-        for part in linears:
-            part.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-        return _Nothing(outputs, inputs)
+        """Pack what the target has itself as it is, for its proof alone."""
+        return super()._pack_layer(kind, linears) if self._codes else pack_and_drop(kind, linears)
 
     def _take(self, plan: LayerPlan) -> None:
-        """The layer whose matrices have just been laid out, in the order of a plan."""
-        if plan.index in self._target.settled:
-            self._coded.append(RoundedLayer(self._target.settled[plan.index]))
-        else:
+        settled = self._target.settled.get(plan.index)
+        if settled is None:
             self._engine.take(plan)
-            products = dict(zip(("qkv", "output", "gate_up", "down"), self._products, strict=True))
-            self._coded.append(
-                CodedLayer(DeviceLayer(plan, self.device, self._engine.parts), products)
-            )
-        self._plans.append(plan)
-        self._products.clear()
+            blob, products = gather(plan), self._engine.products
+            memory = blob.memory.to(self.device)
+            matrices = {
+                name: coded_product(lying, memory, products)
+                for name, lying in blob.matrices.items()
+            }
+            plan = hollow(plan, blob.matrices)
+            settled = SettledLayer(DeviceLayer(plan, self.device, self._engine.parts), matrices)
+        self._coded.append(RoundedLayer(settled))
+        self._plans.append(hollow(plan, named(plan)))
 
 
 def load_device_substitute(
@@ -230,7 +230,7 @@ def load_device_substitute(
             model,
             context=context_of(model.config),
             target=whole,
-            codes_of=substitutes.of_layer,
+            substitutes=substitutes,
             capture=capture,
         )
 

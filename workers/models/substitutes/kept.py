@@ -50,7 +50,7 @@ class Substitutes:
     ) -> None:
         """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None
         where nothing can be kept; `device`: where hqq computes."""
-        self._bits, self._tell, self._device = bits, tell, device
+        self.bits, self._tell, self._device = bits, tell, device
         key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
         self.folder = None if folder is None else folder / key[:32]
         self.made = 0
@@ -109,7 +109,7 @@ class Substitutes:
         """ValueError, or KeyError, where the codes of a matrix are not what they have to be."""
         content, scales, offsets = found = [tensors[f"{name}.{what}"] for what in PARTS]
         groups = groups_of(inputs)
-        shapes = [(rows, groups * GROUP * self._bits // 8), (rows, groups), (rows, groups)]
+        shapes = [(rows, groups * GROUP * self.bits // 8), (rows, groups), (rows, groups)]
         if [tuple(part.shape) for part in found] != shapes:
             raise ValueError(f"{name} has other shapes")
         if (content.dtype, scales.dtype, offsets.dtype) != TYPES:
@@ -119,7 +119,7 @@ class Substitutes:
 
     def _codes(self, kept: Kept, name: str, _rows: int, inputs: int) -> Codes:
         content, scales, offsets = (kept[f"{name}.{what}"] for what in PARTS)
-        return Codes(self._bits, inputs, from_bytes(content, self._bits), scales, offsets)
+        return Codes(self.bits, inputs, from_bytes(content, self.bits), scales, offsets)
 
     def _make(self, file: Path | None, matrices: Mapping[str, Callable[[], Tensor]]) -> Kept:
         """Quantise matrices [out, in], and keep what comes of it in a file."""
@@ -127,8 +127,8 @@ class Substitutes:
         start, found = time.monotonic(), dict[str, Tensor]()
         for name, matrix in matrices.items():
             beat()
-            made = quantise(matrix(), self._bits, self._device)
-            content = to_bytes(made.codes, self._bits)
+            made = quantise(matrix(), self.bits, self._device)
+            content = to_bytes(made.codes, self.bits)
             found |= dict(
                 zip(
                     (f"{name}.{what}" for what in PARTS),
@@ -154,5 +154,5 @@ class Substitutes:
         where = "not kept" if self.folder is None else f"saved in {self.folder}"
         return (
             f"{name}: quantised {self.made} layers, {self.weights / 1e6:.1f} million "
-            f"weights, to {self._bits} bits in {self.seconds:.1f} s, {where}"
+            f"weights, to {self.bits} bits in {self.seconds:.1f} s, {where}"
         )

@@ -4,7 +4,7 @@ neither the C++ kernels nor products of ours compute.
 A group of inputs has a scale and an offset. Knows single matrices, not models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -73,39 +73,17 @@ def code_products(codes: Codes, device: torch.device) -> tuple[Product, ...]:
 
 
 class CodedProduct:
-    """The product of linears with the same inputs, below each other, over their codes."""
+    """The product of a matrix of codes, with its bias, if any."""
 
-    def __init__(
-        self, parts: Sequence[Codes], biases: Sequence[Tensor | None], device: torch.device
-    ) -> None:
-        bits, inputs = parts[0].bits, parts[0].inputs
-        whole = Codes(
-            bits,
-            inputs,
-            *(
-                torch.cat([getattr(part, name) for part in parts])
-                for name in ("codes", "scales", "offsets")
-            ),
-        )
-        self.outputs = whole.codes.shape[0]
-        self._missing, self._beyond = whole.codes.shape[1] - inputs, -self.outputs % ROWS
+    def __init__(self, codes: Codes, bias: Tensor | None, device: torch.device) -> None:
+        self.outputs, inputs = codes.shape
+        self._missing, self._beyond = codes.codes.shape[1] - inputs, -self.outputs % ROWS
         if self._beyond:
-            whole = Codes(
-                bits,
-                inputs,
-                *(
-                    pad(tensor, (0, 0, 0, self._beyond))
-                    for tensor in (whole.codes, whole.scales, whole.offsets)
-                ),
-            )
-        self._products = code_products(whole, device)
-        self._bias = None
-        if any(bias is not None for bias in biases):
-            own = [
-                torch.zeros(part.shape[0]) if bias is None else bias.detach().float()
-                for part, bias in zip(parts, biases, strict=True)
-            ]
-            self._bias = torch.cat(own).to(device)
+            parts = (codes.codes, codes.scales, codes.offsets)
+            padded = (pad(tensor, (0, 0, 0, self._beyond)) for tensor in parts)
+            codes = Codes(codes.bits, inputs, *padded)
+        self._products = code_products(codes, device)
+        self._bias = None if bias is None else bias.detach().float().to(device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] fp32 -> [T, out] fp32."""

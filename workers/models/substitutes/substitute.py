@@ -3,28 +3,30 @@ no training (SubSpec, section 4.1).
 
 Embedding, norms and head stay as the checkpoint has them. Codes are made once for a checkpoint, an
 inflation and a number of bits, and kept on disk, a file a layer that is put in its place whole;
-what is there already is not made again. Products go over the codes themselves: those of the C++
-kernels on a CPU, torch's int4 products on a GPU. Knows layers; nothing of drafts or sessions.
+what is there already is not made again. Layers are described as the kernels' are and products go
+over the codes themselves: the C++ kernels compute them on a CPU, `device_codes.py` on a GPU. Knows
+layers; nothing of drafts or sessions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import SettingsError
-from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer_plan import ExpertsPlan
+from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.workers.devices import Device, kind_of
+from dovetail.workers.kernels import Kind
 from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import packing
-from dovetail.workers.models.backends.device.choice import products_on
-from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.fused import Kernels
-from dovetail.workers.models.backends.layer_parts import LayerParts
 from dovetail.workers.models.backends.library import Library
+from dovetail.workers.models.backends.placement import bytes_of_codes
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.backends.stages.cache import StagedCache
 from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
@@ -34,60 +36,30 @@ from dovetail.workers.models.checkpoints.checkpoint import (
 )
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
-from dovetail.workers.models.checkpoints.inflate import inflated_digest
+from dovetail.workers.models.checkpoints.inflate import (
+    Plan,
+    expert_shapes,
+    inflated_digest,
+    planned_shapes,
+)
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
+from dovetail.workers.models.parity.proving import StumbledError
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.models.substitutes.coded import coded_product, pack_codes, pack_stack
+from dovetail.workers.models.substitutes.coded import linear_product
+from dovetail.workers.models.substitutes.coded_layers import CodedLayers
+from dovetail.workers.models.substitutes.device_codes import ResidentSubstitute
 from dovetail.workers.models.substitutes.kept import Substitutes, Tell
-from dovetail.workers.models.substitutes.quantize import (
-    BITS,
-    Codes,
-)
+from dovetail.workers.models.substitutes.quantize import BITS, Codes
 from dovetail.workers.models.weight_types import GPU_TYPES, KINDS, type_of
 
+log = logging.getLogger(__name__)
 
-class KernelSubstitute(Kernels):
+
+class KernelSubstitute(CodedLayers):
     """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
-
-    def __init__(self, model: Any, kind: Kind, *, context: int, substitutes: Substitutes) -> None:
-        """`kind`: of the head."""
-        super().__init__(model, kind, context=context)
-        self._substitutes = substitutes
-        self._codes: Mapping[nn.Linear, Codes] = {}
-
-    def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        self._codes = self._substitutes.of_layer(layer, index, self._model.config.num_hidden_layers)
-        taken = super().take_layer(layer, index)
-        self._codes = {}
-        return taken
-
-    def _expert_plan(self, experts: ExpertParts) -> ExpertsPlan:
-        codes = self._substitutes.of_experts(experts, self._taken)
-
-        def packed(name: str) -> Sequence[PackedMatrix]:
-            return pack_stack(
-                lambda expert: codes(name, expert), experts.count, experts.biases(name)
-            )
-
-        return experts.plan(packed)
-
-    def _arrange(self, parts: LayerParts) -> None:
-        """Bring codes, which are those of the checkpoint's rows, into the order of the linears."""
-        super()._arrange(parts)
-        codes = dict(self._codes)
-        if (gates := parts.gates) is not None:
-            for part, places in zip(
-                (gates.queries, gates.gates), gates.order.chunk(2), strict=True
-            ):
-                codes[part] = codes[gates.module].rows(places)
-        for name, orders in parts.rows.items():
-            for part, order in zip(parts.linears[name], orders, strict=True):
-                if order is not None:
-                    codes[part] = codes[part].rows(order)
-        self._codes = codes
 
     def share(self, target: Kernels) -> int:
         """Compute with the embedding, the norm, the head and the resident layers of this target
@@ -102,9 +74,6 @@ class KernelSubstitute(Kernels):
         for index, layer in target.resident.items():
             self._layers[index] = layer
         return len(target.resident)
-
-    def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-        return pack_codes([self._codes[part] for part in linears], [part.bias for part in linears])
 
 
 def share(substitute: LanguageModel, target: LanguageModel) -> int:
@@ -137,8 +106,7 @@ class _CodedLinear(nn.Module):
 
     def __init__(self, codes: Codes, bias: Tensor | None, device: torch.device) -> None:
         super().__init__()
-        products = None if device.type == "cpu" else products_on(device)
-        self._product = coded_product([codes], [bias], device, products)
+        self._product = linear_product(codes, bias, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -146,8 +114,8 @@ class _CodedLinear(nn.Module):
 
 
 class LibrarySubstitute(Library):
-    """transformers' modules with products of codes in the layers: on a GPU, and on a CPU
-    without the C++ kernels. A `BackEnd`."""
+    """transformers' modules with products of codes in the layers: of a model that is not described
+    as the kernels' are, and where these are not built. A `BackEnd`."""
 
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, substitutes: Substitutes, layers: int
@@ -189,29 +157,29 @@ def load_substitute(
     checkpoint = replace(open_checkpoint(source), context=context)
     digest = inflated_digest(checkpoint.digest, inflate_bytes)
     substitutes = Substitutes(digest, bits, folder, tell, place)
-    why_not = "on a GPU torch computes it"
-    if place.type == "cpu":
-        kind = KINDS[type_of("stored", checkpoint)]
-        why_not = packing.reason_against(kind)
-        if not why_not:
-            try:
-                model = _assemble(
-                    checkpoint,
-                    inflate_bytes,
-                    weights,
-                    "the C++ kernels compute it",
-                    lambda model, _: _kernels(model, kind, substitutes),
-                )
-                return model, substitutes
-            except UnsupportedError as error:
-                why_not = f"the C++ kernels cannot compute it: {error}"
-    dtype = torch.float32 if place.type == "cpu" else GPU_TYPES["bf16"]
-    model = _assemble(
-        checkpoint,
-        inflate_bytes,
-        weights,
-        why_not,
-        lambda model, _: _library(model, place, dtype, substitutes, checkpoint.source, why_not),
+    kind, opened = KINDS[type_of("stored", checkpoint)], kind_of(place).open(device)
+    assert opened is not None
+    assembled = partial(_assemble, checkpoint, inflate_bytes, weights, opened)
+    why_not = packing.reason_against(kind)
+    if not why_not:
+        who = f"torch computes the kernels' layers on {opened.name}"
+        try:
+            model = assembled(
+                "the C++ kernels compute it" if opened.is_cpu else who,
+                lambda model: _described(model, kind, opened, substitutes),
+            )
+            model.device = place
+            return model, substitutes
+        except UnsupportedError as error:
+            why_not = f"the C++ kernels cannot compute it: {error}"
+        except StumbledError as error:
+            why_not = f"the kernels' layers cannot be computed on {opened.name}: {error.stumble}"
+    model = assembled(
+        why_not, lambda model: _library(model, opened, substitutes, checkpoint.source, why_not)
+    )
+    log.warning(
+        "%s: the library computes its substitute on %s, one operation at a time, because %s",
+        *(checkpoint.source, opened.name, why_not),
     )
     return model, substitutes
 
@@ -220,33 +188,67 @@ def _assemble(
     checkpoint: Checkpoint,
     inflate_bytes: int,
     weights: str,
+    device: Device,
     choice: str,
-    open_back_end: Callable[[Any, Any], BackEnd],
+    open_back_end: Callable[[Any], BackEnd],
 ) -> LanguageModel:
-    return assemble(
-        open_skeleton(checkpoint),
-        checkpoint,
-        weights=weights,
-        choice=choice,
-        inflate_bytes=inflate_bytes,
-        open_back_end=open_back_end,
+    def opened(model: Any, plan: Plan | None) -> BackEnd:
+        if not device.is_cpu and (why := _against_device(model, plan, weights, device)):
+            raise CheckpointError(f"{checkpoint.source}: {why}")
+        return open_back_end(model)
+
+    try:
+        return assemble(
+            open_skeleton(checkpoint),
+            checkpoint,
+            weights=weights,
+            choice=choice,
+            inflate_bytes=inflate_bytes,
+            open_back_end=opened,
+        )
+    except torch.OutOfMemoryError as error:
+        raise CheckpointError(
+            f"{checkpoint.source}: its substitute as {weights} needs more of {device.name} while "
+            f"it is loaded than is free: {_remedy(weights)}"
+        ) from error
+
+
+def _against_device(model: Any, plan: Plan | None, weights: str, device: Device) -> str:
+    """Return why the substitute of a skeleton does not fit into what is free on a device, and what
+    would; empty if it does. The head is there twice while it is laid out."""
+    head = math.prod(model.get_output_embeddings().weight.shape)
+    shapes = (*planned_shapes(model, plan), *expert_shapes(model))
+    numbers = sum(map(math.prod, shapes)) - head
+    size = bytes_of_codes(numbers, BITS[weights]) + 2 * GPU_TYPES["fp16"].itemsize * head
+    free = device.free_bytes()
+    if size <= free:
+        return ""
+    return (
+        f"its substitute takes {size / 1e9:.3g} GB of {device.name} as {weights} while it is "
+        f"loaded, of which {free / 1e9:.3g} GB are free: {_remedy(weights)}"
     )
 
 
-def _kernels(model: Any, kind: Kind, substitutes: Substitutes) -> KernelSubstitute:
-    return KernelSubstitute(model, kind, context=context_of(model.config), substitutes=substitutes)
+def _remedy(weights: str) -> str:
+    smaller = BITS[weights] > BITS["int4"]
+    first = "set draft.weights to int4, or" if smaller else "choose another draft.kind, or set"
+    return f"{first} draft.device to 'cpu'"
+
+
+def _described(model: Any, kind: Kind, device: Device, substitutes: Substitutes) -> BackEnd:
+    if not device.is_cpu:
+        return ResidentSubstitute(model, kind, substitutes=substitutes, device=device)
+    return KernelSubstitute(model, kind, substitutes=substitutes, context=context_of(model.config))
 
 
 def _library(
-    model: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    substitutes: Substitutes,
-    source: str,
-    why_not: str,
-) -> LibrarySubstitute:
+    model: Any, device: Device, substitutes: Substitutes, source: str, why_not: str
+) -> BackEnd:
     why = f"{why_not}; use a draft of another kind"
     refuse_without_kernels(model.config.model_type, source, why)
     return LibrarySubstitute(
-        device=device, dtype=dtype, substitutes=substitutes, layers=len(decoder_layers(model)[1])
+        device=device.torch_device,
+        dtype=torch.float32 if device.is_cpu else GPU_TYPES["bf16"],
+        substitutes=substitutes,
+        layers=len(decoder_layers(model)[1]),
     )

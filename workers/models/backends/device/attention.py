@@ -18,10 +18,10 @@ from dovetail.workers.models.backends.device.choice import (
     TIMED_SHAPE,
     Contest,
     Function,
-    Product,
     Products,
 )
 from dovetail.workers.models.backends.device.own import FOLDER
+from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.cache import HALF
 
 SOURCE = (FOLDER / "attention.cu").read_text(encoding="utf-8")

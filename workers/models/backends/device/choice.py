@@ -20,6 +20,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from dovetail.workers import kernels
 from dovetail.workers.devices import Capture, Device, Program, kind_of
 from dovetail.workers.devices.nvidia import compiled
 from dovetail.workers.kernels import Kind, PackedMatrix
@@ -27,14 +28,12 @@ from dovetail.workers.kernels.coded import Coded
 from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
 from dovetail.workers.models.backends.device.own import SOURCE, OwnMatrix, own_matrix
 from dovetail.workers.models.backends.device.products import (
+    Product,
     narrowed,
     product,
     rounded_product,
 )
 from dovetail.workers.models.backends.device.trying import tried
-
-Product = Callable[[Tensor], Tensor]
-"""x [T, k] -> [T, n], both fp32."""
 
 SHAPE = (83, 333)
 """[out, in] of the proof: two panels, the second one narrow, and no multiple of any step."""
@@ -173,6 +172,12 @@ def _for_drafts(kind: IntEnum) -> bool:
     return isinstance(kind, Coded) or (isinstance(kind, Function) and kind.rounds)
 
 
+def choice_on(device: torch.device) -> Products | None:
+    """Return the products to choose from on a device; None: torch's, as on a CPU, and where there
+    are no kernels to prove ours by."""
+    return None if device.type == "cpu" or not kernels.available() else products_on(device)
+
+
 def tell_products(device: torch.device, name: str) -> None:
     """Say on stderr which products a worker computes with on a device, and why, each once."""
     products = products_on(device)
@@ -274,7 +279,7 @@ def _pairs(
         yield own_matrix(program, lying, memory), torchs
 
 
-CONTESTS: Mapping[Kind, Contest] = {
+CONTESTS: Mapping[IntEnum, Contest] = {
     kind: Contest(
         kind,
         f"product multiplies {kind.name.lower()} weights",
@@ -286,7 +291,7 @@ CONTESTS: Mapping[Kind, Contest] = {
 }
 """The types of weights that there is a product of ours for; fp32 are torch's."""
 
-ROUNDED: Mapping[Kind, Contest] = {
+ROUNDED: Mapping[IntEnum, Contest] = {
     kind: Contest(
         function,
         f"product multiplies a draft's {kind.name.lower()} weights",

@@ -7,6 +7,7 @@ matrices and their bytes; whether a product is used, `choice.py` decides.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from dovetail.workers import kernels
 from dovetail.workers.devices import Program
 from dovetail.workers.kernels import ALIGNMENT, Kind
-from dovetail.workers.kernels.coded import GROUP, CodedMatrix
+from dovetail.workers.kernels.coded import GROUP, Coded
 from dovetail.workers.models.backends.blob import ELEMENTS, STEP, VECTOR, Lying
 
 FOLDER = Path(kernels.__file__).parent / "cuda"
@@ -50,7 +51,7 @@ class Block:
     def threads(self) -> int:
         return self.outputs // self.columns * self.groups
 
-    def name(self, kind: Kind) -> str:
+    def name(self, kind: IntEnum) -> str:
         """Return the name of the function for a type of weights."""
         return f"{kind.name.lower()}_{self.tile}{'_wide' if self.vectors > 1 else ''}"
 
@@ -97,7 +98,7 @@ class OwnMatrix:
     """A matrix of the kernels on a GPU, and its product."""
 
     program: Program
-    kind: Kind
+    kind: IntEnum
     n: int
     k: int
     packed: Tensor
@@ -188,14 +189,11 @@ class OwnCodes:
         return y
 
 
-def own_codes(program: Program, matrix: CodedMatrix, bits: int, device: torch.device) -> OwnCodes:
-    """Return a matrix of codes of the kernels, copied to a device."""
-    whole = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes].to(device)
-    bias = None
-    if matrix.struct.bias:
-        start = matrix.struct.bias - matrix.struct.packed
-        bias = whole[start : start + 4 * matrix.n].view(torch.float32)
-    return OwnCodes(program, bits, matrix.n, matrix.k, whole, bias)
+def own_codes(program: Program, lying: Lying, memory: Tensor) -> OwnCodes:
+    """Return a matrix of codes of a blob that lies in `memory` on the device, and stays there."""
+    whole = memory[lying.offset : lying.offset + lying.size]
+    bias = whole[-4 * lying.n :].view(torch.float32) if lying.bias else None
+    return OwnCodes(program, Coded(lying.kind).bits, lying.n, lying.k, whole, bias)
 
 
 def _aligned(size: int) -> int:

@@ -23,9 +23,9 @@ from dovetail.workers.kernels.layer_plan import (
     Rotary,
 )
 from dovetail.workers.models.backends.device.angles import Turn
-from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function, Product
+from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function
 from dovetail.workers.models.backends.device.own import FOLDER
-from dovetail.workers.models.backends.device.products import narrowed
+from dovetail.workers.models.backends.device.products import Product, narrowed
 from dovetail.workers.models.cache import HALF, rounded
 
 SOURCE = (FOLDER / "parts.cu").read_text(encoding="utf-8")

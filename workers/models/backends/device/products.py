@@ -9,8 +9,9 @@ from torch.nn.functional import linear, pad
 
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends.blob import Matrix
-from dovetail.workers.models.backends.device.own import OwnMatrix
 
+Product = Callable[[Tensor], Tensor]
+"""x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
 TILE_WEIGHTS = 1 << 24
 """So many 16-bit weights are widened at a time: 64 MiB of fp32."""
 LEAST_ROWS, MULTIPLE = 32, 8
@@ -20,9 +21,9 @@ TINY = 1e-30
 """A row whose largest magnitude is less is all zeros in int8 (`kernels/native/linear.inl`)."""
 
 
-def product(matrix: Matrix | OwnMatrix, x: Tensor) -> Tensor:
+def product(matrix: Matrix | Product, x: Tensor) -> Tensor:
     """x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
-    if isinstance(matrix, OwnMatrix):
+    if not isinstance(matrix, Matrix):
         return matrix(x)
     if matrix.kind is Kind.FP32:
         return linear(x, matrix.weight, matrix.bias)
@@ -35,11 +36,11 @@ def product(matrix: Matrix | OwnMatrix, x: Tensor) -> Tensor:
 
 
 def rounded_product(
-    matrix: Matrix | OwnMatrix, x: Tensor, narrow: Callable[[Tensor, torch.dtype], Tensor]
+    matrix: Matrix | Product, x: Tensor, narrow: Callable[[Tensor, torch.dtype], Tensor]
 ) -> Tensor:
     """Return the layer for a draft, which may round: inputs meet torch's 16-bit weights in their
     own type, and nothing is widened. `narrow`: as `narrowed`."""
-    if isinstance(matrix, OwnMatrix) or matrix.kind not in (Kind.FP16, Kind.BF16):
+    if not isinstance(matrix, Matrix) or matrix.kind not in (Kind.FP16, Kind.BF16):
         return product(matrix, x)
     weight = matrix.weight
     x = narrow(x, weight.dtype)

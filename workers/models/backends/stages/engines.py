@@ -36,7 +36,7 @@ from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.device.parts import Parts
-from dovetail.workers.models.backends.device.products import product, rounded_product
+from dovetail.workers.models.backends.device.products import Product, product, rounded_product
 from dovetail.workers.models.backends.device.rows import Rows
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import HALF, Heads, KVCache, MixedKVCache
@@ -163,7 +163,7 @@ class SettledLayer:
     """A layer that stays on a device, with its matrices as its products take them."""
 
     layer: DeviceLayer
-    matrices: Mapping[str, Matrix | OwnMatrix]
+    matrices: Mapping[str, Matrix | Product]
 
     def __call__(self, rows: Rows, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
@@ -246,7 +246,7 @@ class TorchEngine:
         if self.products is not None and self._masks and dtype == HALF:
             self.products.owner(CONTEST)
 
-    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | OwnMatrix:
+    def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
         """Return a matrix of a blob that lies in `memory` on the device, as its product takes it:
         where that is torch's the memory is free then."""
         products = self.products
