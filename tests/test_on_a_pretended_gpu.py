@@ -72,14 +72,14 @@ def test_a_head_there_drafts_and_changes_nothing() -> None:
 
 
 def test_a_draft_whose_memory_runs_out_changes_nothing() -> None:
-    """Its device has room for the head and some of the sessions."""
+    """Its device has room for the head and five sessions, or three that draft."""
     sampling = Sampling(min_tokens=TOKENS)
     found = []
-    with capped(10_000_000), running(HEAD) as client:
+    with capped(11_000_000), running(HEAD) as client:
         for how in ({"tree": TREE, "ahead": True}, {"tree": TreeSettings(), "speculate": False}):
             asked = [
                 client.submit(turns=turns[:1], sampling=sampling, max_tokens=TOKENS, seed=5, **how)
-                for turns in PROMPTS[:4]
+                for turns in PROMPTS[:6]
             ]
             found.append(complete_all(client, asked))
     there, alone = found
@@ -87,7 +87,7 @@ def test_a_draft_whose_memory_runs_out_changes_nothing() -> None:
         assert difference(one, reference.result.token_ids) is None
     failures = [one.result.draft_failure for one in there]
     assert any(failure and "memory is exhausted" in failure.error for failure in failures)
-    assert any(failure is None for failure in failures)
+    assert max(one.result.tau or 0.0 for one in there) > 1.5
 
 
 @pytest.mark.slow

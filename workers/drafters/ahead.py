@@ -10,6 +10,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from dovetail.protocol.tree import ROOT
+from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.drafters.passes import Reading, read_together
 from dovetail.workers.drafters.session import (
     MAX_TREE_ROWS,
@@ -79,7 +80,8 @@ class GrowthAhead:
             if grown.reading.error is None and grown.reading.rows:
                 waiting.passes.append((grown.reading.rows, duration_ns))
         for error in filter(None, (reading.error for reading in readings)):
-            raise error
+            if not is_out_of_memory(error):  # an order may have room still, and says it if not
+                raise error
         return [grown.place for grown in growing]
 
     def _next_pass(
