@@ -85,13 +85,13 @@ def level(pair: PairOfWorkers) -> Counts:
 
 
 BUDGETS = {
-    "small": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=2),
-    "eagle": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
-    "eagle3": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
-    "dovetail": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
-    "jakiro": Counts(launches=11, copies_in=2, copies_out=1, synchronisations=3),
-    "substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=2),
-    "shared substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=2),
+    "small": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=1),
+    "eagle": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
+    "eagle3": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
+    "dovetail": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
+    "jakiro": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
+    "substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=1),
+    "shared substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=1),
 }
 """The most of a level. The aim: 4 launches, 1 copy in, 1 out and 2 waits."""
 

@@ -20,6 +20,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.devices import open_device
+from dovetail.workers.devices.memory import captured_if_possible
 from dovetail.workers.drafters.head import FORETOLD, NOISE_SHARE, HeadDrafter
 from dovetail.workers.drafters.head_levels import Capture
 from dovetail.workers.heads.head import Head, Predicted, open_head
@@ -337,6 +338,30 @@ def test_levels_in_fixed_shapes_are_the_same(
     ).fed()
     walk(story, 1, rounds=4, contrast=contrast)
     assert 1 <= len(captured) <= 6
+
+
+def refuse(_: Callable[[], Predicted]) -> Callable[[], Predicted]:
+    raise RuntimeError("it waits for the device")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.7)])
+@pytest.mark.parametrize("kind", ["eagle3", "jakiro"])
+def test_children_ranked_behind_a_level_are_those_that_its_logits_give(
+    kind: str,
+    sampling: Sampling,
+    open_kind: Callable[..., Head],
+) -> None:
+    """Also where levels cannot be captured."""
+    head = open_kind(kind, "library")
+    for capture in (lambda function: function, captured_if_possible(refuse)):
+        found, expected = (
+            Story(head, contrast=head.spec.contrast, sampling=sampling, capture=how).fed()
+            for how in (capture, None)
+        )
+        for bonus in (2, 9, 4):
+            one, other = found.draft(bonus=bonus, ahead=True), expected.draft(bonus=bonus)
+            assert one.tree == other.tree
+            assert one.scores == pytest.approx(other.scores, abs=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "static", "beam", "budget"])

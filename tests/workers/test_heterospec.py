@@ -4,14 +4,12 @@ hand."""
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError
@@ -19,6 +17,7 @@ from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, Sampling, TreeSetti
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.head_levels import FixedLevels, Found, Level
 from dovetail.workers.heads.head import Head, Predicted, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.growth import GrowingTree
@@ -342,13 +341,13 @@ def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int
             1, log, capacity=60, vocabulary_size=48, key=bytes(16), sampling=Sampling(), tree=wanted
         )
     )
-    plain = session.levels
 
-    def watched(tokens: Tensor, *arguments: Any, **options: Any) -> Predicted:
-        asked.append(len(tokens))
-        return plain(tokens, *arguments, **options)
+    class Watched(FixedLevels):
+        def compute(self, level: Level) -> Found:
+            asked.append(len(level.tokens))
+            return super().compute(level)
 
-    session.levels = watched
+    session.levels.__class__ = Watched
     engine.feed(session, 0, features(len(log)))
     for bonus in (2, 7, 9):
         engine.draft(session, (), bonus, largest(wanted))

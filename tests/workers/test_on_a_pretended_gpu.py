@@ -4,6 +4,7 @@ device for: on a pretended GPU that computes the real numbers."""
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from dovetail.workers.devices.pretended import (
     capture,
     device,
 )
-from dovetail.workers.drafters.head_levels import open_levels
+from dovetail.workers.drafters.head_levels import Level, compute_level, open_levels
 from dovetail.workers.drafters.shared import Lent, SharedDrafter
 from dovetail.workers.heads.head import open_head
 from dovetail.workers.kernels.coded import GROUP
@@ -183,7 +184,8 @@ def test_a_heads_levels_in_fixed_shapes_are_what_they_are_one_by_one(
         head.spec.contrast,
     )
     for making in (None, capture):
-        cache, levels = open_levels(head, 12, making)
+        cache, levels = open_levels(head, 12, making, of_tree=6)
+        levels.states[:3] = given.to(there)
         head.forward(
             torch.tensor(TOKENS[:5]),
             features.to(there),
@@ -192,13 +194,24 @@ def test_a_heads_levels_in_fixed_shapes_are_what_they_are_one_by_one(
             true=True,
         )
         cache.keep(range(5), 5)
-        found.append(
-            levels(
-                torch.tensor(TOKENS[5:8]), given.to(there), positions, paths, 5, contrast=contrast
-            )
+        level = Level(
+            torch.tensor(TOKENS[5:8]),
+            positions,
+            Segment(cache, 5, 3, paths),
+            np.arange(3),
+            into=3,
+            contrast=contrast,
         )
-    assert found[0].logits.device == there
-    torch.testing.assert_close(found[0].logits.cpu(), found[1].logits.cpu(), rtol=2e-2, atol=2e-2)
+        predicted = compute_level(head, levels, level)
+        found.append((predicted, levels.states[3:6].clone()))
+    assert found[0][0].logits.device == there
+    for one, other in (
+        (found[0][0].logits, found[1][0].logits),
+        (found[0][0].contrast, found[1][0].contrast),
+        (found[0][1], found[1][1]),
+    ):
+        if one is not None:
+            torch.testing.assert_close(one.cpu(), other.cpu(), rtol=2e-2, atol=2e-2)
 
 
 @needs_kernels

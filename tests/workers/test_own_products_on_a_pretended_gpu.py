@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from dovetail.workers.devices.pretended import (
     device,
 )
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.head_levels import open_levels
+from dovetail.workers.drafters.head_levels import Level, compute_level, open_levels
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head, open_head
 from dovetail.workers.models.backends.device.choice import products_on, tell_products
@@ -197,25 +198,23 @@ def levels_of(head: Head, making: Capture | None) -> Tensor:
     """The logits of true rows, and of two levels of a tree behind them."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(5, head.spec.feature_width, generator=generator).to(head.device)
-    cache, levels = open_levels(head, 12, making)
+    cache, levels = open_levels(head, 12, making, of_tree=4)
     with torch.inference_mode():
         found = head.forward(
             TOKENS[:5], features, torch.arange(5), [Segment(cache, 0, 5)], true=True
         )
         cache.keep(range(5), 5)
         rows = [found.logits[-1:]]
-        states = found.states[-1:].repeat(2, 1)
-        for start, paths in ((5, [[5], [6]]), (7, [[5, 7], [6, 8]])):
-            found = levels(
+        levels.states[0] = found.states[-1]
+        for start, paths, above in ((5, [[5], [6]], [0, 0]), (7, [[5, 7], [6, 8]], [1, 2])):
+            level = Level(
                 TOKENS[start : start + 2],
-                states,
                 torch.full((2,), start // 2 + 3),
-                Paths.of(5, paths),
-                start,
-                contrast=False,
+                Segment(cache, start, 2, Paths.of(5, paths)),
+                np.array(above),
+                into=start - 4,
             )
-            rows.append(found.logits)
-            states = found.states.clone()
+            rows.append(compute_level(head, levels, level).logits)
     return torch.cat(rows).cpu()
 
 

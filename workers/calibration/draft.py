@@ -11,6 +11,7 @@ model is opened as the worker opens it. Knows seconds and keys; nothing of who a
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,13 @@ from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
 from dovetail.workers.devices import open_device
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.head_levels import Capture, Levels, open_levels
+from dovetail.workers.drafters.head_levels import (
+    Capture,
+    Level,
+    Levels,
+    compute_level,
+    open_levels,
+)
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head
@@ -87,7 +94,7 @@ class _Guesses:
         self.vocabulary_size = head.vocabulary_size
 
     def new_cache(self, capacity: int) -> Cache:
-        cache, self._levels = open_levels(self._head, capacity, self._capture)
+        cache, self._levels = open_levels(self._head, capacity, self._capture, of_tree=LEVELS[-1])
         return cache
 
     @torch.inference_mode()
@@ -101,13 +108,12 @@ class _Guesses:
     ) -> Tensor:
         """Logits [R, V] of `rows`, or, as of a level, of all."""
         (segment,) = segments
-        states = torch.zeros(len(tokens), self._head.spec.hidden, device=self._head.device)
         if rows is not None:
+            states = torch.zeros(len(tokens), self._head.spec.hidden, device=self._head.device)
             return self._head.forward(
                 tokens, states, positions, segments, true=False, rows=rows
             ).logits
         assert self._levels is not None
-        assert segment.paths is not None
-        return self._levels(
-            tokens, states, positions, segment.paths, segment.start, contrast=False
-        ).logits
+        above = np.zeros(len(tokens), np.int64)
+        level = Level(tokens, positions, segment, above, into=1)
+        return compute_level(self._head, self._levels, level).logits

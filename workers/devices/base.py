@@ -92,6 +92,17 @@ class DeviceKind(ABC):
     def transfer(self, device: torch.device) -> Transfer:
         """Return a way to a device for weights that pass through it."""
 
+    def pinned(self, size: int) -> Tensor:
+        """Return uint8 [size] of the host, zeros, from which a device copies while the host goes
+        on."""
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        """Have a device copy `pinned` memory before it computes anything else; return what waits
+        until that may be written again."""
+        target.copy_(source, non_blocking=True)
+        return lambda: None
+
     def against_int4(self, device: torch.device) -> str:
         """Return why torch's int4 products cannot run on a device; empty if they can."""
         return ""

@@ -4,7 +4,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -92,8 +92,9 @@ def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT
     """Capture `function`, which reads and writes the same tensors of GPU `index` each time and asks
     it nothing, as a CUDA graph; returns what replays it.
 
-    The result is always the same tensors, with new numbers after each replay. What other threads
-    ask of a GPU meanwhile does not end the capture.
+    The result is always the same tensors, with new numbers after each replay, which are good until
+    another graph is replayed: all share their memory. What other threads ask of a GPU meanwhile
+    does not end the capture.
     """
     with torch.cuda.device(index):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -103,7 +104,9 @@ def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT
                 function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=_first_graph(index).pool(), capture_error_mode="thread_local"
+        ):
             result = function()
 
     def replay() -> ResultT:
@@ -112,6 +115,16 @@ def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT
         return result
 
     return replay
+
+
+@cache
+def _first_graph(index: int) -> torch.cuda.CUDAGraph:
+    """Return a graph whose memory all graphs of a GPU share, since they are replayed one after the
+    other. It stays: a pool without a graph is closed for good."""
+    graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device=f"cuda:{index}")
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        number + 1.0
+    return graph
 
 
 def program(device: torch.device, source: str) -> Functions | str:
@@ -185,6 +198,12 @@ class CudaTransfer:
         return event
 
 
+def _wait(event: torch.cuda.Event) -> None:
+    """Have the host wait for an event, which has passed most of the time."""
+    if not event.query():  # type: ignore[no-untyped-call]
+        event.synchronize()
+
+
 def _unpin(device: torch.device, address: int) -> None:
     """Let locked pages go, when nothing is copied from them any more."""
     torch.cuda.synchronize(device)
@@ -220,6 +239,15 @@ class _Cuda(DeviceKind):
 
     def transfer(self, device: torch.device) -> CudaTransfer:
         return CudaTransfer(device.index)
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        target.copy_(source, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(target.device))
+        return partial(_wait, copied)
 
     def against_int4(self, device: torch.device) -> str:
         """The products take the matrix units of compute capability 8."""

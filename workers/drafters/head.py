@@ -49,13 +49,14 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head_levels import (
     Capture,
-    FreeLevels,
+    Found,
     Kind,
+    Level,
     adapts_shapes,
     compute_rows,
     open_levels,
 )
-from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
+from dovetail.workers.drafters.head_session import HeadLeft, HeadSession, Ranked
 from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_alone
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.tree import CHUNK, Grower
@@ -155,6 +156,7 @@ class HeadDrafter(Grower[HeadSession]):
             self.head,
             window + rows,
             self._capture,
+            of_tree=rows,
             least_rows=1 if adapts_shapes(tree) else tree.width,
             cache=None if base is None else base.cache,
         )
@@ -168,7 +170,6 @@ class HeadDrafter(Grower[HeadSession]):
             cache=cache,
             levels=levels,
             window=window,
-            states=torch.empty(1 + rows, spec.hidden, device=self.head.device),
             waiting=waiting,
             dropped=0 if base is None else base.dropped,
         )
@@ -341,11 +342,11 @@ class HeadDrafter(Grower[HeadSession]):
         when it has moved, and what was foretold."""
         tree = session.tree
         again = tree.children_of(nodes) > 0
+        best = None if session.ranked is None else session.ranked.of(nodes, width)
+        children = session.ranking.children(logits, tree, nodes, len(session.log), width, best)
         if not again.any():
-            return super()._add_children(session, logits, nodes, width)
-        added = tree.rank_again(
-            nodes, *session.ranking.children(logits, tree, nodes, len(session.log), width)
-        )
+            return tree.add_children(nodes, *children)
+        added = tree.rank_again(nodes, *children)
         if nodes[0] == ROOT:
             tree.prune(width)
         return added
@@ -355,30 +356,31 @@ class HeadDrafter(Grower[HeadSession]):
         tree of `depth` levels."""
         tree, cache = session.tree, session.cache
         parents, levels = tree.parents[nodes], tree.levels[nodes]
-        above = torch.from_numpy(
-            1 + tree.rows_of(parents)
-        )  # the root has no row in the tree, and its state comes first
-        first = tree.rows_used
+        first, width = tree.rows_used, session.waiting_time.children
         tree.give_rows(nodes)
         paths = Paths.behind(cache.length, *tree.lineage(nodes))
-        tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
-        positions = torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64))
-        wanted = self._contrast and bool((levels == depth - 2).any())
-        fixed = None if isinstance(session.levels, FreeLevels) else session.levels
-        predicted: Predicted = yield Rows(
-            tokens,
-            positions,
+        level = Level(
+            torch.from_numpy(tree.tokens[nodes].astype(np.int64)),
+            torch.from_numpy(len(session.log) - 2 + levels.astype(np.int64)),
             Segment(cache, cache.length + first, len(nodes), paths),
-            wanted=len(nodes),
-            kind=Kind(true=False, contrast=wanted, levels=fixed),
-            features=session.states.index_select(0, above.to(self.head.device)),
+            # the root has no row in the tree, and its state comes first
+            above=1 + tree.rows_of(parents).astype(np.int64),
+            into=1 + first,
+            contrast=self._contrast and bool((levels == depth - 2).any()),
+            ordered=session.ranking.ordered(tree, nodes, len(session.log), width)
+            if session.levels.ranks
+            else None,
         )
-        session.states[1 + first : 1 + first + len(nodes)] = predicted.states
-        if predicted.contrast is not None:
+        found: Predicted = yield session.levels.ask(level)
+        session.levels.take(level, found)
+        if found.contrast is not None:
             session.contrasts.update(
-                (int(nodes[i]), predicted.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
+                (int(nodes[i]), found.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
             )
-        return predicted.logits
+        session.ranked = None
+        if isinstance(found, Found) and found.best is not None:
+            session.ranked = Ranked(nodes, width, found.best)
+        return found.logits
 
     def take(self, session: HeadSession, reading: Reading) -> int:
         """Numbers that have left fp16 end their session; those that are opened from now on have

@@ -2,146 +2,223 @@
 so that a device can replay them at once.
 
 On a GPU a head of one layer is over before its operations have been launched one after the other.
-In fixed shapes - the rows padded to a power of two, the whole cache under a mask - all of them are
-captured once for the memory of a cache and a number of rows, and replayed for every level (CUDA
-graphs). Where the number of rows follows how sure the draft is, so does the graph (HeteroSpec's
-dynamic computational adaptation, section 4.3). Knows rows and slots.
+In fixed shapes (`models/backends/device/fixed.py`) all of them are captured once for the memory of
+a cache and a number of rows, and replayed for every level (CUDA graphs): the states of the parents
+are gathered, those of the rows go where their children will find them, and children are ranked.
+Where the number of rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic
+computational adaptation, section 4.3). Knows rows and slots.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.drafters.passes import Rows, joined, wanted_rows
+from dovetail.workers.drafters.ranking import Ordered
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.packed import Packed
-from dovetail.workers.models.segment import Cache, Paths, Segment
+from dovetail.workers.models.backends.device.fixed import Form, Inputs, form_of, level_of
+from dovetail.workers.models.segment import Cache, Segment
+from dovetail.workers.speculation.growth import Nodes, best_of
 
-Capture = Callable[[Callable[[], Predicted]], Callable[[], Predicted]]
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """A function of fixed shapes -> one that does the same again, into the same tensors."""
 
 
-class Levels(Protocol):
-    """Computes for one session; the states that it returns are good until it is called again."""
+@dataclass(frozen=True)
+class Level:
+    """Rows of a tree that one session wants."""
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        states: Tensor,
-        positions: Tensor,
-        paths: Paths,
-        start: int,
-        *,
-        contrast: bool,
-    ) -> Predicted:
-        """Rows of tokens, positions int64 [N] and states [N, H], which see `paths` and are written
-        to the slots from `start` on."""
+    tokens: Tensor
+    """int64 [N]; `positions` likewise."""
+    positions: Tensor
+    segment: Segment
+    above: Nodes
+    """[N]: the rows of the session's states that the rows go on from."""
+    into: int
+    """The first of the rows that their own states go to."""
+    contrast: bool = False
+    ordered: Ordered | None = None
+    """The ranking of the children; None: it is left to the host."""
 
 
 @dataclass(frozen=True)
 class FreeLevels:
-    """Compute rows in the shape in which they come."""
+    """Compute rows in the shape in which they come, beside those of other sessions."""
 
+    ranks: ClassVar[bool] = False
+    """True if children are ranked where levels are computed."""
     head: Head
-    cache: Cache
+    states: Tensor
+    """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        states: Tensor,
-        positions: Tensor,
-        paths: Paths,
-        start: int,
-        *,
-        contrast: bool,
-    ) -> Predicted:
-        segment = Segment(self.cache, start, len(tokens), paths)
-        return self.head.forward(
-            tokens, states, positions, [segment], true=False, contrast=contrast
+    def ask(self, level: Level) -> Rows:
+        """Return the rows of a level as a part of a pass."""
+        return Rows(
+            level.tokens,
+            level.positions,
+            level.segment,
+            wanted=len(level.tokens),
+            kind=Kind(true=False, contrast=level.contrast),
+            features=self.states.index_select(
+                0, torch.from_numpy(level.above).to(self.head.device)
+            ),
         )
+
+    def take(self, level: Level, found: Predicted) -> None:
+        """Note the states that a level has."""
+        self.states[level.into : level.into + len(level.tokens)] = found.states
 
 
 @dataclass(frozen=True)
-class _Fixed:
-    """The inputs of a pass of fixed shape, here and on the device, and the pass."""
+class Found(Predicted):
+    """The predictions of a level, and the children that a device has ranked by them."""
 
-    here: Packed
-    there: Packed
-    states: Tensor
-    replay: Callable[[], Predicted]
+    best: Tensor | None = None
+    """int32 [2, N or more, K or more]: the children as `growth.best_of` has them, if that was
+    ordered."""
+
+
+@dataclass(frozen=True)
+class LevelRows(Rows):
+    """A level in fixed shapes, a pass of its own."""
+
+    level: Level | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The shape of a ranking."""
+
+    vocabulary_size: int
+    width: int
+    noisy: bool
+
+    @classmethod
+    def of(cls, ordered: Ordered) -> "Ranks":
+        """Return the shape for an order; the width is the next power of two."""
+        width = 1 << (ordered.width - 1).bit_length()
+        return cls(ordered.vocabulary_size, width, ordered.noise is not None)
+
+
+class LevelInputs(Inputs):
+    """The inputs of a level."""
+
+    def __init__(self, form: Form, ranks: Ranks | None, device: torch.device) -> None:
+        rows = (form.rows,)
+        numbers = dict.fromkeys(("tokens", "above", "into"), (torch.long, rows))
+        scales = dict.fromkeys(("temperatures", "sharpenings"), (torch.float32, rows))
+        super().__init__(form, {**numbers, **scales}, device)
+        width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
+        self.noise = torch.zeros(form.rows, width, device=device)
+        """[T, V] on the device alone; of a greedy ranking nothing."""
+
+    def best(self, logits: Tensor, ranks: Ranks) -> Tensor:
+        """Return the children that logits [T, V] give, as `growth.best_of`."""
+        z = logits[:, : ranks.vocabulary_size]
+        if ranks.noisy:
+            heated = (z - z.amax(-1, keepdim=True)) / self["temperatures"].unsqueeze(1)
+            z = heated + self.noise
+        return best_of(z / self["sharpenings"].unsqueeze(1), ranks.width)
 
 
 class FixedLevels:
-    """Compute rows in fixed shapes. The cache's last slot is for the rows of the padding, which see
-    nothing else."""
+    """Compute rows in fixed shapes."""
+
+    ranks: ClassVar[bool] = True
 
     def __init__(
-        self, head: Head, cache: ArenaCache, capture: Capture, *, least_rows: int = 1
+        self, head: Head, cache: ArenaCache, capture: Capture, *, rows: int, least_rows: int = 1
     ) -> None:
-        """`least_rows`: a pass is padded to so many at least; the width of the tree makes one shape
-        of all."""
+        """`rows`: of trees. `least_rows`: a pass is padded to so many at least; the width of the
+        tree makes one shape of all."""
         self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
+        self._memory = self._take_states(1 + rows)
+        self.states = self._memory[: 1 + rows]
+        """As those of `FreeLevels`."""
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        states: Tensor,
-        positions: Tensor,
-        paths: Paths,
-        start: int,
-        *,
-        contrast: bool,
-    ) -> Predicted:
-        count, spare = len(tokens), self._cache.rows.shape[3] - 1
-        rows = 1 << (max(count, self._least_rows) - 1).bit_length()
-        fixed = self._of(rows, contrast)
-        mask, slots = fixed.here["mask"], fixed.here["slots"]
-        mask.fill_(float("-inf"))
-        mask[:count, : paths.prefix] = 0.0
-        mask[count:, spare] = 0.0
-        which = torch.repeat_interleave(torch.arange(count), torch.from_numpy(paths.offsets).diff())
-        mask[which, torch.from_numpy(paths.slots).long()] = 0.0
-        slots.fill_(spare)
-        slots[:count] = torch.arange(start, start + count)
-        fixed.here["tokens"][:count], fixed.here["positions"][:count] = tokens, positions
-        fixed.there.copy_(fixed.here)
-        fixed.states[:count] = states
-        found = fixed.replay()
-        later = None if found.contrast is None else found.contrast[:count].clone()
-        return Predicted(found.logits[:count].clone(), found.states[:count], later)
+    def _take_states(self, rows: int) -> Tensor:
+        """Return the memory of at least so many states, over which levels are captured as they are
+        over the cache's; behind them is a row for who captures."""
+        captured, key = self._cache.arena.captured, (self._head, "states")
+        if (known := captured.get(key)) is None or len(known) <= rows:
+            captured.clear()
+            head = self._head
+            known = captured[key] = torch.zeros(
+                rows + 1, head.spec.hidden, dtype=head.dtype, device=head.device
+            )
+        states: Tensor = known
+        return states
 
-    def _of(self, rows: int, contrast: bool) -> _Fixed:
-        """The pass of so many rows, captured where it has not been over the cache's memory."""
-        captured, key = self._cache.arena.captured, (self._head, rows, contrast)
-        if key not in captured:
-            captured[key] = self._open(rows, contrast)
-        fixed: _Fixed = captured[key]
-        return fixed
+    def ask(self, level: Level) -> LevelRows:
+        """Return the rows of a level as a pass of its own."""
+        kind = Kind(true=False, contrast=level.contrast, levels=self)
+        rows = level.tokens, level.positions, level.segment
+        return LevelRows(*rows, wanted=len(level.tokens), kind=kind, level=level)
 
-    def _open(self, rows: int, contrast: bool) -> _Fixed:
-        """Make the inputs of a pass and capture it."""
-        head, cache, device = self._head, self._cache, self._head.device
-        slots_there = cache.rows.shape[3]
-        shapes = {
-            **dict.fromkeys(("tokens", "positions", "slots"), (torch.long, (rows,))),
-            "mask": (torch.float32, (rows, slots_there)),
+    def take(self, level: Level, found: Predicted) -> None:
+        """Do nothing: states are where they belong."""
+
+    def compute(self, level: Level) -> Found:
+        """Compute a level."""
+        count, ordered = len(level.tokens), level.ordered
+        ranks = None if ordered is None else Ranks.of(ordered)
+        form = form_of(level.segment, self._least_rows)
+        key = (self._head, level.contrast, ranks)
+        make = partial(self._open, form, ranks, contrast=level.contrast)
+        fixed = level_of(self._cache, key, form, make, self._capture)
+        rows: dict[str, NDArray[Any]] = {
+            "tokens": level.tokens.numpy(),
+            "positions": level.positions.numpy(),
+            "above": level.above,
+            "into": np.arange(level.into, level.into + count),
         }
-        here, there = Packed(shapes, torch.device("cpu")), Packed(shapes, device)
-        states = torch.zeros(rows, head.spec.hidden, device=device)
-        there["slots"].fill_(slots_there - 1)
-        there["mask"][:, :-1] = float("-inf")
-        memory = cache.rows
+        if ordered is not None:
+            rows |= {"temperatures": ordered.temperatures, "sharpenings": ordered.sharpenings}
+        fixed.inputs.send(level.segment, rows)
+        if ordered is not None and ordered.noise is not None:
+            torch.stack(list(ordered.noise), out=fixed.inputs.noise[:count])
+        found = fixed.replay()
+        return Found(
+            found.logits[:count].clone(),
+            self.states[level.into : level.into + count],
+            None if found.contrast is None else found.contrast[:count].clone(),
+            None if found.best is None else found.best.clone(),
+        )
 
-        def step() -> Predicted:
-            inputs = there["tokens"], states, there["positions"], there["slots"], there["mask"]
-            return head.step(*inputs, memory, contrast=contrast)
+    def _open(
+        self, form: Form, ranks: "Ranks | None", *, contrast: bool
+    ) -> tuple["LevelInputs", Callable[[], Found]]:
+        """Return the inputs of a pass, and what computes it."""
+        head, states, memory = self._head, self._memory, self._cache.rows
+        inputs = LevelInputs(form, ranks, head.device)
+        inputs["into"].fill_(len(states) - 1)
 
-        return _Fixed(here, there, states, self._capture(step))
+        def run() -> Found:
+            found = head.step(
+                inputs["tokens"],
+                states.index_select(0, inputs["above"]),
+                inputs["positions"],
+                inputs["slots"],
+                inputs.mask(head.cached),
+                memory[..., : form.slots, :],
+                contrast=contrast,
+            )
+            states.index_copy_(0, inputs["into"], found.states.to(states.dtype))
+            best = None if ranks is None else inputs.best(found.logits, ranks)
+            return Found(found.logits, found.states, found.contrast, best)
+
+        return inputs, run
+
+
+Levels = FreeLevels | FixedLevels
 
 
 def open_levels(
@@ -149,24 +226,32 @@ def open_levels(
     rows: int,
     capture: Capture | None,
     *,
+    of_tree: int,
     least_rows: int = 1,
     cache: Cache | None = None,
 ) -> tuple[Cache, Levels]:
-    """A cache of at least `rows` rows for one session, and how its levels are computed: in fixed
-    shapes where there is a `capture`.
+    """A cache of at least `rows` rows for one session, `of_tree` of them its trees', and how its
+    levels are computed: in fixed shapes where there is a `capture`.
 
     `cache`: one whose committed rows stay, in place of an empty one.
     """
-    slots = rows if capture is None else rows + 1
     if cache is None:
-        cache = head.new_cache(slots)
+        cache = head.new_cache(rows)
     else:
-        cache.resize(slots)
+        cache.resize(rows)
     if capture is None:
-        return cache, FreeLevels(head, cache)
+        states = torch.zeros(1 + of_tree, head.spec.hidden, dtype=head.dtype, device=head.device)
+        return cache, FreeLevels(head, states)
     if not isinstance(cache, ArenaCache):
         raise TypeError(f"a cache of type {type(cache).__name__} cannot be written in fixed shapes")
-    return cache, FixedLevels(head, cache, capture, least_rows=least_rows)
+    return cache, FixedLevels(head, cache, capture, rows=of_tree, least_rows=least_rows)
+
+
+def compute_level(head: Head, levels: Levels, level: Level) -> Predicted:
+    """Compute a level of one session by itself."""
+    (found,) = compute_rows(head, [levels.ask(level)])
+    levels.take(level, found)
+    return found
 
 
 def adapts_shapes(tree: TreeSettings) -> bool:
@@ -182,7 +267,7 @@ class Kind:
     true: bool
     """True if they read the target's features, False if the head's own states."""
     contrast: bool
-    levels: Levels | None = None
+    levels: FixedLevels | None = None
     """Computes rows of one session in fixed shapes; None: rows are computed as they come."""
 
 
@@ -191,10 +276,9 @@ def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
     one session."""
     kind, first = parts[0].kind, parts[0]
     assert isinstance(kind, Kind)
-    if kind.levels is not None and first.segment.paths is not None:
-        there = first.segment.paths, first.segment.start
-        rows = first.tokens, first.features, first.positions
-        return [kind.levels(*rows, *there, contrast=kind.contrast)]
+    if kind.levels is not None and isinstance(first, LevelRows):
+        assert first.level is not None
+        return [kind.levels.compute(first.level)]
     found = head.forward(
         joined([part.tokens for part in parts]),
         joined([part.features for part in parts]),

@@ -4,6 +4,7 @@ to be read."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,12 +13,26 @@ from dovetail.workers.drafters.head_levels import Levels
 from dovetail.workers.drafters.session import GrowingSession
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.prefix_cache import check_prefix
+from dovetail.workers.speculation.growth import Nodes
 
 SLACK_SHARE = 8
 """A full window loses this part of itself at once, so that a row is moved so many times at most."""
 LEAST_WINDOW_SHARE = 2
 """A session goes on from a window that has lost rows if at least this part of it is left; rows that
 were dropped cannot be computed again."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The children of nodes as a device has ranked them, which the host has not read yet."""
+
+    nodes: Nodes
+    width: int
+    best: Tensor
+
+    def of(self, nodes: Nodes, width: int) -> Tensor | None:
+        """Return it for these nodes and so many children; None: it is that of others."""
+        return self.best if width == self.width and np.array_equal(nodes, self.nodes) else None
 
 
 @dataclass(kw_only=True)
@@ -27,13 +42,17 @@ class HeadSession(GrowingSession):
 
     levels: Levels
     window: int
-    states: Tensor
-    """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
     contrasts: dict[int, Tensor] = field(default_factory=dict)
     """Pool node (-1: the root) -> logits [V] of what follows its children."""
     waiting: list[Tensor] = field(default_factory=list)
     """Features [n, W] of the positions behind the true rows."""
     dropped: int = 0
+    ranked: "Ranked | None" = None
+
+    @property
+    def states(self) -> Tensor:
+        """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
+        return self.levels.states
 
     @property
     def rows(self) -> int:

@@ -15,10 +15,21 @@ from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling
 from dovetail.workers import kernels
 from dovetail.workers.kernels import ranking
-from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes, likeliest
+from dovetail.workers.speculation.growth import (
+    Floats,
+    GrowingTree,
+    Ints,
+    Nodes,
+    likeliest,
+    on_host,
+)
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import Draws
-from dovetail.workers.speculation.sampling import LookingBack, process_logits
+from dovetail.workers.speculation.sampling import (
+    SMALLEST_TEMPERATURE,
+    LookingBack,
+    process_logits,
+)
 from dovetail.workers.speculation.score_calibration import (
     Expectations,
     Scale,
@@ -27,6 +38,20 @@ from dovetail.workers.speculation.score_calibration import (
     class_of,
     fixed,
 )
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """The ranking of the children of N nodes by a device: of z = (logits / temperature + noise) /
+    sharpening, row by row."""
+
+    width: int
+    vocabulary_size: int
+    temperatures: Floats
+    """[N]; greedy: they count nothing."""
+    sharpenings: Floats
+    noise: Sequence[Tensor] | None
+    """A row [V] for each; None: greedy."""
 
 
 @dataclass
@@ -113,11 +138,46 @@ class Ranking:
         if self.draws is not None:
             self.draws.begin(length)
 
+    def ordered(self, tree: GrowingTree, nodes: Nodes, root: int, width: int) -> "Ordered | None":
+        """Return how a device is to rank the children of `nodes` behind the pass that computes
+        their logits; None: logits are to be processed, or children drawn."""
+        if self.looking_back is not None or self.processed or self.draws is not None:
+            return None
+        levels = tree.levels_of(nodes)
+        scales = [self.scales[depth_class] for depth_class in class_of(levels + 1).tolist()]
+        if self.noise is None:
+            temperatures, sharpenings = [1.0] * len(scales), [scale.sharpening for scale in scales]
+        else:
+            temperatures, sharpenings = (
+                [self.sampling.temperature * scale.noise_share for scale in scales],
+                [scale.sharpening / scale.noise_share for scale in scales],
+            )
+        return Ordered(
+            width,
+            self.vocabulary_size,
+            np.maximum(np.array(temperatures, np.float32), SMALLEST_TEMPERATURE),
+            np.array(sharpenings, np.float32),
+            self._noise_of(levels, root),
+        )
+
+    def _noise_of(self, levels: Ints, root: int) -> Sequence[Tensor] | None:
+        """Return the noise of the children of nodes on these levels."""
+        if self.noise is None:
+            return None
+        return [self.noise.row(root + level) for level in levels.tolist()]
+
     def children(
-        self, logits: Tensor, tree: GrowingTree, nodes: Nodes, root: int, width: int
+        self,
+        logits: Tensor,
+        tree: GrowingTree,
+        nodes: Nodes,
+        root: int,
+        width: int,
+        best: Tensor | None = None,
     ) -> tuple[Ints, Floats]:
         """Return the likeliest tokens after `nodes`, best first, or tokens drawn: ids and gains
-        [N, K] by logits [N, V]. Below the root stands position `root`."""
+        [N, K] by logits [N, V]. Below the root stands position `root`. `best`: what a device has
+        found, as `ordered` asked it to."""
         logits = logits[:, : self.vocabulary_size]
         if self.looking_back is not None:
             logits = self.looking_back.process(
@@ -128,12 +188,12 @@ class Ranking:
         if self.draws is not None:
             return self.draws.children(nodes, logits, width)
         levels = tree.levels_of(nodes)
-        noise = (
-            None
-            if self.noise is None
-            else [self.noise.row(root + level) for level in levels.tolist()]
-        )
-        tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
+        noise = self._noise_of(levels, root)
+        if best is None:
+            tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
+        else:
+            tokens, gains = on_host(best)
+            tokens, gains = tokens[: len(nodes), :width], gains[: len(nodes), :width]
         if self.score_calibration is not None:
             self.expected.note(tree, nodes, logits, noise, tokens, gains)
         return tokens, gains

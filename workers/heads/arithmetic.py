@@ -71,12 +71,12 @@ class FixedRows:
     written and seen is told by tensors."""
 
     memory: Tensor
-    """The rows of a `KVCache`."""
+    """Rows of a `KVCache`, S of each layer."""
     slots: Tensor
     """int64 [T]: where the rows' keys and values are written; rows of padding may share a slot that
     nobody sees."""
     mask: Tensor
-    """[T, capacity], added to scores: 0 or -inf; no row may see nothing."""
+    """[T, S], added to scores: 0 or -inf; no row may see nothing."""
 
 
 class Arithmetic(Protocol):
@@ -85,6 +85,8 @@ class Arithmetic(Protocol):
     device: torch.device
     dtype: torch.dtype
     """The type of states between the matrices."""
+    cached: torch.dtype
+    """The type of keys and values."""
     table: torch.dtype | None
     """The type of the embedding; None: as it is stored."""
     name: str

@@ -82,6 +82,7 @@ class Head:
         self.checkpoint_digest, self.trained_for = checkpoint.digest, checkpoint.trained_for
         self.weights, self.arithmetic = weights, arithmetic.name
         self.vocabulary_size = self.spec.vocabulary_size
+        self.dtype, self.cached = arithmetic.dtype, arithmetic.cached
         self._arithmetic = arithmetic
         self._body = kind_of_head(self.spec.kind).body(checkpoint, arithmetic)
         self._table = _table(checkpoint.embedding, arithmetic)
@@ -149,10 +150,10 @@ class Head:
         contrast: bool = False,
     ) -> Predicted:
         """A pass of recurrent rows in shapes that depend on nothing but T, for CUDA graphs: no
-        value is read back from the device. `memory`: the rows of torch's cache.
+        value is read back from the device. `memory`: S rows of torch's cache.
 
-        tokens, positions, slots int64 [T], features [T, H], mask [T, capacity] of 0 and -inf; a row
-        sees itself by its slot.
+        tokens, positions, slots int64 [T], features [T, H], mask [T, S] of 0 and -inf; a row sees
+        itself by its slot.
         """
         seen = self._arithmetic.arrange(positions, FixedRows(memory, slots, mask))
         return self._predict(tokens, features, seen, true=False, rows=None, contrast=contrast)

@@ -46,6 +46,7 @@ class KernelArithmetic:
         kernels.set_threads(torch.get_num_threads())
         self._geometry, self._weights = geometry, weights
         self.device, self.dtype, self.name = torch.device("cpu"), torch.float32, "the C++ kernels"
+        self.cached: torch.dtype = torch.float32
         self.table: torch.dtype | None = None
         self._turned: list[Attention | DecoderLayer] = []
         self._rotary = self._angles(LEAST_ANGLES)

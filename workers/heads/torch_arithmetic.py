@@ -21,7 +21,7 @@ from dovetail.workers.heads.arithmetic import (
 from dovetail.workers.heads.matrices import device_product
 from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
-from dovetail.workers.models.backends.device.levels import SLOTS
+from dovetail.workers.models.backends.device.fixed import SLOTS
 from dovetail.workers.models.cache import rounded
 from dovetail.workers.models.segment import Cache, Segment
 

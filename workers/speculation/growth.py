@@ -365,10 +365,21 @@ def likeliest(
     A temperature of 0 leaves the logits as they are. One transfer from the device.
     """
     z = tempered(logits.float(), temperature) if temperature > 0.0 else logits.float()
-    z = (z if noise is None else z + torch.stack(list(noise))) / sharpening
+    z = z if noise is None else z + torch.stack(list(noise))
+    return on_host(best_of(z / sharpening, width))
+
+
+def best_of(z: Tensor, width: int) -> Tensor:
+    """Return the `width` highest ids of z [N, V], best first, and the bits of log_softmax(z) at
+    them: int32 [2, N, K]."""
     values, ids = z.topk(min(width, z.shape[1]))
     gains = values - z.logsumexp(-1, keepdim=True)
-    tokens, bits = torch.stack((ids.to(torch.int32), gains.view(torch.int32))).cpu().unbind()
+    return torch.stack((ids.to(torch.int32), gains.view(torch.int32)))
+
+
+def on_host(best: Tensor) -> tuple[Ints, Floats]:
+    """Return what `best_of` found: ids and gains [N, K]."""
+    tokens, bits = best.cpu().unbind()
     return tokens.numpy(), bits.view(torch.float32).numpy()
 
 

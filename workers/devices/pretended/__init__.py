@@ -81,6 +81,11 @@ class _Pretended(DeviceKind):
         HELD.add_cache(MEMORY.empty_cache)
         return Device(self, str(place), place, f"{cpu.library()}-{NAME}", "fp16", capture)
 
+    def pinned(self, size: int) -> Tensor:
+        memory = super().pinned(size)
+        pin(memory)
+        return memory
+
     def free_bytes(self, device: torch.device) -> int:
         return MEMORY.free_bytes()
 

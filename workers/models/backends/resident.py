@@ -18,7 +18,8 @@ from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends.blob import Lying, Matrix
 from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.models.backends.device.choice import products_on
-from dovetail.workers.models.backends.device.levels import SLOTS, Levels, has_fixed_shapes
+from dovetail.workers.models.backends.device.fixed import SLOTS
+from dovetail.workers.models.backends.device.levels import Levels, has_fixed_shapes
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
 from dovetail.workers.models.backends.stages.cache import part_of

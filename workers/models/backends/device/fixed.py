@@ -1,0 +1,150 @@
+"""Passes of fixed shape: the levels of a draft's tree on a device, rows of one session, captured
+once for the memory of a cache and replayed as one launch.
+
+Rows are padded to a power of two, paths to some lengths, and attention reads slots in multiples of
+`SLOTS`. What a row sees, the device works out from its path. Knows rows and slots; what is computed
+of them, the drafts say.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dovetail.workers.devices import Capture
+from dovetail.workers.models.backends.device.arenas import ArenaCache
+from dovetail.workers.models.backends.device.packed import Packed, Shapes
+from dovetail.workers.models.segment import Segment
+
+SLOTS = 512
+"""Attention in fixed shapes reads slots in multiples of it: a session with SubSpec's tree has one
+such number or two, and each is captured once."""
+PATHS, LONGER = 16, 4
+"""Slots of the shortest paths, and the factor to the next ones."""
+ResultT = TypeVar("ResultT")
+InputsT = TypeVar("InputsT", bound="Inputs")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape of a pass."""
+
+    rows: int
+    slots: int
+    path: int
+    """Slots of a row's path."""
+
+
+def form_of(segment: Segment, least_rows: int = 1) -> Form:
+    """Return the shape of the pass that computes a segment with paths in an `ArenaCache`, of at
+    least so many rows."""
+    paths, cache = segment.paths, segment.cache
+    assert paths is not None
+    assert isinstance(cache, ArenaCache)
+    stop = max(segment.start + segment.count, int(paths.slots.max()) + 1)
+    longest, path = int(np.diff(paths.offsets).max()), PATHS
+    while path < longest:
+        path *= LONGER
+    return Form(
+        1 << (max(segment.count, least_rows) - 1).bit_length(),
+        min(-(-stop // SLOTS) * SLOTS, cache.rows.shape[3]),
+        path,
+    )
+
+
+class Inputs:
+    """The inputs of passes of one shape."""
+
+    def __init__(self, form: Form, more: Shapes, device: torch.device) -> None:
+        """`more`: tensors of a row each, [T, ...], beside positions, slots and paths."""
+        rows = (form.rows,)
+        shapes = {
+            "positions": (torch.long, rows),
+            "slots": (torch.long, rows),
+            "paths": (torch.long, (form.rows, form.path)),
+            **more,
+            "prefix": (torch.long, (1,)),
+        }
+        self._packed, self._form = Packed(shapes, device), form
+        self._by_row = [name for name in shapes if name != "prefix"]
+        self._slots, self._steps = (
+            torch.arange(count, device=device) for count in (form.slots, form.path)
+        )
+        # while a pass is captured, all rows write the last slot, and see it
+        for name in ("slots", "paths"):
+            self[name].fill_(form.slots - 1)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor on the device."""
+        return self._packed[name]
+
+    def send(self, segment: Segment, rows: dict[str, NDArray[np.generic]]) -> None:
+        """Bring the rows of a segment to the device, `rows` are their other tensors. Those of
+        padding are the last one once more: they write the same to the same slot."""
+        paths, count = segment.paths, segment.count
+        assert paths is not None
+        here = self._packed.open()
+        slots = np.arange(segment.start, segment.start + count)
+        lengths = np.diff(paths.offsets)
+        which = np.repeat(np.arange(count), lengths)
+        step = np.arange(len(which)) - np.repeat(paths.offsets[:-1], lengths)
+        here["prefix"][0] = paths.prefix
+        here["slots"][:count] = slots
+        here["paths"][:count] = slots[:, None]  # behind its path a row sees itself again
+        here["paths"][which, step] = paths.slots
+        for name, content in rows.items():
+            here[name][:count] = content
+        for name in self._by_row:
+            here[name][count:] = here[name][count - 1]
+        self._packed.send()
+
+    def mask(self, dtype: torch.dtype, window: int = 0) -> Tensor:
+        """Return what rows see, [T, S] of 0 and -inf on the device. `window`: so many positions,
+        the row's own the last; 0: all."""
+        form, prefix, paths = self._form, self["prefix"], self["paths"]
+        mask = torch.full((form.rows, form.slots), -torch.inf, dtype=dtype, device=paths.device)
+        seen, added = self._slots < prefix, torch.zeros_like(paths, dtype=dtype)
+        if window:
+            oldest = (self["positions"] - window + 1).unsqueeze(1)
+            seen = seen & (self._slots >= oldest)
+            added.masked_fill_(prefix + self._steps < oldest, -torch.inf)
+        return mask.masked_fill_(seen, 0.0).scatter_(1, paths, added)
+
+
+@dataclass(frozen=True)
+class Level(Generic[InputsT, ResultT]):
+    """A pass of fixed shape and its inputs. What it returns is good until another is replayed."""
+
+    inputs: InputsT
+    replay: Callable[[], ResultT]
+
+
+def level_of(
+    cache: ArenaCache,
+    key: Hashable,
+    form: Form,
+    make: Callable[[], tuple[InputsT, Callable[[], ResultT]]],
+    capture: Capture,
+) -> Level[InputsT, ResultT]:
+    """Return the pass of one shape over the memory of a cache, which is told apart by `key` and
+    captured at the first call."""
+    captured, whole = cache.arena.captured, (key, form)
+    if whole not in captured:
+        inputs, run = make()
+        captured[whole] = Level(inputs, _captured(cache, form, run, capture))
+    level: Level[InputsT, ResultT] = captured[whole]
+    return level
+
+
+def _captured(
+    cache: ArenaCache, form: Form, run: Callable[[], ResultT], capture: Capture
+) -> Callable[[], ResultT]:
+    last = form.slots - 1  # which all rows write meanwhile
+    held = cache.rows[:, :, :, last].clone()
+    replay = capture(run)
+    cache.rows[:, :, :, last] = held
+    return replay
