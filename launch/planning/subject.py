@@ -32,8 +32,8 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
 GPU = "cuda:0"
 """The GPU of a described machine."""
-BY_ONE_CPU = {FILE: "in the blocks of a file", INT4: "in blocks of 4 bits"}
-"""Weights with which one CPU computes all layers, and how these lie there."""
+BLOCKS = (FILE, INT4)
+"""Weights that are blocks, which no GPU multiplies with activations in fp32."""
 
 
 class Subject:
@@ -68,7 +68,7 @@ class Subject:
     @property
     def planner(self) -> Planner:
         """Return what places the target, and places it with its experts on the CPU."""
-        alone = self.weights in BY_ONE_CPU
+        alone = self._by_cpu_alone
         whole = Planner(self.target, self.prices.machine, cpu_alone=alone)
         if alone:
             return whole
@@ -213,14 +213,20 @@ class Subject:
         return self.target.layers * self.target.layer + self.target.head
 
     @property
+    def _by_cpu_alone(self) -> bool:
+        """Return whether no layer of the target can be on a GPU."""
+        exact = self.configuration.settings.target.activations == "fp32"
+        return exact and self.weights in BLOCKS
+
+    @property
     def _in_turns(self) -> bool:
         """Return whether a draft on the CPU has a core of the target, on this machine."""
         return self.here is not None and bool(self.here.layout.shared)
 
     def _device_says(self) -> str:
         if self.device:
-            alone = BY_ONE_CPU.get(self.weights)
-            return f"layers {alone} are computed by the CPU alone" if alone else ""
+            said = "blocks times activations in fp32 are computed by the CPU alone"
+            return said if self._by_cpu_alone else ""
         place = "in turns with the target" if self._in_turns else "on a core of its own"
         said = f"there is no GPU here: everything is on the CPU, and a draft {place}"
         if self.configuration.settings.memory.vram == "auto":

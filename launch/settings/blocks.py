@@ -27,9 +27,10 @@ def why_not_blocks(target: TargetSettings) -> str:
         return ""
     if target.inflate:
         return "blocks cannot be inflated"
-    local = target.prefill in ("auto", "local") and target.resident == "auto"
-    if target.device != "cpu" or target.split.device or not local:
-        return "blocks are computed by one CPU alone"
+    places = (target.device, target.split.device or "cpu", target.prefill)
+    elsewhere = any(place not in ("cpu", "auto", "local") for place in places)
+    if elsewhere and target.activations != "int8":
+        return "blocks times activations in fp32 are computed by the CPU alone"
     if target.backend == "library" or not kernels.available():
         return "blocks are computed by the C++ kernels alone"
     return ""

@@ -204,12 +204,16 @@ def test_a_gguf_target_is_computed_from_its_blocks_unless_something_else_is_name
     asked = weights(blocks, **{"target.weights": "fp32"})
     assert asked[1].endswith("; --weights file takes less")
     for flag, value, why in (
-        ("target.split.device", "cpu", "blocks are computed by one CPU alone"),
         ("target.backend", "library", "blocks are computed by the C++ kernels alone"),
         ("target.inflate", "1GiB", "blocks cannot be inflated"),
     ):
         found, said = weights(blocks, **{flag: value})
         assert (found, said.rpartition("; ")[2]) == ("fp32", why)
+    split = {"target.split.device": "cuda:0"}
+    assert weights(blocks, **split)[0] == "file"
+    found, said = weights(blocks, **split, **{"target.activations": "fp32"})
+    why = "blocks times activations in fp32 are computed by the CPU alone"
+    assert (found, said.rpartition("; ")[2]) == ("fp32", why)
     assert weights(whole)[0] == "fp32"
     assert weights(whole)[1].endswith("the file's exact function")
     merged = configure(flags={"target.model": str(blocks)}, environment={})

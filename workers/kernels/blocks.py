@@ -9,6 +9,7 @@ ggml's numbers. Knows shapes and addresses, not files.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import Array as CArray
 from ctypes import Structure, c_int32, c_int64, sizeof
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,25 @@ def _own(type: int) -> int:
     return -1 - PLAIN[type] if type in PLAIN else type
 
 
+def placed_parts(parts: Sequence[Part], k: int) -> tuple[CArray[PartStruct], int]:
+    """Return where each part of a matrix of `k` inputs lies, and where what is behind them does."""
+    structs = (PartStruct * len(parts))()
+    offset = -(-(sizeof(PartsStruct) + sizeof(structs)) // ALIGNMENT) * ALIGNMENT
+    first = vectors = 0
+    for struct, part in zip(structs, parts, strict=True):
+        struct.type, struct.first, struct.count = _own(part.type), first, part.count
+        struct.vectors, struct.offset = vectors, offset
+        offset += part_bytes(part, k)
+        first += part.count
+        vectors += _vectors(part)
+    return structs, offset
+
+
+def _vectors(part: Part) -> int:
+    """Return the vectors of outputs of a part, if it is one of blocks."""
+    return 0 if part.type in PLAIN else -(-part.count // VECTOR)
+
+
 class BlockMatrix(PackedMatrix):
     """A matrix [n out, k in] of parts."""
 
@@ -79,18 +99,12 @@ class BlockMatrix(PackedMatrix):
         self, kind: Kind, parts: Sequence[Part], k: int, *, bias: Array | None = None
     ) -> None:
         """`kind`: BLOCKS or EXACT_BLOCKS; k: whole blocks of every part."""
-        self.parts = parts
-        structs = (PartStruct * len(parts))()
-        offset = -(-(sizeof(PartsStruct) + sizeof(structs)) // ALIGNMENT) * ALIGNMENT
-        first = vectors = 0
-        for struct, part in zip(structs, parts, strict=True):
-            struct.type, struct.first, struct.count = _own(part.type), first, part.count
-            struct.vectors, struct.offset = vectors, offset
-            offset += part_bytes(part, k)
-            first += part.count
-            vectors += 0 if part.type in PLAIN else -(-part.count // VECTOR)
+        self.parts = tuple(parts)
+        structs, size = placed_parts(parts, k)
+        vectors = sum(_vectors(part) for part in parts)
         head = bytes(PartsStruct(len(parts), vectors)) + bytes(structs)
-        super().__init__(kind, first, k, bias=bias, size=offset, head=head)
+        count = sum(part.count for part in parts)
+        super().__init__(kind, count, k, bias=bias, size=size, head=head)
         self._structs = structs
 
     def pack_part(self, index: int, rows: Array | Callable[[int, int], Array]) -> None:

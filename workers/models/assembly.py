@@ -20,6 +20,7 @@ from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.footprint import Tensor, read_tensors
 from dovetail.workers.models.checkpoints.inflate import (
     Plan,
     expert_shapes,
@@ -47,6 +48,7 @@ from dovetail.workers.models.parity.proving import (
 from dovetail.workers.models.wanted import Wanted
 from dovetail.workers.models.weight_types import (
     BLOCK_WEIGHTS,
+    FILE_KINDS,
     KINDS,
     LINEAR_TYPES,
 )
@@ -153,8 +155,10 @@ def assembled(
     """Return the model of a skeleton, computed by the kernels or by what torch brings; `choice`:
     why."""
 
+    tensors = read_tensors(checkpoint.folder) if wanted.weights in FILE_KINDS else ()
+
     def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
-        return _open_back_end(model, plan, wanted, kernels=kernels)
+        return _open_back_end(model, plan, wanted, tensors, kernels=kernels)
 
     return assemble(
         skeleton,
@@ -166,9 +170,11 @@ def assembled(
     )
 
 
-def _open_back_end(model: Any, plan: Plan | None, wanted: Wanted, *, kernels: bool) -> BackEnd:
+def _open_back_end(
+    model: Any, plan: Plan | None, wanted: Wanted, tensors: Sequence[Tensor], *, kernels: bool
+) -> BackEnd:
     if kernels and wanted.stage is not None:
-        matrices = Matrices(planned_shapes(model, plan), expert_shapes(model))
+        matrices = Matrices(planned_shapes(model, plan), expert_shapes(model), tensors)
         staging = wanted.stage(model.config.to_dict(), wanted.weights, matrices)
         opened = Staged if staging.draft is None else ResidentDraft
         return opened(

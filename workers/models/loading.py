@@ -204,7 +204,6 @@ def _why_rounded(wanted: Wanted, checkpoint: Checkpoint) -> str:
 def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
     """`CheckpointError` for what is not computed with the blocks of a file."""
     found = {
-        "split or streamed": wanted.stage is not None,
         "inflated": wanted.inflate_bytes > 0,
         "computed by the library": wanted.backend == "library",
     }

@@ -34,8 +34,10 @@ from dovetail.workers.models.backends.placement import (
     reader_bytes,
 )
 from dovetail.workers.models.backends.sizes import (
+    INT4,
     WEIGHT_BYTES,
     Matrices,
+    Sizes,
     has_sizes,
     mixed,
     sizes_of,
@@ -44,9 +46,13 @@ from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.architecture import KERNELS_ALONE
 from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.context import LONGEST
+from dovetail.workers.models.checkpoints.footprint import sizes_in_blocks
 from dovetail.workers.models.checkpoints.hub import find_folder
+from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
 
 NO_MATRICES = Matrices(())
+BLOCKS = ("file", INT4)
+"""Weights that the library does not compute."""
 FREE_SHARE = 0.9
 """The share of a GPU's free memory that is used; the rest is left to libraries, and to what is
 between two matrices."""
@@ -84,7 +90,7 @@ class Spread:
                 f"the config.json of a {kind} model has no sizes that layers could be placed "
                 "by: leave target.split and target.resident out"
             )
-        sizes = mixed(sizes_of(config, weights, self.cache), weights, matrices)
+        sizes = _sizes(config, weights, matrices, self.cache)
         demand = self.demand
         if demand is not None and self.beside and demand.device_bytes is not None:
             trees = coded_bytes(sizes, weights, self.beside, resident=sizes.layers)
@@ -164,6 +170,14 @@ class Spread:
             "prompts" if self.reads_from <= 1 else f"prompts of at least {self.reads_from} tokens"
         )
         return f"{self.placement}; {which} read by {self.reader.name}"
+
+
+def _sizes(config: Mapping[str, Any], weights: str, matrices: Matrices, cache: str) -> Sizes:
+    """Return the sizes of a model whose weights are called what `weight_types.type_of` does."""
+    if weights in FILE_KINDS:
+        return sizes_in_blocks(sizes_of(config, "int8", cache), matrices.tensors)
+    weights = INT4 if weights in BLOCK_WEIGHTS else weights
+    return mixed(sizes_of(config, weights, cache), weights, matrices)
 
 
 def spread_of(
@@ -255,6 +269,8 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
         return True
     if not _is_gpu(device) or settings.inflate:
         return False
+    if settings.weights in BLOCKS:
+        return True
     config = full_config(find_folder(settings.model) / "config.json")
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:
         return False

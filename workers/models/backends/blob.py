@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import ALIGNMENT, Kind, PackedMatrix, fresh_memory
+from dovetail.workers.kernels.blocks import BlockMatrix, Part
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan
 
 MATRICES = ("qkv", "output", "gate_up", "down", "mixer_gate")
@@ -51,6 +52,15 @@ class Lying:
     offset: int
     size: int
     bias: bool
+    parts: Sequence[Part] = ()
+    """Those of a matrix of blocks."""
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix, offset: int = 0) -> "Lying":
+        """Return the place of a copy of a matrix."""
+        parts = matrix.parts if isinstance(matrix, BlockMatrix) else ()
+        bias = bool(matrix.struct.bias)
+        return cls(matrix.kind, matrix.n, matrix.k, offset, matrix.nbytes, bias, parts)
 
 
 @dataclass(frozen=True)
@@ -130,14 +140,9 @@ def _lists(owner: Any, parts: Sequence[str], matrices: Mapping[str, PackedMatrix
     }
 
 
-def _lying(matrix: PackedMatrix, offset: int) -> Lying:
-    bias = bool(matrix.struct.bias)
-    return Lying(matrix.kind, matrix.n, matrix.k, offset, matrix.nbytes, bias)
-
-
 def alone(matrix: PackedMatrix) -> tuple[Lying, Tensor]:
     """Return where a matrix lies in its own bytes, and these, uint8 on the CPU."""
-    return _lying(matrix, 0), torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
+    return Lying.of(matrix), torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
 
 
 def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
@@ -145,7 +150,7 @@ def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
     matrices: dict[str, Lying] = {}
     end, own = 0, named(plan, experts=experts)
     for name, matrix in own.items():
-        matrices[name] = _lying(matrix, end)
+        matrices[name] = Lying.of(matrix, end)
         end += -(-matrix.nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.frombuffer(fresh_memory(end)[0], dtype=torch.uint8)
     for name, lying in matrices.items():

@@ -195,7 +195,7 @@ def _pack_blocks(
 ) -> None:
     """Pack the matrix of an expert by the blocks of its file, called `what` in errors."""
     contents = rows(index)
-    if parts_of(contents) != matrix.parts:
+    if tuple(parts_of(contents)) != matrix.parts:
         raise UnsupportedError(f"{what} are of other types than those of expert 0")
     pack_contents(matrix, contents)
     check_contents(what, matrix, contents)

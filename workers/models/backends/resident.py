@@ -37,6 +37,8 @@ class RoundingEngine(TorchEngine):
         self.arenas = Arenas(SLOTS)
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
+        if lying.parts:
+            return super().lay_out(lying, memory)
         assert self.products is not None
         return self.products.lay_out(lying, memory, rounded=True)
 

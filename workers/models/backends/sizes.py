@@ -83,6 +83,8 @@ class Matrices:
     """The head's included."""
     experts: Shapes = ()
     """Both matrices of every expert of every layer."""
+    tensors: Sequence[Any] = ()
+    """The tensors of a file whose blocks the matrices are (`footprint.Tensor`)."""
 
 
 def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:

@@ -310,10 +310,12 @@ def sizes_in_blocks(sizes: Sizes, tensors: Sequence[Tensor]) -> Sizes:
     matrices = _matrices(tensors)
     inside = [tensor for tensor in matrices if LAYER.search(f".{tensor.name}")]
     layers, head = _in_bytes(inside), _in_bytes(matrices) - _in_bytes(inside)
+    mean = -(-layers // sizes.layers)
     experts = -(-_in_bytes([tensor for tensor in inside if tensor.is_expert]) // sizes.layers)
     return replace(
         sizes,
-        layer=-(-layers // sizes.layers) + 4 * sizes.state,
+        layer=mean + 4 * sizes.state,
+        wider=max(map(_in_bytes, layers_in(inside))) - mean,
         matrix=max(_in_bytes([tensor]) for tensor in inside),
         head=head + 2 * sizes.state,
         embedding=_in_bytes([tensor for tensor in tensors if tensor.is_table]),

@@ -57,6 +57,7 @@ class Function(IntEnum):
     PARTS = 101
     ROUNDED_FP16 = 102
     ROUNDED_BF16 = 103
+    BLOCKS = 104
 
     @property
     def rounds(self) -> bool:

@@ -11,12 +11,12 @@ import os
 import sys
 
 from dovetail.workers.devices import open_device
-from dovetail.workers.models.backends.device import attention, choice, parts
+from dovetail.workers.models.backends.device import attention, choice, own_blocks, parts
 from dovetail.workers.models.substitutes import coded
 
 CONTESTS = (
     *(*choice.CONTESTS.values(), *choice.ROUNDED.values(), *coded.CONTESTS.values()),
-    *(attention.CONTEST, parts.CONTEST),
+    *(attention.CONTEST, parts.CONTEST, own_blocks.CONTEST),
 )
 """Everything that ours and torch's both compute."""
 

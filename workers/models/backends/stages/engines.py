@@ -34,7 +34,7 @@ from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
-from dovetail.workers.models.backends.device.own import OwnMatrix
+from dovetail.workers.models.backends.device.own_blocks import blocks_on
 from dovetail.workers.models.backends.device.parts import Parts
 from dovetail.workers.models.backends.device.products import Product, product, rounded_product
 from dovetail.workers.models.backends.device.rows import Rows
@@ -190,13 +190,13 @@ class _TorchReady:
     def at(self, memory: Tensor) -> Run:
         """Each matrix is laid out when it is due, if it has to be, so that no more than one is
         there twice."""
-        own: dict[str, OwnMatrix] = {}
+        own: dict[str, Product] = {}
 
         def multiply(name: str, x: Tensor) -> Tensor:
             if name in own:
                 return own[name](x)
             matrix = self._engine.lay_out(self._blob.matrices[name], memory)
-            if isinstance(matrix, OwnMatrix):
+            if not isinstance(matrix, Matrix):
                 own[name] = matrix
             return product(matrix, x)
 
@@ -248,8 +248,11 @@ class TorchEngine:
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
         """Return a matrix of a blob that lies in `memory` on the device, as its product takes it:
-        where that is torch's the memory is free then."""
+        where that is torch's the memory is free then. `SettingsError` for blocks that cannot be
+        multiplied there."""
         products = self.products
+        if lying.parts:
+            return blocks_on(products, self.device, lying, memory)
         return unpack(lying, memory) if products is None else products.lay_out(lying, memory)
 
     def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> KVCache:

@@ -1,0 +1,185 @@
+"""Our products over the blocks of GGUF files on a GPU, computed by the CPU statement by statement,
+compiled for every GPU that they are for, and in whole models on the pretended one."""
+
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.workers.devices.nvidia import nvrtc
+from dovetail.workers.devices.pretended import PRETENDED, PretendedTransfer, device
+from dovetail.workers.kernels.blocks import Part
+from dovetail.workers.kernels.build import compiler
+from dovetail.workers.models.backends.blob import Lying
+from dovetail.workers.models.backends.device.choice import (
+    Products,
+    against_kernels,
+    products_on,
+)
+from dovetail.workers.models.backends.device.own_blocks import (
+    FORMATS,
+    SOURCE,
+    blocks_on,
+    own_blocks,
+    random_blocks,
+)
+from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.staged import Staging
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.language_model import LanguageModel
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.models.segment import Paths, Segment
+from support.architectures import write_tiny
+from support.cases import everyday
+from support.emulated import Emulated, emulated
+from support.gguf_files import BLOCKED, write_gguf
+from support.kernels import needs_kernels
+
+ARCHITECTURES = (61, 75, 86, 89, 120)
+"""See `test_cuda_products.py`."""
+CPU = torch.device("cpu")
+COMPILER = nvrtc.find("")
+needs_a_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+F16, Q4_K, Q6_K = 1, 12, 14
+FORMATS_IN = f"{own_blocks.__module__}.FORMATS"
+
+
+@needs_a_compiler
+@needs_kernels
+@pytest.mark.parametrize("type", everyday(FORMATS, Q4_K, 10))
+@pytest.mark.parametrize("order", everyday(["forwards", "backwards"], "backwards"))
+def test_a_row_has_the_bytes_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, type: int, order: str
+) -> None:
+    if order == "backwards":
+        monkeypatch.setenv("DT_BACKWARDS", "1")
+    matrix = random_blocks([Part(type, 20)], 1280, torch.linspace(-1, 1, 20), 1)
+    memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)
+    own = own_blocks(emulated(SOURCE), Lying.of(matrix), memory)
+    assert against_kernels(own, matrix, CPU) == ""
+
+
+@needs_a_compiler
+@needs_kernels
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_of_several_types_are_one_matrix(biased: bool) -> None:
+    bias = torch.linspace(-1, 1, 90) if biased else None
+    parts = [Part(Q4_K, 40), Part(F16, 17), Part(Q6_K, 33)]
+    matrix = random_blocks(parts, 256, bias, 2)
+    memory = torch.zeros(64 + matrix.nbytes, dtype=torch.uint8)
+    memory[64:] = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
+    own = own_blocks(emulated(SOURCE), Lying.of(matrix, 64), memory)
+    assert against_kernels(own, matrix, CPU) == ""
+
+
+@needs_a_compiler
+@needs_kernels
+def test_a_format_that_is_wrong_on_a_device_is_not_computed_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FORMATS_IN, {Q6_K: FORMATS[Q6_K]})
+
+    class Wrong(Emulated):
+        def launch(self, name: str, grid: tuple[int, int], threads: int, arguments: object) -> None:
+            changed = list(arguments)  # type: ignore[call-overload]
+            if name == f"blocks_{KINDS[Q6_K].name}":
+                changed[7] -= 1
+            super().launch(name, grid, threads, changed)
+
+    products = Products(CPU, lambda source: Wrong(emulated(source)._library))
+    matrix = random_blocks([Part(Q6_K, 16)], 256, None, 3)
+    memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)
+    with pytest.raises(SettingsError, match=r"cpu cannot multiply the blocks of a GGUF file.*Q6_K"):
+        blocks_on(products, CPU, Lying.of(matrix), memory)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The pretended GPU has our functions, which were proved elsewhere; the names of those that are
+    run."""
+    launches: list[str] = []
+
+    def program(_: torch.device, source: str) -> Emulated:
+        found = emulated(source)
+        found.launches = launches
+        return found
+
+    monkeypatch.setattr(PRETENDED, "program", program)
+    monkeypatch.setattr(f"{Products.__module__}.Products._choose", lambda *_: (True, "it is ours"))
+    products_on.cache_clear()
+    yield launches
+    products_on.cache_clear()
+
+
+def written(folder: Path) -> Path:
+    """A tiny model as a GGUF file in all types of blocks."""
+    write_tiny("llama", folder / "model", **WIDE)
+    turn = cycle(BLOCKED)
+    file = folder / "model.gguf"
+    write_gguf(
+        folder / "model", file, lambda _, shape: next(turn) if shape[-1] % 256 == 0 else Type.F16
+    )
+    return file
+
+
+def decode(model: LanguageModel) -> Tensor:
+    """The logits of a prompt, and of a tree behind it."""
+    tokens, cache = torch.arange(2, 12), model.new_cache(16)
+    prompt = model.forward(tokens, torch.arange(10), [Segment(cache, 0, 10)])
+    cache.keep(range(10), 10)
+    paths = Paths.of(10, [[10], [10, 11], [10, 12], [10, 12, 13]])
+    tree = Segment(cache, 10, 4, paths)
+    places = torch.tensor([10, 11, 11, 12])
+    return torch.cat([prompt, model.forward(tokens[:4], places, [tree])]).cpu()
+
+
+@needs_a_compiler
+@needs_kernels
+@pytest.mark.parametrize("weights", everyday(["file", "int4"], "file"))
+def test_layers_in_blocks_are_computed_on_a_device_from_the_bytes_of_the_file(
+    tmp_path: Path, launches: list[str], weights: str
+) -> None:
+    source = str(written(tmp_path) if weights == "file" else tmp_path / "model")
+    if weights == "int4":
+        write_tiny("llama", tmp_path / "model", **WIDE)
+    whole = load_language_model(source, weights=weights, device="cpu")
+    places = [Place.CPU, Place.STREAMED, Place.RESIDENT]
+    staging = Staging(places, PretendedTransfer())
+    split = load_language_model(
+        source, weights=weights, device="cpu", stage=lambda *_: staging, cache="fp32"
+    )
+    launches.clear()
+    expected, found = decode(whole), decode(split)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 0.03
+    assert {name for name in launches if name.startswith("blocks_")}
+    assert "round_blocks" in launches
+    assert "blocks" in products_on(device()).mark
+
+
+@needs_kernels
+def test_activations_in_fp32_are_refused_on_a_device(tmp_path: Path, launches: list[str]) -> None:
+    staging = Staging([Place.RESIDENT] * 3, PretendedTransfer())
+    with pytest.raises(SettingsError, match="with activations in int8, not in fp32: use weights"):
+        load_language_model(
+            str(written(tmp_path)),
+            weights="file",
+            device="cpu",
+            stage=lambda *_: staging,
+            activations="fp32",
+        )
+
+
+@pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
+@pytest.mark.parametrize("architecture", everyday(ARCHITECTURES, 61, 89))
+def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
+    assert not isinstance(COMPILER, str)
+    code = COMPILER.compile(SOURCE, architecture)
+    assert isinstance(code, bytes), code
+    for type in FORMATS:
+        assert f"blocks_{KINDS[type].name}".encode() in code

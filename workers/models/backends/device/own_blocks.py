@@ -1,0 +1,274 @@
+"""Products of ours on a GPU over the blocks of GGUF files, as the kernels have packed them: a row
+has the bytes that the kernels give it on the CPU, whatever its neighbours are
+(`kernels/cuda/blocks.cu`).
+
+There is no product of torch's for them: where ours is not proved, a model with such weights is not
+computed on that device. Knows matrices and their bytes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.workers.devices import Program
+from dovetail.workers.kernels import Kind
+from dovetail.workers.kernels.blocks import (
+    PLAIN,
+    VECTOR,
+    WIDTH,
+    BlockMatrix,
+    Part,
+    part_bytes,
+    placed_parts,
+)
+from dovetail.workers.models.backends.blob import Lying, Matrix, unpack
+from dovetail.workers.models.backends.device.choice import (
+    TIMED_SHAPE,
+    Contest,
+    Function,
+    Product,
+    Products,
+    against_kernels,
+)
+from dovetail.workers.models.backends.device.own import FOLDER, OwnMatrix, own_matrix
+from dovetail.workers.models.backends.device.own import SOURCE as PRODUCTS
+from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+
+ROWS, THREADS = 8, 256
+"""Rows and threads of a block of threads."""
+ROUND_THREADS, WARP = 128, 32
+HALF, HALF_AND_MORE, POWER, BYTE, BYTE_AND_LESS, BYTES, BYTES_AND_LESS = range(7)
+"""`Scales` of `kernels/native/blocks.h`."""
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4 = (16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4)
+"""The numbers that codes of 4 bits stand for; those of MXFP4 have their middle added."""
+
+
+class Format(NamedTuple):
+    """A format of blocks, as `kernels/native/blocks.h` has it."""
+
+    bits: int
+    middle: int
+    scales: int
+    signed: bool = False
+    numbers: Sequence[int] = ()
+
+
+SUPER = 8
+"""Blocks that share scales of scales."""
+
+
+def scale_bytes(form: Format) -> int:
+    """Return the bytes of the scales of a vector of outputs in a block."""
+    return {POWER: 16, BYTE: 16, HALF_AND_MORE: 64, BYTES_AND_LESS: 64}.get(form.scales, 32)
+
+
+def super_bytes(form: Format) -> int:
+    """Return the bytes in front of `SUPER` blocks of a vector of outputs."""
+    return 0 if form.scales < BYTE else 64 if form.scales in (BYTE_AND_LESS, BYTES_AND_LESS) else 32
+
+
+def part_block_bytes(form: Format) -> int:
+    """Return the bytes of a block of a vector of outputs."""
+    return scale_bytes(form) + 64 * form.bits
+
+
+FORMATS: Mapping[int, Format] = {
+    2: Format(4, 8, HALF),
+    3: Format(4, 0, HALF_AND_MORE),
+    6: Format(5, 16, HALF),
+    7: Format(5, 0, HALF_AND_MORE),
+    8: Format(8, 0, HALF, signed=True),
+    10: Format(2, 0, BYTES_AND_LESS),
+    11: Format(3, 4, BYTES),
+    12: Format(4, 0, BYTE_AND_LESS),
+    13: Format(5, 0, BYTE_AND_LESS),
+    14: Format(6, 32, BYTES),
+    20: Format(4, 0, HALF, signed=True, numbers=IQ4),
+    23: Format(4, 0, BYTE, signed=True, numbers=IQ4),
+    39: Format(4, 16, POWER, numbers=FP4),
+}
+"""By ggml's numbers of types."""
+
+
+def _name(type: int) -> str:
+    return f"blocks_{KINDS[type].name}"
+
+
+def _defined(type: int, own: Format) -> str:
+    """Return the line of C++ that makes the product of a format."""
+    words = [
+        int.from_bytes(bytes(number & 255 for number in own.numbers[at : at + 4]), "little")
+        for at in range(0, len(own.numbers), 4)
+    ]
+    parts = (KINDS[type].name, own.bits, own.middle, str(own.signed).lower(), own.scales)
+    table = (str(bool(words)).lower(), *(f"{word}u" for word in words))
+    return f"DT_BLOCKS({', '.join(map(str, (*parts, *table)))})\n"
+
+
+SOURCE = (
+    PRODUCTS
+    + (FOLDER / "blocks.cu").read_text(encoding="utf-8")
+    + "".join(_defined(type, own) for type, own in FORMATS.items())
+)
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """Outputs of a matrix that have one type of numbers."""
+
+    first: int
+    count: int
+    name: str
+    """The name of the function that multiplies blocks; empty: `plain` does."""
+    packed: Tensor
+    plain: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class OwnBlocks:
+    """A matrix of parts on a GPU, and its product."""
+
+    program: Program
+    n: int
+    k: int
+    parts: Sequence[OwnPart]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, k] fp32 -> x W^T + bias [T, n] fp32, the rows of x rounded to 8 bits where they
+        meet blocks."""
+        rows, blocks, x = len(x), self.k // WIDTH, x.contiguous()
+        y = x.new_empty(rows, self.n)
+        if not rows:
+            return y
+        values = x.new_empty(rows, self.k, dtype=torch.int8)
+        abouts = x.new_empty(rows, blocks, 4)
+        if any(part.plain is None for part in self.parts):
+            grid = (-(-rows * blocks // (ROUND_THREADS // WARP)), 1)
+            arguments = (x, values, abouts, self.k, blocks, rows)
+            self.program.launch("round_blocks", grid, ROUND_THREADS, arguments)
+        for part in self.parts:
+            own = slice(part.first, part.first + part.count)
+            if part.plain is not None:
+                y[:, own] = part.plain(x)
+                continue
+            self.program.launch(
+                part.name,
+                (-(-part.count // VECTOR), -(-rows // ROWS)),
+                THREADS,
+                (
+                    *(part.packed, values, abouts, None if self.bias is None else self.bias[own]),
+                    *(y[:, own], part.count, self.n, blocks, rows),
+                ),
+            )
+        return y
+
+
+def blocks_on(
+    products: Products | None, device: torch.device, lying: Lying, memory: Tensor
+) -> OwnBlocks:
+    """Return a matrix of blocks that lies in `memory` on a device; `SettingsError` where it cannot
+    be multiplied. `products`: the choice there; None: all are torch's."""
+    remedy = "use weights half or int8, or have the CPU compute it"
+    if lying.kind is not Kind.BLOCKS:
+        raise SettingsError(
+            f"on {device} blocks are multiplied with activations in int8, not in fp32: {remedy}"
+        )
+    program = None if products is None else products.owner(CONTEST)
+    if program is None:
+        why = "torch multiplies none" if products is None else products.said[CONTEST.kind]
+        raise SettingsError(f"{device} cannot multiply the blocks of a GGUF file ({why}): {remedy}")
+    return own_blocks(program, lying, memory)
+
+
+def own_blocks(program: Program, lying: Lying, memory: Tensor) -> OwnBlocks:
+    """Return a matrix of blocks that lies in `memory` on the device, and stays there."""
+    whole = memory[lying.offset : lying.offset + lying.size]
+    structs, end = placed_parts(lying.parts, lying.k)
+    bias = whole[end : end + 4 * lying.n].view(torch.float32) if lying.bias else None
+    found = []
+    for part, struct in zip(lying.parts, structs, strict=True):
+        packed = whole[struct.offset : struct.offset + part_bytes(part, lying.k)]
+        if (kind := PLAIN.get(part.type)) is None:
+            found.append(OwnPart(struct.first, part.count, _name(part.type), packed))
+            continue
+        own = Lying(kind, part.count, lying.k, 0, packed.numel(), False)
+        matrix = unpack(own, packed) if kind is Kind.FP32 else own_matrix(program, own, packed)
+        own_bias = None if bias is None else bias[struct.first : struct.first + part.count]
+        plain = partial(_plain, matrix, own_bias)
+        found.append(OwnPart(struct.first, part.count, "", packed, plain))
+    return OwnBlocks(program, lying.n, lying.k, found, bias)
+
+
+def _plain(matrix: Matrix | OwnMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
+    y = product(matrix, x)
+    return y if bias is None else y + bias
+
+
+# ---- their proof, and what they are timed by
+
+PROOF = 20, 1280
+"""[out, in]: two vectors, the second one narrow, and more blocks than are computed at a time."""
+TIMED_TYPE, TIMED_MATRICES = 12, 4
+SMALL = 0x3B
+"""A byte below which the upper half of 16 bits is that of a number below 1."""
+
+
+def random_blocks(parts: Sequence[Part], k: int, bias: Tensor | None, seed: int) -> BlockMatrix:
+    """Return a matrix of random codes, and of scales that are numbers."""
+    matrix = BlockMatrix(Kind.BLOCKS, parts, k, bias=bias)
+    memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    for part, struct in zip(parts, placed_parts(parts, k)[0], strict=True):
+        own = memory[struct.offset : struct.offset + part_bytes(part, k)]
+        if part.type in PLAIN:
+            own.random_(0, SMALL, generator=generator)
+            continue
+        form = FORMATS[part.type]
+        own.random_(0, 256, generator=generator)
+        blocks, vectors = k // WIDTH, -(-part.count // VECTOR)
+        twice = form.scales >= BYTE
+        heads = blocks // SUPER if twice else blocks
+        size = part_block_bytes(form) * (SUPER if twice else 1) + super_bytes(form)
+        rows = own[: vectors * heads * size].view(vectors * heads, size)
+        count = super_bytes(form) if twice else scale_bytes(form)
+        low, high = (118, 131) if form.scales == POWER else (0, SMALL)
+        rows[:, :count].random_(low, high, generator=generator)
+    return matrix
+
+
+def _against(program: Program, device: torch.device) -> str:
+    """Say which format's product differs from the kernels'; empty if none does."""
+    for type in FORMATS:
+        matrix = random_blocks([Part(type, PROOF[0])], PROOF[1], torch.linspace(-1, 1, PROOF[0]), 1)
+        if wrong := against_kernels(_copied(program, matrix, device), matrix, device):
+            return f"{KINDS[type].name}: {wrong}"
+    return ""
+
+
+def _copied(program: Program, matrix: BlockMatrix, device: torch.device) -> OwnBlocks:
+    memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes].to(device)
+    return own_blocks(program, Lying.of(matrix), memory)
+
+
+def _pairs(
+    program: Program, device: torch.device
+) -> Iterator[tuple[Product, Callable[[], Product]]]:
+    def torchs() -> Product:
+        raise RuntimeError("torch multiplies no blocks")
+
+    for seed in range(TIMED_MATRICES):
+        matrix = random_blocks([Part(TIMED_TYPE, TIMED_SHAPE[0])], TIMED_SHAPE[1], None, seed)
+        yield _copied(program, matrix, device), torchs
+
+
+CONTEST = Contest(
+    Function.BLOCKS, "product multiplies blocks of GGUF files", SOURCE, _against, _pairs
+)
