@@ -31,13 +31,12 @@ from dovetail.workers.models.backends.device.choice import (
     TIMED_SHAPE,
     Contest,
     Function,
-    Product,
     Products,
     against_kernels,
 )
 from dovetail.workers.models.backends.device.own import FOLDER, OwnMatrix, own_matrix
 from dovetail.workers.models.backends.device.own import SOURCE as PRODUCTS
-from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.backends.device.products import Product, product
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 
 ROWS, THREADS = 8, 256
