@@ -211,8 +211,8 @@ class DraftSettings(Frozen):
     )
     device: str = Field(
         "auto",
-        description="auto (the first GPU if there is one, else the CPU), cpu, cuda:N or, for "
-        "tests, pretended: the CPU behind the rules of a GPU",
+        description="auto (the first GPU if the draft fits there, else the CPU), cpu, cuda:N or, "
+        "for tests, pretended: the CPU behind the rules of a GPU",
     )
     share: bool | Literal["auto"] = Field(
         "auto",

@@ -8,7 +8,8 @@ nothing is captured. Knows neither caches nor graphs, only that somebody holds t
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,6 +48,9 @@ class Held:
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._caches: set[Callable[[], None]] = set()
         self._told: set[str] = set()
+        self.trying = False
+        """True while it is tried out whether there is room for everything: then graphs are not
+        given up, and that they cannot be captured for want of memory is an error."""
 
     def add(self, holder: Holder) -> None:
         """Have a holder let go where memory runs out, for as long as it lives."""
@@ -70,6 +74,8 @@ class Held:
 
     def let_graphs_go(self) -> None:
         """Let go of all graphs as well."""
+        if self.trying:
+            return
         let_go = [holder.let_graphs_go() for holder in [*self._holders]]
         if any(let_go):
             self._captures_from = self._clock() + PAUSE_S
@@ -79,6 +85,15 @@ class Held:
                 "or let fewer requests run at a time"
             )
         self.let_go()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Give nothing up within the block: what there is no room for is an error."""
+        self.trying = True
+        try:
+            yield
+        finally:
+            self.trying = False
 
     def tell(self, words: str) -> None:
         """Say something, once."""
@@ -132,6 +147,8 @@ def captured_if_possible(capture: Capture) -> Capture:
         try:
             return without_spare(lambda: capture(function))
         except Exception as error:
+            if HELD.trying and is_out_of_memory(error):
+                raise
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             why = "there is no memory for it" if is_out_of_memory(error) else said
         HELD.tell(f"a pass is not captured, and computed as it comes, which is slower: {why}")

@@ -5,7 +5,7 @@ A drafter with a model imports torch when it is opened; one without never does.
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,17 @@ def open_draft_worker(
             "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
             "or 'ngram'"
         )
-    return OPENERS[settings.kind](wanted)
+    opener = OPENERS[settings.kind]
+    if settings.device != "auto" or opener is _open_ngram:
+        return opener(wanted)
+    from dovetail.workers.drafters.trial import open_where_it_fits
+
+    return open_where_it_fits(
+        name,
+        lambda device: opener(
+            replace(wanted, settings=settings.model_copy(update={"device": device}))
+        ),
+    )
 
 
 def _open_ngram(wanted: Wanted) -> DraftWorker[Any]:
