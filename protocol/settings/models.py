@@ -206,8 +206,8 @@ class DraftSettings(Frozen):
     weights: str = Field(
         "auto",
         description="fp32, fp16, bf16, int8, int4 or file (the blocks of a GGUF file); of a "
-        "substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU, fp16 on "
-        "a GPU; of a substitute int4",
+        "substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU; on a "
+        "GPU the blocks of a GGUF file, else fp16; of a substitute int4",
     )
     device: str = Field(
         "auto",

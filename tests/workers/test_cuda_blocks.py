@@ -11,8 +11,10 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices.nvidia import nvrtc
 from dovetail.workers.devices.pretended import PRETENDED, PretendedTransfer, device
+from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.kernels.blocks import Part
 from dovetail.workers.kernels.build import compiler
 from dovetail.workers.models.backends.blob import Lying
@@ -29,8 +31,10 @@ from dovetail.workers.models.backends.device.own_blocks import (
     random_blocks,
 )
 from dovetail.workers.models.backends.placement import Place
+from dovetail.workers.models.backends.resident import ResidentDraft
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.view import view_of
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
@@ -47,6 +51,8 @@ COMPILER = nvrtc.find("")
 needs_a_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 F16, Q4_K, Q6_K = 1, 12, 14
+ROUNDED = 0.08
+"""See `test_substitute.py`."""
 FORMATS_IN = f"{own_blocks.__module__}.FORMATS"
 
 
@@ -160,6 +166,37 @@ def test_layers_in_blocks_are_computed_on_a_device_from_the_bytes_of_the_file(
     assert {name for name in launches if name.startswith("blocks_")}
     assert "round_blocks" in launches
     assert "blocks" in products_on(device()).mark
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@needs_kernels
+def test_a_draft_in_blocks_is_computed_from_them_and_its_levels_are_captured(
+    tmp_path: Path, launches: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path)
+    settings = DraftSettings(kind="small", model=str(view_of(file)), device="pretended")
+    engine = open_draft_worker(settings, name="draft", threads=1, target="").engine
+    assert isinstance(engine.model.back_end, ResidentDraft)
+    assert engine.model.back_end.captures
+    assert "multiplies blocks of GGUF files" in capsys.readouterr().err
+    launches.clear()
+    expected = decode(load_language_model(str(file), weights="stored", device="cpu"))
+    found = decode(engine.model)
+    assert float((found - expected).norm() / expected.norm()) < ROUNDED
+    assert launches.count("round_blocks") > 0
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_a_draft_whose_blocks_cannot_be_multiplied_becomes_fp16_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path)
+    settings = DraftSettings(kind="small", model=str(view_of(file)), device="pretended")
+    engine = open_draft_worker(settings, name="draft", threads=1, target="").engine
+    assert engine.model.weights == "fp16"
+    assert "becomes fp16, and not the blocks of its file: " in capsys.readouterr().err
 
 
 @needs_kernels

@@ -190,6 +190,22 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     return on_device(DraftWorker(engine, identity, spans, keeper=engine, parts=engine))
 
 
+def _small_weights(wanted: Wanted, device: "Device") -> str:
+    """Return the weights of a smaller model that suit a device: blocks as its file has them, where
+    they can be multiplied there."""
+    from dovetail.workers.models.backends.device.own_blocks import against_blocks
+    from dovetail.workers.models.checkpoints.gguf.view import blocks_kept
+    from dovetail.workers.models.checkpoints.hub import find_folder
+
+    if device.is_cpu or not blocks_kept(find_folder(wanted.settings.model)):
+        return device.draft_weights
+    if not (why_not := against_blocks(device.torch_device)):
+        return "stored"
+    said = f"{wanted.settings.model} becomes {device.draft_weights}, and not the blocks of its file"
+    print(f"{wanted.name}: {said}: {why_not}", file=sys.stderr)
+    return device.draft_weights
+
+
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import Drafter
@@ -199,7 +215,7 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
 
     settings = wanted.settings
     device = open_device(settings.device, wanted.threads)
-    weights = device.draft_weights if settings.weights == "auto" else settings.weights
+    weights = _small_weights(wanted, device) if settings.weights == "auto" else settings.weights
     model = load_language_model(
         settings.model, weights=weights, device=device.name, proof=settings.proof, draft=device
     )

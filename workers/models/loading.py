@@ -23,6 +23,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_chec
 from dovetail.workers.models.checkpoints.configured import decoder_layers, read_config
 from dovetail.workers.models.checkpoints.digests import known_digest
 from dovetail.workers.models.checkpoints.files import read_bytes
+from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
@@ -55,6 +56,7 @@ from dovetail.workers.models.remembered.recall import Memory, recall
 from dovetail.workers.models.wanted import Stager, Wanted
 from dovetail.workers.models.weight_types import (
     BLOCK_WEIGHTS,
+    FILE_KINDS,
     GPU_TYPES,
     LINEAR_TYPES,
     _configured_type,
@@ -227,7 +229,7 @@ def _on_gpu(
     """Load a draft as the kernels describe it, where they do; anything else as transformers
     computes it, in one type."""
     why_not = ""
-    if draft is not None and wanted.weights in RESIDENT_TYPES:
+    if draft is not None and wanted.weights in (*RESIDENT_TYPES, *FILE_KINDS):
         _check_fits(checkpoint, wanted.weights, device)
         found = _resident(checkpoint, wanted, draft)
         if isinstance(found, LanguageModel):
@@ -323,10 +325,13 @@ def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> Language
 
 
 def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, free: int) -> str:
-    """Return why all of a checkpoint in a type of `RESIDENT_TYPES` does not fit into the `free`
-    bytes of a device, and what would; empty if it does."""
-    numbers = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values())
-    size = numbers * RESIDENT_TYPES[weights].itemsize
+    """Return why all of a checkpoint in a type of `RESIDENT_TYPES`, or in its blocks, does not fit
+    into the `free` bytes of a device, and what would; empty if it does."""
+    if weights in FILE_KINDS:
+        size = weights_bytes(read_tensors(checkpoint.folder), "file")
+    else:
+        numbers = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values())
+        size = numbers * RESIDENT_TYPES[weights].itemsize
     if size <= free:
         return ""
     kinds = {stored.kind for stored in checkpoint.tensors.values() if len(stored.shape) == 2}

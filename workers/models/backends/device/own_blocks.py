@@ -33,6 +33,7 @@ from dovetail.workers.models.backends.device.choice import (
     Function,
     Products,
     against_kernels,
+    products_on,
 )
 from dovetail.workers.models.backends.device.own import FOLDER, OwnMatrix, own_matrix
 from dovetail.workers.models.backends.device.own import SOURCE as PRODUCTS
@@ -185,6 +186,12 @@ def blocks_on(
         why = "torch multiplies none" if products is None else products.said[CONTEST.kind]
         raise SettingsError(f"{device} cannot multiply the blocks of a GGUF file ({why}): {remedy}")
     return own_blocks(program, lying, memory)
+
+
+def against_blocks(device: torch.device) -> str:
+    """Return why no product of blocks can run on a device; empty if one can."""
+    products = products_on(device)
+    return "" if products.owner(CONTEST) is not None else products.said[CONTEST.kind]
 
 
 def own_blocks(program: Program, lying: Lying, memory: Tensor) -> OwnBlocks:
