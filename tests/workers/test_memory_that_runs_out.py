@@ -3,18 +3,30 @@ one session after the other, and the line says what happened."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from dovetail.protocol.messages import Draft, Drafted, Drafts, Event, Failed, Open
-from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.protocol.messages import (
+    Draft,
+    Drafted,
+    Drafts,
+    Event,
+    Failed,
+    Open,
+    Verified,
+    Verify,
+    VerifyItem,
+)
+from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.workers.devices.memory import Held, captured_if_possible
 from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, capture, device
 from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_together
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.backends.device.arenas import Arenas
+from dovetail.workers.serving.open_target import open_target_worker
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 from support.pairs import KEY
@@ -93,12 +105,17 @@ def test_a_pass_that_is_too_large_is_made_in_halves(most: int) -> None:
     assert all(reading.over for reading in readings)
 
 
-@pytest.fixture
-def drafts(tmp_path: Path) -> Callable[[int | None], tuple[dict[int, Event], int, int]]:
+@pytest.fixture(scope="module")
+def drafts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int | None], tuple[dict[int, Event], int, int]]:
     """Four sessions of a small draft on the device, drafted for in one command."""
-    target = tiny_llama(tmp_path, intermediate_size=128, context=256, dtype=torch.float16)
+    target = tiny_llama(
+        tmp_path_factory.mktemp("draft"), intermediate_size=128, context=256, dtype=torch.float16
+    )
     settings = DraftSettings(model=str(target), device="pretended")
 
+    @cache
     def drafted(beyond: int | None) -> tuple[dict[int, Event], int, int]:
         """Return what is said of each session, and the bytes that were taken when all were open,
         and at most. `beyond`: bytes that the device has beyond those."""
@@ -156,3 +173,47 @@ def test_a_session_for_which_there_is_no_room_makes_room_for_the_others(
 
 def trees(events: dict[int, Event]) -> dict[int, tuple[int, ...]]:
     return {number: event.tokens for number, event in events.items() if isinstance(event, Drafted)}
+
+
+@needs_kernels
+def test_trees_that_a_target_there_cannot_verify_together_are_verified_one_by_one(
+    tmp_path: Path,
+) -> None:
+    folder = tiny_llama(tmp_path, intermediate_size=128, context=256)
+    settings = TargetSettings(model=str(folder), device="pretended")
+    worker = open_target_worker(settings, name="target", threads=1)
+    worker.hello(1)
+    prompt, tree = tuple(range(3, 13)), tuple(range(20, 36))
+
+    for number in range(5):
+        order = Open(
+            epoch=1,
+            session=number,
+            key=KEY,
+            prompt=prompt,
+            capacity=60,
+            vocabulary_size=48,
+            sampling=Sampling(),
+            tree=TreeSettings(policy="beam", gamma=16, depth=16, width=1),
+        )
+        list(worker.handle(order))
+
+    def verify(*sessions: int) -> int:
+        """Verify a tree for each in a pass; return the bytes that this takes at most."""
+        items = [
+            VerifyItem(session=n, round=1, prefix=11, tokens=tree, parents=(*range(-1, 15),))
+            for n in sessions
+        ]
+        before = MEMORY.most = MEMORY.used
+        for event in worker.handle(Verify(epoch=1, items=tuple(items))):
+            assert isinstance(event, Verified)
+            found.extend((item.accepted, item.bonus) for item in event.items)
+        return MEMORY.most - before
+
+    found: list[tuple[tuple[int, ...], int]] = []
+    alone, together = verify(0), verify(1, 2)
+    assert together > 1.2 * alone
+    with capped(MEMORY.used + (alone + together) // 2):
+        verify(3, 4)
+    assert len(found) == 5
+    assert len(set(found)) == 1
