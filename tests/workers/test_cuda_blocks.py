@@ -101,7 +101,7 @@ def test_a_format_that_is_wrong_on_a_device_is_not_computed_there(
     products = Products(CPU, lambda source: Wrong(emulated(source)._library))
     matrix = random_blocks([Part(Q6_K, 16)], 256, None, 3)
     memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)
-    with pytest.raises(SettingsError, match=r"cpu cannot multiply the blocks of a GGUF file.*Q6_K"):
+    with pytest.raises(SettingsError, match=r"cpu: no product multiplies blocks.*Q6_K.*; use"):
         blocks_on(products, CPU, Lying.of(matrix), memory)
 
 

@@ -78,6 +78,8 @@ class Contest:
     """Says what is wrong with ours; empty if it is right."""
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
     """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
+    torchs: bool = True
+    """False: torch cannot compute it."""
 
     @property
     def name(self) -> str:
@@ -108,7 +110,7 @@ class Products:
         if contest.kind not in self._chosen:
             chosen, why = self._choose(contest)
             self._chosen[contest.kind] = chosen
-            whose = "dovetail's own" if chosen else "torch's"
+            whose = "dovetail's own" if chosen else "torch's" if contest.torchs else "no"
             self.said[contest.kind] = f"{self.device}: {whose} {contest.does}: {why}"
         program = self.functions(contest.source)
         return program if self._chosen[contest.kind] and not isinstance(program, str) else None

@@ -183,8 +183,10 @@ def blocks_on(
         )
     program = None if products is None else products.owner(CONTEST)
     if program is None:
-        why = "torch multiplies none" if products is None else products.said[CONTEST.kind]
-        raise SettingsError(f"{device} cannot multiply the blocks of a GGUF file ({why}): {remedy}")
+        why = (
+            f"{device}: torch multiplies none" if products is None else products.said[CONTEST.kind]
+        )
+        raise SettingsError(f"{why}; {remedy}")
     return own_blocks(program, lying, memory)
 
 
@@ -276,5 +278,10 @@ def _pairs(
 
 
 CONTEST = Contest(
-    Function.BLOCKS, "product multiplies blocks of GGUF files", SOURCE, _against, _pairs
+    Function.BLOCKS,
+    "product multiplies blocks of GGUF files",
+    SOURCE,
+    _against,
+    _pairs,
+    torchs=False,
 )
