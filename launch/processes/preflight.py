@@ -250,8 +250,9 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 def draft_bytes(settings: Settings) -> int:
     """Return what a draft takes of the GPU that it has in common with the target, as far as the
-    sizes of both tell: weights of 16 bits (a substitute's codes), the cache of a long conversation
-    and its trees, and a pass. 0 where it is elsewhere, or part of the target's process."""
+    sizes of both tell: weights of 16 bits (a substitute's codes), keys and values of 16 bits for a
+    long conversation and its trees, and a pass. 0 where it is elsewhere, or part of the target's
+    process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
@@ -269,15 +270,15 @@ def draft_bytes(settings: Settings) -> int:
 
 
 def _sizes(model: str) -> Sizes | None:
-    """Return the sizes of a model, or of a head with what it has of its target, if it is here and
-    has them in its config.json."""
+    """Return the sizes on a GPU of a draft's model, or of a head with what it has of its target, if
+    it is here and has them in its config.json."""
     file = Path(model).expanduser() / "config.json"
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         config = text_part(content) if isinstance(content, dict) else {}
-        return sizes_of(config, "half") if has_sizes(config) else None
+        return sizes_of(config, "half", "half") if has_sizes(config) else None
     except (ValueError, RecursionError):  # whoever loads it says so
         return None
 

@@ -41,7 +41,7 @@ def there() -> Device:
 
 
 def both(
-    folder: Path, device: Device, weights: str = "int4", inflate_bytes: int = 0
+    folder: Path, device: Device, weights: str = "int4", **more: int
 ) -> tuple[LanguageModel, LanguageModel]:
     """The kernels' substitute, and the one on a device, of the same codes."""
     found = [
@@ -49,8 +49,8 @@ def both(
             str(folder),
             weights=weights,
             device=name,
-            inflate_bytes=inflate_bytes,
             folder=folder.parent / "kept",
+            **more,
         )
         for name in ("cpu", device.name)
     ]
@@ -88,7 +88,7 @@ def test_it_is_the_kernels_substitute_and_its_levels_are_captured(
 
 @pytest.mark.parametrize(
     "kind",
-    everyday(["lfm2_moe", "gpt_oss", "qwen3_5_text", "youtu", "cohere2", "gpt_neox"], "lfm2_moe"),
+    everyday(["lfm2_moe", "gpt_oss", "qwen3_5_text", "youtu", "cohere2", "gpt_neox"], "gpt_oss"),
 )
 def test_layers_of_every_kind_are_computed_there(tmp_path: Path, there: Device, kind: str) -> None:
     """Experts, states, latents, gates, sinks, and rows that are reordered."""
@@ -101,8 +101,10 @@ def test_of_an_inflated_target_in_32_bits_it_is_the_kernels_too(
     tmp_path: Path, there: Device
 ) -> None:
     """The head is multiplied in 16 bits there."""
-    kernels, model = both(tiny_llama(tmp_path / "m"), there, inflate_bytes=1 << 20)
+    folder = tiny_llama(tmp_path / "m")
+    kernels, model = both(folder, there, inflate_bytes=1 << 20, context=30)
     assert resident(model).captures
+    assert model.context == kernels.context == 30
     assert far(decode(model), decode(kernels)) < ROUNDED
 
 
