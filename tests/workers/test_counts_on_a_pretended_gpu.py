@@ -86,10 +86,10 @@ def level(pair: PairOfWorkers) -> Counts:
 
 BUDGETS = {
     "small": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=1),
-    "eagle": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
-    "eagle3": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
-    "dovetail": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
-    "jakiro": Counts(launches=4, copies_in=1, copies_out=1, synchronisations=1),
+    "eagle": Counts(launches=3, copies_in=1, copies_out=1, synchronisations=1),
+    "eagle3": Counts(launches=3, copies_in=1, copies_out=1, synchronisations=1),
+    "dovetail": Counts(launches=3, copies_in=1, copies_out=1, synchronisations=1),
+    "jakiro": Counts(launches=3, copies_in=1, copies_out=1, synchronisations=1),
     "substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=1),
     "shared substitute": Counts(launches=8, copies_in=1, copies_out=1, synchronisations=1),
 }

@@ -107,10 +107,6 @@ class DeviceKind(ABC):
         """Return why torch's int4 products cannot run on a device; empty if they can."""
         return ""
 
-    def computes_bf16(self, device: torch.device) -> bool:
-        """Return whether a device multiplies bf16 as fast as fp16."""
-        return True
-
     def program(self, device: torch.device, source: str) -> Program | str:
         """Return functions of ours in CUDA C++, compiled for a device; or why there are none."""
         return f"dovetail compiles functions of its own for NVIDIA's GPUs alone, not for {device}"

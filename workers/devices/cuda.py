@@ -258,9 +258,6 @@ class _Cuda(DeviceKind):
             f"has {found[0]}.{found[1]}"
         )
 
-    def computes_bf16(self, device: torch.device) -> bool:
-        return capability(device.index) >= (8, 0)
-
     def program(self, device: torch.device, source: str) -> Functions | str:
         return program(device, source)
 

@@ -383,8 +383,8 @@ class HeadDrafter(Grower[HeadSession]):
         return found.logits
 
     def take(self, session: HeadSession, reading: Reading) -> int:
-        """Numbers that have left fp16 end their session; those that are opened from now on have
-        states of fp32."""
+        """Numbers that have left fp16 end their session; for those that are opened from now on
+        products narrow nothing."""
         try:
             return super().take(session, reading)
         except FloatingPointError:

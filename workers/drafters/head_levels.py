@@ -79,7 +79,8 @@ class FreeLevels:
 
 @dataclass(frozen=True)
 class Found(Predicted):
-    """The predictions of a level, and the children that a device has ranked by them."""
+    """The predictions of a level, and the children that a device has ranked by them; these are good
+    until the next level of the session."""
 
     best: Tensor | None = None
     """int32 [2, N or more, K or more]: the children as `growth.best_of` has them, if that was
@@ -104,7 +105,7 @@ class Ranks:
     @classmethod
     def of(cls, ordered: Ordered) -> "Ranks":
         """Return the shape for an order; the width is the next power of two."""
-        width = 1 << (ordered.width - 1).bit_length()
+        width = min(1 << (ordered.width - 1).bit_length(), ordered.vocabulary_size)
         return cls(ordered.vocabulary_size, width, ordered.noise is not None)
 
 
@@ -119,14 +120,19 @@ class LevelInputs(Inputs):
         width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
         self.noise = torch.zeros(form.rows, width, device=device)
         """[T, V] on the device alone; of a greedy ranking nothing."""
+        self.children = torch.zeros(
+            2, form.rows, 0 if ranks is None else ranks.width, dtype=torch.int32, device=device
+        )
+        """The result of the ranking, as `growth.best_of`; it stays while other graphs are
+        replayed."""
 
-    def best(self, logits: Tensor, ranks: Ranks) -> Tensor:
-        """Return the children that logits [T, V] give, as `growth.best_of`."""
+    def rank(self, logits: Tensor, ranks: Ranks) -> None:
+        """Note the children that logits [T, V] give."""
         z = logits[:, : ranks.vocabulary_size]
         if ranks.noisy:
             heated = (z - z.amax(-1, keepdim=True)) / self["temperatures"].unsqueeze(1)
             z = heated + self.noise
-        return best_of(z / self["sharpenings"].unsqueeze(1), ranks.width)
+        self.children.copy_(best_of(z / self["sharpenings"].unsqueeze(1), ranks.width))
 
 
 class FixedLevels:
@@ -190,18 +196,18 @@ class FixedLevels:
             found.logits[:count].clone(),
             self.states[level.into : level.into + count],
             None if found.contrast is None else found.contrast[:count].clone(),
-            None if found.best is None else found.best.clone(),
+            None if ranks is None else fixed.inputs.children,
         )
 
     def _open(
         self, form: Form, ranks: "Ranks | None", *, contrast: bool
-    ) -> tuple["LevelInputs", Callable[[], Found]]:
+    ) -> tuple["LevelInputs", Callable[[], Predicted]]:
         """Return the inputs of a pass, and what computes it."""
         head, states, memory = self._head, self._memory, self._cache.rows
         inputs = LevelInputs(form, ranks, head.device)
         inputs["into"].fill_(len(states) - 1)
 
-        def run() -> Found:
+        def run() -> Predicted:
             found = head.step(
                 inputs["tokens"],
                 states.index_select(0, inputs["above"]),
@@ -212,8 +218,9 @@ class FixedLevels:
                 contrast=contrast,
             )
             states.index_copy_(0, inputs["into"], found.states.to(states.dtype))
-            best = None if ranks is None else inputs.best(found.logits, ranks)
-            return Found(found.logits, found.states, found.contrast, best)
+            if ranks is not None:
+                inputs.rank(found.logits, ranks)
+            return found
 
         return inputs, run
 

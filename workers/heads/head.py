@@ -8,7 +8,7 @@ slots; nothing of trees, sampling, or which rows deserve to stay in a cache.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.nn.functional import embedding
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
-from dovetail.workers.devices import kind_of
 from dovetail.workers.heads.arithmetic import KINDS, TYPES, Arithmetic, FixedRows, Geometry
 from dovetail.workers.heads.checkpoint import open_head_checkpoint
 from dovetail.workers.heads.files import classify
@@ -26,7 +25,7 @@ from dovetail.workers.heads.kernel_arithmetic import KernelArithmetic
 from dovetail.workers.heads.matrices import check_weights
 from dovetail.workers.heads.parts import HeadCheckpoint, Inputs
 from dovetail.workers.heads.registry import kind_of_head
-from dovetail.workers.heads.spec import FeatureType, HeadSpec
+from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.heads.torch_arithmetic import TorchArithmetic
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
@@ -74,8 +73,8 @@ class Head:
         wider: "Callable[[], Head] | None" = None,
         said: str = "",
     ) -> None:
-        """`wider`: opens it with states of fp32; None: these are. `said`: a sentence about types
-        that nobody asked for."""
+        """`wider`: opens it with products that narrow nothing to fp16; None: none does. `said`: a
+        sentence about types that nobody asked for."""
         self.spec, self.source = checkpoint.spec, checkpoint.source
         self.wider, self.said = wider, said
         self.device: torch.device = arithmetic.device
@@ -86,7 +85,7 @@ class Head:
         self._arithmetic = arithmetic
         self._body = kind_of_head(self.spec.kind).body(checkpoint, arithmetic)
         self._table = _table(checkpoint.embedding, arithmetic)
-        shares = checkpoint.output is checkpoint.embedding and self._table.dtype == arithmetic.dtype
+        shares = checkpoint.output is checkpoint.embedding and arithmetic.table is not None
         self._output = arithmetic.linear(self._table if shares else checkpoint.output)
         self._tokens = None if checkpoint.tokens is None else checkpoint.tokens.to(self.device)
 
@@ -235,7 +234,8 @@ def open_head(
 
     `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the
     kernels on a CPU that has them. `CheckpointError` in one line for whatever is wrong with it or
-    does not fit. Where a GPU computes in fp16 and its numbers do not suffice, states are fp32.
+    does not fit. On a GPU states are fp32; where products narrow them to fp16 and that does not
+    suffice, others are taken.
     """
     if weights not in WEIGHTS:
         raise CheckpointError(
@@ -247,62 +247,24 @@ def open_head(
     place = torch.device(device)
     check_weights(weights, place)
 
-    def opened(wide: str) -> Head:
-        """`wide`: why states are fp32 in place of fp16."""
+    def opened(exact: str) -> Head:
+        """`exact`: why no product may narrow states to fp16."""
         checkpoint = open_head_checkpoint(
             source, target=target, weights=weights, allow_bin=allow_bin
         )
-        types = types_on(place, weights, checkpoint.spec.dtype)
-        types = widened(types, place, wide) if wide else types
+        on_gpu = place.type != "cpu"
+        kind = HALF[checkpoint.spec.dtype] if on_gpu and weights == "auto" else weights
+        narrows = on_gpu and kind == "fp16" and not exact
         return Head(
             checkpoint,
-            _arithmetic(checkpoint, types, place, backend),
+            _arithmetic(checkpoint, kind, place, backend, exact=bool(exact)),
             weights=weights,
-            wider=partial(opened, OVERFLOWED) if types.states == torch.float16 else None,
-            said=types.said,
+            wider=partial(opened, OVERFLOWED) if narrows else None,
+            said=f"{place}: {exact}: products and cache are fp32" if exact else "",
         )
 
     head = opened("")
     return opened(OVERFLOWS) if head.wider is not None and _overflows(head) else head
-
-
-@dataclass(frozen=True)
-class Types:
-    """The types of a head's numbers on a device."""
-
-    weights: str
-    """One of `WEIGHTS`; on a GPU not `auto`."""
-    states: torch.dtype
-    cached: torch.dtype
-    """The type of keys and values."""
-    table: torch.dtype
-    """The type of the embedding on a GPU."""
-    said: str = ""
-    """A sentence about what nobody asked for."""
-
-
-def types_on(device: torch.device, weights: str, stored: FeatureType) -> Types:
-    """Return the types for weights of a type in `WEIGHTS`, where features come in the type
-    `stored`."""
-    wide = torch.float32
-    if device.type == "cpu" or weights == "fp32":
-        return Types(weights, wide, wide, wide)
-    half = weights if weights in HALF.values() else HALF[stored]
-    fast = half == "fp16" or kind_of(device).computes_bf16(device)
-    cached = TYPES[half] if fast else torch.float16
-    if weights in ("int8", "int4"):
-        return Types(weights, wide, cached, TYPES[half])
-    if not fast:
-        said = f"{device} has no units for bf16: states are fp32, the cache fp16, weights stay bf16"
-        return Types(half, wide, cached, TYPES[half], said)
-    return Types(half, TYPES[half], cached, TYPES[half])
-
-
-def widened(types: Types, device: torch.device, why: str) -> Types:
-    """Return types for states that fp16 does not hold."""
-    cached = torch.bfloat16 if kind_of(device).computes_bf16(device) else torch.float32
-    said = f"{device}: {why}: states are fp32, weights stay {types.weights}"
-    return replace(types, states=torch.float32, cached=cached, said=said)
 
 
 def _overflows(head: Head) -> bool:
@@ -324,10 +286,10 @@ def _overflows(head: Head) -> bool:
 
 
 def _arithmetic(
-    checkpoint: HeadCheckpoint, types: Types, device: torch.device, backend: str
+    checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
 ) -> Arithmetic:
     """Kernels where that is wanted and can be, else torch."""
-    spec, weights = checkpoint.spec, types.weights
+    spec = checkpoint.spec
     geometry = Geometry(
         spec.blocks,
         spec.heads,
@@ -351,11 +313,13 @@ def _arithmetic(
         raise CheckpointError(
             f"{checkpoint.source}: no C++ kernels for this head: {why_not}; or use backend library"
         )
+    if device.type == "cpu":
+        return TorchArithmetic(geometry, weights=weights, device=device, cached=torch.float32)
     return TorchArithmetic(
         geometry,
         weights=weights,
         device=device,
-        dtype=types.states,
-        cached=types.cached,
-        table=types.table,
+        cached=torch.float32 if weights == "fp32" or exact else torch.float16,
+        table=TYPES.get(weights, TYPES[HALF[spec.dtype]]),
+        exact=exact,
     )

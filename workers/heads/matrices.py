@@ -15,9 +15,11 @@ from dovetail.workers.devices import kind_of
 from dovetail.workers.heads.arithmetic import KINDS, Product
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import ELEMENTS, Matrix, alone
-from dovetail.workers.models.backends.device.choice import CONTESTS, choice_on
+from dovetail.workers.models.backends.device.choice import CONTESTS, ROUNDED, choice_on
 from dovetail.workers.models.backends.device.own import own_matrix
-from dovetail.workers.models.backends.device.products import product
+from dovetail.workers.models.backends.device.parts import CONTEST as PARTS
+from dovetail.workers.models.backends.device.parts import Parts
+from dovetail.workers.models.backends.device.products import product, rounded_product
 from dovetail.workers.models.backends.packing import EXACT_KINDS, pack_rows
 from dovetail.workers.models.substitutes.coded import against_codes, linear_product, pack_codes
 from dovetail.workers.models.substitutes.quantised import nearest_codes
@@ -36,20 +38,33 @@ def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatr
 
 
 def device_product(
-    weight: Tensor, bias: Tensor | None, weights: str, device: torch.device
+    weight: Tensor, bias: Tensor | None, weights: str, device: torch.device, *, exact: bool = False
 ) -> Product:
     """Return the product of weight [out, in] of the type `weights` on a device; rows come and go in
-    fp32."""
+    fp32. `exact`: weights of 16 bits meet them in fp32; else torch's product may narrow them, and
+    those beyond fp16 become infinite."""
     products, bias = choice_on(device), None if bias is None else bias.float()
     if weights == "int4":
         return linear_product(nearest_codes(weight, device), bias, device)
     kind = KINDS[weights]
-    contest = CONTESTS.get(kind)
+    contest = ({} if exact else ROUNDED).get(kind, CONTESTS.get(kind))
     program = None if products is None or contest is None else products.owner(contest)
     if program is None:
-        return partial(product, _laid_out(weight, bias, kind, device))
-    lying, memory = alone(pack_matrix(weight, bias, weights))
+        matrix = _laid_out(weight, bias, kind, device)
+        return partial(product, matrix) if exact else partial(_narrowed_product, matrix)
+    lying, memory = alone(pack_matrix(weight.cpu(), bias, weights))
     return own_matrix(program, lying, memory.to(device))
+
+
+def parts_on(device: torch.device) -> Parts | None:
+    """Return our functions for what lies between products on a device; None: they are torch's."""
+    products = choice_on(device)
+    program = None if products is None else products.owner(PARTS)
+    return None if program is None else Parts(program)
+
+
+def _narrowed_product(matrix: Matrix, x: Tensor) -> Tensor:
+    return rounded_product(matrix, x, Tensor.to)
 
 
 def check_weights(weights: str, device: torch.device) -> None:

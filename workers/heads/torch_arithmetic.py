@@ -18,10 +18,12 @@ from dovetail.workers.heads.arithmetic import (
     Mix,
     Product,
 )
-from dovetail.workers.heads.matrices import device_product
+from dovetail.workers.heads.matrices import device_product, parts_on
+from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.fixed import SLOTS
+from dovetail.workers.models.backends.device.parts import Turning
 from dovetail.workers.models.cache import rounded
 from dovetail.workers.models.segment import Cache, Segment
 
@@ -80,9 +82,21 @@ class TorchRows:
         keys, values = self.rows.memory[layer]
         keys.index_copy_(1, self.rows.slots, rounded(key, keys.dtype))
         values.index_copy_(1, self.rows.slots, rounded(value, values.dtype))
-        heads, count, size = query.shape
+        return self._attend_fixed(self.rows, layer, query, scale)
+
+    def attend_turned(self, layer: int, qkv: Tensor, turning: Turning, scale: float) -> Tensor:
+        """As `attend`, of fixed rows of queries, keys and values [T, (heads + 2 kv_heads) head_dim]
+        that are to be turned."""
+        assert isinstance(self.rows, FixedRows)
+        keys, values = self.rows.memory[layer]
+        query = turning(qkv, (self.cosines, self.sines), self.rows.slots, keys, values)
+        return self._attend_fixed(self.rows, layer, query, scale)
+
+    @staticmethod
+    def _attend_fixed(rows: FixedRows, layer: int, query: Tensor, scale: float) -> Tensor:
+        (keys, values), (heads, count, size) = rows.memory[layer], query.shape
         packed = query.reshape(1, keys.shape[0], -1, size)
-        mixed = attend_as_cached(packed, keys, values, self.rows.mask, scale, None, None)
+        mixed = attend_as_cached(packed, keys, values, rows.mask, scale, None, None)
         return mixed.reshape(heads, count, size).transpose(0, 1)
 
 
@@ -102,8 +116,10 @@ def attend_as_cached(
 
 
 class TorchArithmetic:
-    """torch's own operations, on a GPU or on a CPU, and products of ours on a GPU. On a CPU states
-    are fp32, and so are weights of 16 bits once they have been rounded to these."""
+    """torch's own operations, on a GPU or on a CPU, and functions of ours on a GPU. States are
+    fp32, and on a CPU weights of 16 bits once they have been rounded to these."""
+
+    dtype = torch.float32
 
     def __init__(
         self,
@@ -111,39 +127,50 @@ class TorchArithmetic:
         *,
         weights: str,
         device: torch.device,
-        dtype: torch.dtype,
         cached: torch.dtype,
-        table: torch.dtype,
+        table: torch.dtype | None = None,
+        exact: bool = False,
     ) -> None:
-        """`dtype`: of states, and of the weights where `weights` is auto. `cached`: of keys and
-        values. `table`: of the embedding on a GPU."""
-        self._geometry, self._weights = geometry, weights
-        self.device, self.dtype, self.cached = device, dtype, cached
-        self.table: torch.dtype | None = None if device.type == "cpu" else table
+        """`weights`: on a GPU not auto. `cached`: the type of keys and values. `table`: that of the
+        embedding; None: it is as it is stored. `exact`: no product narrows states."""
+        self._geometry, self._weights, self._exact = geometry, weights, exact
+        self.device, self.cached, self.table = device, cached, table
+        self._parts = parts_on(device)
         self.name = f"torch on {device}"
         self._frequencies = geometry.frequencies.to(device)
         self._arenas = Arenas(1 if device.type == "cpu" else SLOTS)
         groups = geometry.heads // geometry.kv_heads
         self._masks = Masks(groups=groups, device=device, dtype=cached)
-        on_gpu = device.type != "cpu" and dtype == torch.float32
-        self._apart = {"int8", "int4", *(("fp16", "bf16") if on_gpu else ())}
-        """Types of weights whose products take fp32 as it is; others are multiplied in `dtype`."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        if self._weights in self._apart:
-            return device_product(weight, bias, self._weights, self.device)
-        offset = None if bias is None else bias.to(self.device, self.dtype)
-        stored = weight.to(self.device).to(TYPES.get(self._weights, weight.dtype))
-        matrix = stored.to(self.dtype).contiguous()
+        if self.device.type != "cpu" or self._weights in ("int8", "int4"):
+            return device_product(weight, bias, self._weights, self.device, exact=self._exact)
+        offset = None if bias is None else bias.float()
+        matrix = weight.to(TYPES.get(self._weights, weight.dtype)).float().contiguous()
         return lambda x: linear(x, matrix, offset)
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
-        scale = weight.to(self.device, self.dtype)
-        return lambda x: rms_norm(x, scale.shape, scale, epsilon)
+        own, norm = self._parts, Norm(weight.to(self.device, torch.float32))
+        if own is not None:
+            return lambda x: own.norm(x, NormKind.RMS, norm, epsilon)
+        return lambda x: rms_norm(x, norm.weight.shape, norm.weight, epsilon)
 
     def gated(self, x: Tensor) -> Tensor:
+        if self._parts is not None:
+            return self._parts.gate(x)
         gate, up = x.chunk(2, dim=-1)
         return silu(gate) * up
+
+    def _turning(self, weights: LayerWeights) -> Turning | None:
+        """Return our rotation of a layer's queries and keys; None where it is torch's."""
+        at, own = self._geometry, self._parts
+        if own is None:
+            return None
+        query, key = (
+            None if norm is None else norm.to(self.device, torch.float32)
+            for norm in (weights.query_norm, weights.key_norm)
+        )
+        return Turning(own.program, at.heads, at.kv_heads, query, key, at.epsilon)
 
     def mix(self, weights: LayerWeights) -> Mix:
         at, index = self._geometry, weights.index
@@ -152,8 +179,11 @@ class TorchArithmetic:
             for w in (weights.query_norm, weights.key_norm)
         ]
         sizes = [count * at.head_dim for count in (at.heads, at.kv_heads, at.kv_heads)]
+        turning, scale = self._turning(weights), at.head_dim**-0.5
 
         def mix(qkv: Tensor, seen: TorchRows) -> Tensor:
+            if turning is not None and isinstance(seen.rows, FixedRows):
+                return seen.attend_turned(index, qkv, turning, scale).flatten(1)
             query, key, value = (
                 part.reshape(len(part), -1, at.head_dim).transpose(0, 1)
                 for part in torch.split(qkv, sizes, dim=-1)
@@ -163,7 +193,7 @@ class TorchArithmetic:
                 for part, norm in zip((query, key), norms, strict=True)
             )
             query, key = (rotate(part, seen.cosines, seen.sines) for part in (query, key))
-            return seen.attend(index, query, key, value, at.head_dim**-0.5).flatten(1)
+            return seen.attend(index, query, key, value, scale).flatten(1)
 
         return mix
 
@@ -185,8 +215,7 @@ class TorchArithmetic:
     def arrange(self, positions: Tensor, segments: Sequence[Segment] | FixedRows) -> TorchRows:
         angles = positions.to(self.device).unsqueeze(1) * self._frequencies
         cosines, sines = (
-            (turn * self._geometry.rope_scaling).to(self.dtype)
-            for turn in (angles.cos(), angles.sin())
+            turn * self._geometry.rope_scaling for turn in (angles.cos(), angles.sin())
         )
         if not isinstance(segments, FixedRows):
             return TorchRows(cosines, sines, arrange(segments, self._masks))

@@ -1,0 +1,176 @@
+"""Measures a level of a head's tree on a device: milliseconds, and what the host asks for.
+
+    python tests/measures/draft_level.py --device cuda:0 --weights fp16,int8,int4
+
+A head of random weights drafts for a target of the shape of a 7B model, whose layers are not read:
+`--hidden` and `--units` make it smaller. A level is a proposal of nine levels less
+one of one, by eight: rows, graph, ranking and growth of the tree with all that Python does. Beside
+it stand the milliseconds that the memory of the device would take for the weights of a level, and
+of one proposal of nine levels the launches, graphs, copies, waits, and the microseconds that the
+device computes. Times are medians, of this machine at this hour.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[0] = str(TESTS)
+if importlib.util.find_spec("dovetail") is None:
+    importlib.import_module("conftest")  # gives a bare checkout its import name
+
+import torch  # noqa: E402
+from gpu.chip import memory_gb_s  # noqa: E402
+from gpu.grown import Shape as Target  # noqa: E402
+from gpu.grown import grow  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings  # noqa: E402
+from dovetail.workers.devices import open_device  # noqa: E402
+from dovetail.workers.drafters.head import HeadDrafter  # noqa: E402
+from dovetail.workers.drafters.registry import open_draft_worker  # noqa: E402
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from dovetail.workers.sessions.wire import TYPES, to_array  # noqa: E402
+from dovetail.workers.speculation.proposal import Shape  # noqa: E402
+from support.heads import VARIANTS, Variant, write_head  # noqa: E402
+from support.opening import opening  # noqa: E402
+
+DEEP, SHALLOW, WIDTHS, TIMES = 9, 1, (1, 8), 15
+PROMPT, CAPACITY = 256, 480
+BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
+KINDS = {
+    "launches": ("LaunchKernel",),
+    "graphs": ("GraphLaunch",),
+    "copies": ("cudaMemcpy",),
+    "waits": ("Synchronize",),
+}
+"""What is counted, and words in the names of the runtime's functions."""
+
+
+def variant(kind: str, target: Target, vocabulary: int) -> Variant:
+    """Return a head for a target of this shape."""
+    heads = target.hidden // 128 or 1
+    taps = {"taps": (0, 1, 1), "draft_vocabulary": vocabulary // 4} if kind == "eagle3" else {}
+    sizes = {
+        "hidden": target.hidden,
+        "target_width": target.hidden,
+        "vocabulary": vocabulary,
+        "draft_vocabulary": vocabulary,
+        "heads": heads,
+        "kv_heads": max(1, heads // 4),
+        "head_dim": 128,
+        "intermediate": target.units,
+        "gain": 1.0,
+        "dtype": torch.float16,
+        "own_embedding": False,
+    }
+    return replace(VARIANTS[kind], **{**sizes, **taps})  # type: ignore[arg-type]
+
+
+class Drafts:
+    """Sessions of one head, each drafted for once when all is captured."""
+
+    def __init__(self, engine: HeadDrafter, width: int, temperature: float) -> None:
+        self.engine, self.width = engine, width
+        self.sampling, self.sessions = Sampling(temperature=temperature), 0
+
+    def once(self, depth: int, *, look: bool = False) -> tuple[float, profile | None]:
+        """Return the seconds of a proposal of so many levels, or what was asked for meanwhile."""
+        engine, shape = self.engine, Shape(self.width * depth, depth, self.width)
+        self.sessions += 1
+        tree = TreeSettings(
+            policy="beam", gamma=shape.nodes, depth=depth, width=self.width, sharpening=1.0
+        )
+        order = opening(
+            self.sessions,
+            range(3, 3 + PROMPT),
+            capacity=CAPACITY,
+            sampling=self.sampling,
+            tree=tree,
+        )
+        session = engine.open(order)
+        features = torch.randn(PROMPT, engine.reads.row).to(TYPES[engine.reads.dtype])
+        engine.feed(session, 0, to_array(features))
+        while engine.prepare(session):
+            pass
+        if look:
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+                engine.draft(session, (), 5, shape)
+            return 0.0, seen
+        torch.zeros(1, device=engine.head.device).item()  # what came before is over
+        began = time.perf_counter()
+        engine.draft(session, (), 5, shape)
+        return time.perf_counter() - began, None
+
+
+def median_ms(drafts: Drafts, depth: int) -> float:
+    for _ in range(3):
+        drafts.once(depth)
+    return 1e3 * statistics.median(drafts.once(depth)[0] for _ in range(TIMES))
+
+
+def counts(seen: profile) -> str:
+    """Say what a profile has of a proposal."""
+    events = seen.key_averages()
+    found = {
+        what: sum(e.count for e in events if any(word in e.key for word in words))
+        for what, words in KINDS.items()
+    }
+    device_us = sum(e.self_device_time_total for e in events if not e.self_cpu_time_total)
+    return ", ".join(f"{count} {what}" for what, count in found.items()) + f", {device_us:.0f} us"
+
+
+def measure(engine: HeadDrafter, weights: str, bytes_: float, gb_s: float) -> None:
+    for width in WIDTHS:
+        for temperature in (0.0, 1.0):
+            drafts = Drafts(engine, width, temperature)
+            deep, shallow = (median_ms(drafts, depth) for depth in (DEEP, SHALLOW))
+            level = (deep - shallow) / (DEEP - SHALLOW)
+            least = 1e3 * bytes_ / (1e9 * gb_s)
+            print(
+                f"{weights:>5} {width} rows T = {temperature:g}: {level:.3f} ms a level, memory "
+                f"{least:.3f}; root and one level {shallow:.3f} ms",
+                flush=True,
+            )
+            if engine.head.device.type == "cuda":
+                seen = drafts.once(DEEP, look=True)[1]
+                assert seen is not None
+                print(f"      of {DEEP} levels: {counts(seen)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--kind", default="eagle")
+    parser.add_argument("--weights", default="fp16,int8,int4")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--units", type=int, default=11008)
+    given = parser.parse_args()
+    device = open_device(given.device, 4)
+    target = Target(given.hidden, given.units, 9)
+    with tempfile.TemporaryDirectory() as folder:
+        grow(target, Path(folder, "target"), device.torch_device)
+        vocabulary = open_checkpoint(str(Path(folder, "target"))).vocabulary.size
+        head = write_head(Path(folder, "head"), variant(given.kind, target, vocabulary))
+        gb_s = memory_gb_s(device.torch_device, 1 << 28)
+        # fusion, output, queries and a quarter as many keys and values; MLP; output head
+        of_layer = 4.5 * target.hidden**2 + 3 * target.hidden * target.units
+        numbers = of_layer + vocabulary * target.hidden
+        for weights in given.weights.split(","):
+            engine = open_draft_worker(
+                DraftSettings(model=str(head), device=given.device, weights=weights, ahead=False),
+                name=weights,
+                threads=4,
+                target=str(Path(folder, "target")),
+            ).engine
+            assert isinstance(engine, HeadDrafter)
+            measure(engine, weights, BYTES[weights] * numbers, gb_s)
+
+
+if __name__ == "__main__":
+    main()
