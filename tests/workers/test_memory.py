@@ -41,7 +41,7 @@ def test_a_target_takes_what_its_placement_counted_and_no_more(
 def test_a_gpu_reserves_no_more_than_was_counted(tmp_path: Path, vram: str) -> None:
     found = measured(
         DEMO_FOLDER / "target",
-        tiny_llama(tmp_path),
+        tiny_llama(tmp_path, dtype=torch.float16),
         "half",
         "cuda:0",
         {"layers": 16, "resident": None, "vram": vram},

@@ -8,7 +8,7 @@
 typedef long long Int;
 
 constexpr int NORM_THREADS = 512, TURN_THREADS = 128, GATE_THREADS = 256;
-constexpr int WARP = 32;
+constexpr int WARP = 32, HELD = 16;  // numbers of a thread of a norm
 constexpr float MOST_HALF = 65504.0f;
 
 #ifdef __CUDACC__
@@ -35,25 +35,37 @@ static __device__ float sum_of_block(float value, float* of_warps) {
 
 static __device__ float inverse_root(float mean, Int epsilon) { return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, __uint_as_float((unsigned)epsilon)))); }
 
-// y = norm of x [rows, width], a block a row: by root mean square, or where `centred` by mean and variance. `bias`: [width] or null.
+// y = norm of x [rows, width], a block a row: by root mean square, or where `centred` by mean and variance. `bias`: [width] or null. A thread holds its numbers
+// in registers, so that memory is waited for once.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const float* x, const float* weight, const float* bias, float* y, Int width, Int centred,
                                                                      Int epsilon) {
     __shared__ float of_warps[2][NORM_THREADS / WARP];
-    const float* const own = x + (Int)blockIdx.x * width;
-    float mean = 0.0f, sum = 0.0f;
-    if (centred) {
-        for (Int i = threadIdx.x; i < width; i += NORM_THREADS) sum = __fadd_rn(sum, own[i]);
-        mean = __fdiv_rn(sum_of_block(sum, of_warps[0]), (float)width);
+    const Int first = (Int)blockIdx.x * width, thread = threadIdx.x;
+    float values[HELD], weights[HELD], mean = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        const Int i = thread + j * NORM_THREADS;
+        values[j] = i < width ? x[first + i] : 0.0f;
+        weights[j] = i < width ? weight[i] : 0.0f;
     }
-    sum = 0.0f;
-    for (Int i = threadIdx.x; i < width; i += NORM_THREADS) {
-        const float value = __fsub_rn(own[i], mean);
-        sum = __fmaf_rn(value, value, sum);
+    if (centred) {
+#pragma unroll
+        for (int j = 0; j < HELD; j++) sum = __fadd_rn(sum, values[j]);
+        mean = __fdiv_rn(sum_of_block(sum, of_warps[0]), (float)width);
+        sum = 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        if (thread + j * NORM_THREADS < width) values[j] = __fsub_rn(values[j], mean);
+        sum = __fmaf_rn(values[j], values[j], sum);
     }
     const float factor = inverse_root(__fdiv_rn(sum_of_block(sum, of_warps[1]), (float)width), epsilon);
-    for (Int i = threadIdx.x; i < width; i += NORM_THREADS) {
-        const float value = __fmul_rn(__fmul_rn(__fsub_rn(own[i], mean), factor), weight[i]);
-        y[(Int)blockIdx.x * width + i] = bias == nullptr ? value : __fadd_rn(value, bias[i]);
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        const Int i = thread + j * NORM_THREADS;
+        if (i >= width) continue;
+        const float value = __fmul_rn(__fmul_rn(values[j], factor), weights[j]);
+        y[first + i] = bias == nullptr ? value : __fadd_rn(value, bias[i]);
     }
 }
 
