@@ -161,8 +161,8 @@ class Reader:
             )
         if name == "substitute" and (parts := self._uncoded):
             raise UserError(
-                f"--draft substitute: layers with {parts} have no copy of few bits on a GPU; name "
-                "a head or a small model"
+                f"--draft substitute: layers with {parts} are computed operation by operation on a "
+                "GPU, and no plan knows the time of that; name a head or a small model"
             )
         if name == "substitute":
             weights = self._configuration.settings.draft.weights

@@ -147,8 +147,8 @@ class Design:
 
     @property
     def uncoded(self) -> str:
-        """Return the parts of its layers that have no copy in few bits on a GPU; empty: all could
-        have one."""
+        """Return the parts of its layers that levels of fixed shapes on a GPU do not know; empty:
+        they know all of it."""
         return "" if self.weighed is None else self.weighed.uncoded
 
     @property

@@ -96,15 +96,15 @@ def test_a_vocabulary_that_is_left_out_is_the_one_that_transformers_takes() -> N
 @pytest.mark.parametrize(
     ("kind", "uncoded"),
     [
-        ("gemma4_text", "normed values"),
-        ("cohere2", "neighbours that are rotated together"),
+        ("gemma4_text", "inputs of their own"),
+        ("cohere2", ""),
         ("youtu", "attention over latents"),
         ("qwen3_5_text", "states"),
         ("mixtral", "experts"),
         ("qwen3", ""),
     ],
 )
-def test_a_plan_knows_which_layers_have_copies_in_few_bits_on_a_gpu(
+def test_a_plan_knows_which_layers_are_not_in_fixed_shapes_on_a_gpu(
     kind: str, uncoded: str, tmp_path: Path
 ) -> None:
     tiny_config(kind, {}).save_pretrained(tmp_path)

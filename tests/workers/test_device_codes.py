@@ -36,7 +36,9 @@ from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import Codes
 from dovetail.workers.models.substitutes.substitute import load_substitute
 from dovetail.workers.serving.spread import spread_of
+from support.architectures import write_tiny
 from support.cases import everyday
+from support.decoded import far
 from support.kernels import needs_kernels
 from support.models import CONFIG, tiny_llama
 
@@ -141,6 +143,23 @@ def test_a_level_in_fixed_shapes_is_what_its_rows_are_one_by_one(
         caches[1].rows[..., 13:, :], torch.zeros_like(caches[1].rows[..., 13:, :])
     )  # what is not written stays what it was
     torch.testing.assert_close(caches[0].rows, caches[1].rows, rtol=2e-2, atol=2e-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", everyday(["cohere2", "gpt_neox"], "gpt_neox"))
+@pytest.mark.parametrize("resident", [0, 1])
+def test_rows_that_the_kernels_have_in_another_order_have_their_codes_in_it(
+    tmp_path: Path, as_a_gpu: Capture, kind: str, resident: int
+) -> None:
+    folder, kept = tmp_path / "model", tmp_path / "kept"
+    assert write_tiny(kind, folder, dtype=torch.float16, num_hidden_layers=2)
+    target, shared = pair(folder, kept, as_a_gpu, resident, weights="int8")
+    kernels = load_substitute(str(folder), weights="int8", device="cpu", folder=kept)[0]
+    found, expected, whole = (
+        read(model, model.new_cache(16))  # type: ignore[arg-type]
+        for model in (shared, kernels, target)
+    )
+    assert far(found, whole if resident else expected) < ROUNDED
 
 
 @needs_kernels

@@ -46,7 +46,8 @@ class Design:
     blocks_bytes: int = 0
     """The bytes of its matrices as blocks; 0: they are none."""
     uncoded: str = ""
-    """The parts of its layers that have no copy in few bits on a GPU; empty: all could have one."""
+    """The parts of its layers that levels of fixed shapes on a GPU do not know; empty: they know
+    all of it."""
     states: StateTraffic = STATELESS
     """The traffic of its states in a pass."""
 

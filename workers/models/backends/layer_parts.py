@@ -342,8 +342,8 @@ def _beside(
 
 
 def why_not_coded_apart(spec: LayerSpec) -> str:
-    """Return the parts of a layer that no copy in few bits on a GPU has, beside a target there;
-    empty where it could have one."""
+    """Return the parts of a layer that no copy in few bits has beside a target on a GPU, where
+    levels are of fixed shapes; empty where it could have one."""
     mixer = spec.attention
     if spec.state is not None:
         return "states"
@@ -353,14 +353,9 @@ def why_not_coded_apart(spec: LayerSpec) -> str:
         return "one half"
     found = {
         "experts": isinstance(spec.mlp, Experts),
-        "sinks": mixer.sinks is not None,
-        "normed values": mixer.norms_values,
         "chunked attention": mixer.chunk > 0,
-        "gates behind attention": mixer.gated or mixer.gate is not None,
-        "queries and keys that are fused by heads": mixer.by_head,
         "keys and values of another": mixer.reads is not None,
         "inputs of their own": spec.own_input is not None,
-        "neighbours that are rotated together": mixer.rope is not None and mixer.rope.interleaved,
     }
     return next((what for what, there in found.items() if there), "")
 

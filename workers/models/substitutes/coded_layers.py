@@ -54,6 +54,8 @@ class CodedLayers(Kernels):
     def _arrange(self, parts: LayerParts) -> None:
         """Bring codes, which are those of the checkpoint's rows, into the order of the linears."""
         super()._arrange(parts)
+        if not self._codes:
+            return
         codes = dict(self._codes)
         if (gates := parts.gates) is not None:
             for part, places in zip(
