@@ -44,6 +44,7 @@ class Emulated:
         held = [one.held if isinstance(one, pretended.Elsewhere) else one for one in arguments]
         run = partial(self._run, name, grid, threads, held)
         run()
+        pretended.USES.note([one for one in held if isinstance(one, Tensor)])
         if (graph := pretended.recording()) is not None:
             graph.append(pretended.Recorded(run, (), {}, ()))
         else:

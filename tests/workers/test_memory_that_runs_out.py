@@ -153,7 +153,7 @@ def test_sessions_are_drafted_for_without_graphs_where_there_is_no_room_for_thes
 ) -> None:
     roomy, opened, most = drafts(None)
     assert not caplog.text
-    tight, *_ = drafts((most - opened) // 2)
+    tight, *_ = drafts((most - opened) * 3 // 4)
     assert trees(tight) == trees(roomy)
     assert len(trees(tight)) == len(SESSIONS)
     assert "captured passes were let go" in caplog.text

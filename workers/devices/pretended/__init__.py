@@ -10,34 +10,37 @@ torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers w
 is elementwise. What is asked of it is counted (`counted`), and its memory ends where a test says
 (`capped`).
 
-Nothing is known of streams, events, or time: everything is done when a call returns. torch is told
-of the device once for the whole process, which changes nothing for other tensors. It is a test rig:
-it makes nothing faster.
+Copies are made as late as the events allow that are waited for (`streams.py`, `pinned.py`), and
+graphs share their memory: what one returned is spoilt when another is replayed. Everything else is
+done when a call returns, and nothing is known of time. torch is told of the device once for the
+whole process, which changes nothing for other tensors. It is a test rig: it makes nothing faster.
 """
 
-from concurrent.futures import Future
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dovetail.workers.devices import cpu
 from dovetail.workers.devices.base import Device, DeviceKind
-from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.pretended import counts
 from dovetail.workers.devices.pretended.counts import Counts, counted
 from dovetail.workers.devices.pretended.graphs import capture
 from dovetail.workers.devices.pretended.memory import MEMORY, capped
-from dovetail.workers.devices.pretended.pinned import pin
+from dovetail.workers.devices.pretended.pinned import pin, sent
 from dovetail.workers.devices.pretended.recording import Recorded, recording
 from dovetail.workers.devices.pretended.registration import POSSIBLE, device
 from dovetail.workers.devices.pretended.rules import NAME
+from dovetail.workers.devices.pretended.streams import PretendedTransfer
 from dovetail.workers.devices.pretended.tensors import Elsewhere
+from dovetail.workers.devices.pretended.uses import USES
 
 __all__ = [
     "MEMORY",
     "POSSIBLE",
     "PRETENDED",
+    "USES",
     "Counts",
     "Elsewhere",
     "PretendedTransfer",
@@ -45,28 +48,10 @@ __all__ = [
     "capped",
     "capture",
     "counted",
+    "counts",
     "device",
     "recording",
 ]
-
-
-class PretendedTransfer(HostTransfer):
-    """The way to the device, by the thread that copies where the CPU stands for a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = device()
-
-    def pin(self, memory: Tensor) -> None:
-        pin(memory)
-
-    def buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-    def copy(self, source: Tensor, target: Tensor, after: "Future[None]") -> "Future[None]":
-        assert isinstance(target, Elsewhere)
-        counts.add(copies_in=1)
-        return super().copy(source, target.held, after)
 
 
 class _Pretended(DeviceKind):
@@ -85,6 +70,10 @@ class _Pretended(DeviceKind):
         memory = super().pinned(size)
         pin(memory)
         return memory
+
+    def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        super().send(source, target)
+        return sent(source)
 
     def free_bytes(self, device: torch.device) -> int:
         return MEMORY.free_bytes()

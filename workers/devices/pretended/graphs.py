@@ -1,6 +1,7 @@
 """Graphs of the pretended device, recorded operation by operation and replayed on the same
 memory."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_flatten
 
 from dovetail.workers.devices.pretended import counts
 from dovetail.workers.devices.pretended.memory import MEMORY
-from dovetail.workers.devices.pretended.recording import recorded
+from dovetail.workers.devices.pretended.recording import Recorded, recorded
+from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.tensors import Elsewhere
 
 ResultT = TypeVar("ResultT")
@@ -29,24 +31,69 @@ def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     needed = MEMORY.most - before
     with recorded() as graph:
         result = function()
+    own, pool = _own(graph, result), _pool()
+    pool.hold(needed)
 
     @torch.inference_mode()
     def replay() -> ResultT:
         counts.add(launches=1)
+        pool.begin(own)
         for operation in graph:
             operation.replay()
         return result
 
-    MEMORY.take(needed, replay)
     with torch.inference_mode():
-        for tensor in _floats(result):
-            tensor.fill_(float("nan"))  # a capture computes nothing: only a replay does
+        _spoil(own)  # a capture computes nothing: only a replay does
     return replay
 
 
-def _floats(result: Any) -> Sequence[Tensor]:
-    """Return the float tensors of what a captured function returned."""
+class _Pool:
+    """The memory that all graphs share, since they are replayed one after the other."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._last: Sequence[Tensor] = ()
+        """The results of the graph that was replayed last."""
+
+    def hold(self, size: int) -> None:
+        """Have so many bytes at least; `torch.OutOfMemoryError` where they are not there."""
+        if size > self._size:
+            MEMORY.take(size - self._size, self)
+            self._size = size
+
+    def begin(self, own: Sequence[Tensor]) -> None:
+        """Replay a graph with these results: those of another are overwritten."""
+        if self._last is not own:
+            _spoil(self._last)
+            self._last = own
+
+
+_pools: weakref.WeakValueDictionary[str, _Pool] = weakref.WeakValueDictionary()
+
+
+def _pool() -> _Pool:
+    """Return the memory of the graphs that there are."""
+    return _pools.setdefault(NAME, _Pool())
+
+
+def _own(graph: Sequence[Recorded], result: Any) -> Sequence[Tensor]:
+    """Return the tensors of a result that lie in the memory of their graph."""
     if is_dataclass(result):
         result = [getattr(result, field.name) for field in fields(result)]
+    given: set[int] = set()
+    made: set[int] = set()
+    for operation in graph:
+        arguments = tree_flatten((operation.args, operation.kwargs))[0]
+        given |= {_memory(t) for t in arguments if isinstance(t, Tensor)} - made
+        made |= {_memory(t) for t in operation.results} - given
     found = tree_flatten(result)[0]
-    return [t.held for t in found if isinstance(t, Elsewhere) and t.is_floating_point()]
+    return [t.held for t in found if isinstance(t, Elsewhere) and _memory(t.held) in made]
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _spoil(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)

@@ -12,6 +12,7 @@ from dovetail.workers.devices.pretended.int4 import lay_out, multiply
 from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.recording import Recorded, recording
 from dovetail.workers.devices.pretended.rules import NAME
+from dovetail.workers.devices.pretended.uses import USES
 
 aten = torch.ops.aten
 
@@ -110,6 +111,8 @@ def _done(
     }
     call, held = _int4(packet) or function, tree_map(_held, (tuple(args), plain))
     result = call(*held[0], **held[1])
+    if not function.is_view:
+        USES.note([tensor.held for tensor in ours])
     if any(tensor.held.shape != tensor.shape for tensor in ours):
         raise NotImplementedError(f"{packet} resizes a tensor, which {NAME} cannot follow")
     first = args[0] if args and isinstance(args[0], Tensor) else None

@@ -1,0 +1,71 @@
+"""The stream of copies of the pretended device, in the order that is worst for who relies on more
+than events: a copy is made when somebody waits for it and not before, until then its target holds
+nothing that makes sense, and it may not be asked for while the target is computed with."""
+
+from collections import deque
+from ctypes import memmove
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices.pretended import counts
+from dovetail.workers.devices.pretended.pinned import pin
+from dovetail.workers.devices.pretended.registration import device
+from dovetail.workers.devices.pretended.tensors import Elsewhere
+from dovetail.workers.devices.pretended.uses import USES
+
+SPOILT = 0xFF
+"""Bytes of a target before its copy: no numbers as floats, and -1 as integers."""
+
+
+@dataclass(eq=False)
+class Copied:
+    """The mark behind a copy."""
+
+    source: Tensor
+    target: Tensor
+    done: bool = False
+
+    def make(self) -> None:
+        """Copy."""
+        memmove(self.target.data_ptr(), self.source.data_ptr(), self.source.numel())
+        self.done = True
+
+
+class PretendedTransfer:
+    """The way to the device. A `Transfer`."""
+
+    def __init__(self) -> None:
+        self.device = device()
+        self._asked: deque[Copied] = deque()
+
+    def pin(self, memory: Tensor) -> None:
+        pin(memory)
+
+    def buffer(self, size: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        assert isinstance(buffer, Elsewhere)
+        USES.follow(buffer.held)
+        return buffer
+
+    def copy(self, source: Tensor, target: Tensor, after: int | Copied) -> Copied:
+        """Note a copy; `RuntimeError` where `after` was passed before the last operation on the
+        target: a GPU would copy beside that."""
+        assert isinstance(target, Elsewhere)
+        if isinstance(after, int) and USES.last(target.held) > after:
+            raise RuntimeError(
+                "a copy is to overwrite what is computed with: take its mark behind that"
+            )
+        counts.add(copies_in=1)
+        target.held.fill_(SPOILT)
+        self._asked.append(copied := Copied(source, target.held))
+        return copied
+
+    def computed(self) -> int:
+        return USES.now
+
+    def wait(self, mark: int | Copied) -> None:
+        """Make the copies up to the mark; what was computed is."""
+        while isinstance(mark, Copied) and not mark.done:
+            self._asked.popleft().make()
