@@ -14,26 +14,48 @@ from dovetail.workers import kernels
 from dovetail.workers.devices import kind_of
 from dovetail.workers.heads.arithmetic import KINDS, Product
 from dovetail.workers.kernels import Kind, PackedMatrix
+from dovetail.workers.kernels.blocks import WIDTH, BlockMatrix, Part
 from dovetail.workers.models.backends.blob import ELEMENTS, Matrix, alone
 from dovetail.workers.models.backends.device.choice import CONTESTS, ROUNDED, choice_on
 from dovetail.workers.models.backends.device.own import own_matrix
+from dovetail.workers.models.backends.device.own_blocks import CONTEST as BLOCKS
+from dovetail.workers.models.backends.device.own_blocks import own_blocks
 from dovetail.workers.models.backends.device.parts import CONTEST as PARTS
 from dovetail.workers.models.backends.device.parts import Parts
 from dovetail.workers.models.backends.device.products import product, rounded_product
 from dovetail.workers.models.backends.packing import EXACT_KINDS, pack_rows
+from dovetail.workers.models.checkpoints.gguf.kinds import Q8_0
 from dovetail.workers.models.substitutes.coded import against_codes, linear_product, pack_codes
 from dovetail.workers.models.substitutes.quantised import nearest_codes
 
 
 def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatrix:
     """Return weight [out, in] in the layout of the kernels, of the type `weights`; with `auto` of
-    that in which it is stored."""
+    that in which it is stored. int8 are blocks of 32 inputs with a scale each, of weights and rows
+    both, wherever these come in such blocks: with one scale a row, a head loses a fifth of the
+    tokens of a round."""
     if weights == "int4":
         return pack_codes([nearest_codes(weight)], [bias])
+    if weights == "int8" and weight.shape[1] % WIDTH == 0:
+        return _in_blocks(weight, bias)
     kind = EXACT_KINDS.get(weight.dtype, Kind.FP32) if weights == "auto" else KINDS[weights]
     own = None if bias is None else bias.float().contiguous()
     matrix = PackedMatrix(kind, *weight.shape, bias=own)
     pack_rows(matrix, weight)
+    return matrix
+
+
+def _in_blocks(weight: Tensor, bias: Tensor | None) -> BlockMatrix:
+    """Return a matrix as blocks of ggml's Q8_0."""
+    rows, inputs = weight.shape
+    numbers = weight.float().view(rows, inputs // WIDTH, WIDTH)
+    scales = (numbers.abs().amax(dim=2, keepdim=True) / 127.0).half()
+    turned = torch.where(scales > 0, 1.0 / scales.float(), torch.zeros(()))
+    codes = (numbers * turned).round().clamp(-127, 127).to(torch.int8)
+    blocks = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=2)
+    own = None if bias is None else bias.float().contiguous()
+    matrix = BlockMatrix(Kind.BLOCKS, [Part(Q8_0, rows)], inputs, bias=own)
+    matrix.pack_part(0, blocks.view(rows, -1))
     return matrix
 
 
@@ -46,6 +68,11 @@ def device_product(
     products, bias = choice_on(device), None if bias is None else bias.float()
     if weights == "int4":
         return linear_product(nearest_codes(weight, device), bias, device)
+    in_blocks = weights == "int8" and weight.shape[1] % WIDTH == 0
+    program = products.owner(BLOCKS) if in_blocks and products is not None else None
+    if program is not None:
+        lying, memory = alone(pack_matrix(weight.cpu(), bias, weights))
+        return own_blocks(program, lying, memory.to(device))
     kind = KINDS[weights]
     contest = ({} if exact else ROUNDED).get(kind, CONTESTS.get(kind))
     program = None if products is None or contest is None else products.owner(contest)
