@@ -344,8 +344,13 @@ def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int
 
     class Watched(FixedLevels):
         def compute(self, level: Level) -> Found:
-            asked.append(len(level.tokens))
-            return super().compute(level)
+            before = len(captured)
+            found = super().compute(level)
+            if level.features is None:
+                asked.append(len(level.tokens))
+            else:
+                del captured[before:]  # a pass over true rows
+            return found
 
     session.levels.__class__ = Watched
     engine.feed(session, 0, features(len(log)))

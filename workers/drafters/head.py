@@ -50,7 +50,6 @@ from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head_levels import (
     Capture,
     Found,
-    Kind,
     Level,
     adapts_shapes,
     compute_rows,
@@ -59,6 +58,7 @@ from dovetail.workers.drafters.head_levels import (
 from dovetail.workers.drafters.head_session import HeadLeft, HeadSession, Ranked
 from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_alone
 from dovetail.workers.drafters.ranking import Ranking
+from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.tree import CHUNK, Grower
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.segment import Paths, Segment
@@ -272,7 +272,11 @@ class HeadDrafter(Grower[HeadSession]):
         predicted = yield from self._read_true(
             session, predicted=True, contrast=self._contrast and shape.depth == 2
         )
-        session.states[0] = predicted.states[0]
+        session.ranked = None
+        if isinstance(predicted, Found) and predicted.best is not None:
+            session.ranked = Ranked(THE_ROOT, session.waiting_time.children, predicted.best)
+        if not isinstance(predicted, Found):
+            session.states[0] = predicted.states[0]
         if predicted.contrast is not None:
             session.contrasts[ROOT] = predicted.contrast[0]
         return predicted.logits
@@ -286,15 +290,7 @@ class HeadDrafter(Grower[HeadSession]):
         while count := min(session.fed, len(session.log) - 1) - session.rows:
             count = min(count, CHUNK, session.window)
             session.make_room(count)
-            first, cache = session.rows, session.cache
-            last = yield Rows(
-                torch.tensor(session.log[first + 1 : first + 1 + count]),
-                torch.arange(first, first + count),
-                Segment(cache, cache.length, count),
-                wanted=int(predicted),
-                kind=Kind(true=True, contrast=contrast),
-                features=session.next_features(count),
-            )
+            last = yield session.true_rows(count, predicted=predicted, contrast=contrast)
             session.commit(count)
         return last
 

@@ -47,6 +47,14 @@ class Level:
     contrast: bool = False
     ordered: Ordered | None = None
     """The ranking of the children; None: it is left to the host."""
+    features: Tensor | None = None
+    """[N, W] of the target, from which true rows go on, the last of which is wanted; then `above`
+    counts nothing."""
+
+    @property
+    def wanted(self) -> int:
+        """Return of how many rows, the last ones, results are wanted."""
+        return len(self.tokens) if self.features is None else 1
 
 
 @dataclass(frozen=True)
@@ -112,12 +120,17 @@ class Ranks:
 class LevelInputs(Inputs):
     """The inputs of a level."""
 
-    def __init__(self, form: Form, ranks: Ranks | None, device: torch.device) -> None:
+    def __init__(
+        self, form: Form, ranks: Ranks | None, device: torch.device, *, features: int
+    ) -> None:
+        """`features`: the width of those that true rows go on from; 0: rows are those of a
+        tree."""
         rows = (form.rows,)
-        numbers = dict.fromkeys(("tokens", "above", "into"), (torch.long, rows))
+        numbers = dict.fromkeys(("tokens", "above", "into", "wanted"), (torch.long, rows))
         scales = dict.fromkeys(("temperatures", "sharpenings"), (torch.float32, rows))
         super().__init__(form, {**numbers, **scales}, device)
         width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
+        self.features = torch.zeros(form.rows, features, device=device)
         self.noise = torch.zeros(form.rows, width, device=device)
         """[T, V] on the device alone; of a greedy ranking nothing."""
         self.children = torch.zeros(
@@ -128,11 +141,12 @@ class LevelInputs(Inputs):
 
     def rank(self, logits: Tensor, ranks: Ranks) -> None:
         """Note the children that logits [T, V] give."""
-        z = logits[:, : ranks.vocabulary_size]
+        count, z = len(logits), logits[:, : ranks.vocabulary_size]
         if ranks.noisy:
-            heated = (z - z.amax(-1, keepdim=True)) / self["temperatures"].unsqueeze(1)
-            z = heated + self.noise
-        self.children.copy_(best_of(z / self["sharpenings"].unsqueeze(1), ranks.width))
+            heated = (z - z.amax(-1, keepdim=True)) / self["temperatures"][:count].unsqueeze(1)
+            z = heated + self.noise[:count]
+        sharpened = z / self["sharpenings"][:count].unsqueeze(1)
+        self.children[:, :count].copy_(best_of(sharpened, ranks.width))
 
 
 class FixedLevels:
@@ -167,57 +181,65 @@ class FixedLevels:
         """Return the rows of a level as a pass of its own."""
         kind = Kind(true=False, contrast=level.contrast, levels=self)
         rows = level.tokens, level.positions, level.segment
-        return LevelRows(*rows, wanted=len(level.tokens), kind=kind, level=level)
+        return LevelRows(*rows, wanted=level.wanted, kind=kind, level=level)
 
     def take(self, level: Level, found: Predicted) -> None:
         """Do nothing: states are where they belong."""
 
     def compute(self, level: Level) -> Found:
         """Compute a level."""
-        count, ordered = len(level.tokens), level.ordered
+        count, wanted, ordered = len(level.tokens), level.wanted, level.ordered
+        true = level.features is not None
         ranks = None if ordered is None else Ranks.of(ordered)
-        form = form_of(level.segment, self._least_rows)
-        key = (self._head, level.contrast, ranks)
-        make = partial(self._open, form, ranks, contrast=level.contrast)
+        form = form_of(level.segment, 1 if true else self._least_rows)
+        key = (self._head, level.contrast, ranks, true)
+        make = partial(self._open, form, ranks, true=true, contrast=level.contrast)
         fixed = level_of(self._cache, key, form, make, self._capture)
         rows: dict[str, NDArray[Any]] = {
             "tokens": level.tokens.numpy(),
             "positions": level.positions.numpy(),
-            "above": level.above,
-            "into": np.arange(level.into, level.into + count),
+            "above": np.arange(count) if true else level.above,
+            "into": np.arange(level.into, level.into + wanted),
+            "wanted": np.full(1, count - 1),
         }
         if ordered is not None:
             rows |= {"temperatures": ordered.temperatures, "sharpenings": ordered.sharpenings}
         fixed.inputs.send(level.segment, rows)
+        if level.features is not None:
+            fixed.inputs.features[:count] = level.features
         if ordered is not None and ordered.noise is not None:
-            torch.stack(list(ordered.noise), out=fixed.inputs.noise[:count])
+            torch.stack(list(ordered.noise), out=fixed.inputs.noise[:wanted])
         found = fixed.replay()
         return Found(
-            found.logits[:count].clone(),
-            self.states[level.into : level.into + count],
-            None if found.contrast is None else found.contrast[:count].clone(),
+            found.logits[:wanted].clone(),
+            self.states[level.into : level.into + wanted],
+            None if found.contrast is None else found.contrast[:wanted].clone(),
             None if ranks is None else fixed.inputs.children,
         )
 
     def _open(
-        self, form: Form, ranks: "Ranks | None", *, contrast: bool
+        self, form: Form, ranks: Ranks | None, *, true: bool, contrast: bool
     ) -> tuple["LevelInputs", Callable[[], Predicted]]:
         """Return the inputs of a pass, and what computes it."""
         head, states, memory = self._head, self._memory, self._cache.rows
-        inputs = LevelInputs(form, ranks, head.device)
+        width = head.spec.feature_width if true else 0
+        inputs = LevelInputs(form, ranks, head.device, features=width)
+        given, wanted = (inputs.features, 1) if true else (states, form.rows)
         inputs["into"].fill_(len(states) - 1)
 
         def run() -> Predicted:
             found = head.step(
                 inputs["tokens"],
-                states.index_select(0, inputs["above"]),
+                given.index_select(0, inputs["above"]),
                 inputs["positions"],
                 inputs["slots"],
                 inputs.mask(head.cached),
                 memory[..., : form.slots, :],
+                true=true,
+                rows=inputs["wanted"][:wanted] if true else None,
                 contrast=contrast,
             )
-            states.index_copy_(0, inputs["into"], found.states.to(states.dtype))
+            states.index_copy_(0, inputs["into"][:wanted], found.states.to(states.dtype))
             if ranks is not None:
                 inputs.rank(found.logits, ranks)
             return found

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
-from dovetail.workers.drafters.head_levels import Levels
-from dovetail.workers.drafters.session import GrowingSession
-from dovetail.workers.models.segment import Cache
+from dovetail.workers.drafters.head_levels import Kind, Level, Levels
+from dovetail.workers.drafters.passes import Rows
+from dovetail.workers.drafters.session import THE_ROOT, GrowingSession
+from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefix_cache import check_prefix
 from dovetail.workers.speculation.growth import Nodes
 
 SLACK_SHARE = 8
 """A full window loses this part of itself at once, so that a row is moved so many times at most."""
+MOST_TRUE = 16
+"""So many true rows at most are computed in fixed shapes, where levels are."""
 LEAST_WINDOW_SHARE = 2
 """A session goes on from a window that has lost rows if at least this part of it is left; rows that
 were dropped cannot be computed again."""
@@ -76,6 +79,28 @@ class HeadSession(GrowingSession):
         """The first `count` of the features that wait."""
         self.waiting = [torch.cat(self.waiting)]
         return self.waiting[0][:count]
+
+    def true_rows(self, count: int, *, predicted: bool, contrast: bool) -> Rows:
+        """The next `count` true rows as a part of a pass; `predicted`: the last of them is
+        wanted."""
+        first, cache, features = self.rows, self.cache, self.next_features(count)
+        tokens = torch.tensor(self.log[first + 1 : first + 1 + count])
+        positions = torch.arange(first, first + count)
+        if not (predicted and count <= MOST_TRUE and self.levels.ranks):
+            segment, kind = Segment(cache, cache.length, count), Kind(true=True, contrast=contrast)
+            return Rows(tokens, positions, segment, int(predicted), kind, features)
+        width = self.waiting_time.children
+        level = Level(
+            tokens,
+            positions,
+            Segment(cache, cache.length, count, Paths.growing(cache.length, count)),
+            above=THE_ROOT,
+            into=0,
+            contrast=contrast,
+            ordered=self.ranking.ordered(self.tree, THE_ROOT, len(self.log), width),
+            features=features,
+        )
+        return self.levels.ask(level)
 
     def commit(self, count: int) -> None:
         """The first `count` rows behind the true ones have become such, and their features need not

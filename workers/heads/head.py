@@ -146,16 +146,18 @@ class Head:
         mask: Tensor,
         memory: Tensor,
         *,
+        true: bool = False,
+        rows: Tensor | None = None,
         contrast: bool = False,
     ) -> Predicted:
-        """A pass of recurrent rows in shapes that depend on nothing but T, for CUDA graphs: no
-        value is read back from the device. `memory`: S rows of torch's cache.
+        """A pass in shapes that depend on nothing but T, for CUDA graphs: no value is read back
+        from the device. `memory`: S rows of torch's cache.
 
-        tokens, positions, slots int64 [T], features [T, H], mask [T, S] of 0 and -inf; a row sees
-        itself by its slot.
+        tokens, positions, slots int64 [T], features and `rows` as those of `forward`, mask [T, S]
+        of 0 and -inf; a row sees itself by its slot.
         """
         seen = self._arithmetic.arrange(positions, FixedRows(memory, slots, mask))
-        return self._predict(tokens, features, seen, true=False, rows=None, contrast=contrast)
+        return self._predict(tokens, features, seen, true=true, rows=rows, contrast=contrast)
 
     def _predict(
         self,

@@ -113,6 +113,13 @@ class Paths:
         """The paths rows[offsets[i] : offsets[i + 1]], counted from the slot `prefix` on."""
         return cls(prefix, offsets, rows + np.int32(prefix))
 
+    @classmethod
+    def growing(cls, start: int, count: int) -> "Paths":
+        """The paths of rows that follow each other from slot `start` on, and see all before it."""
+        offsets = np.arange(count + 1) * np.arange(1, count + 2) // 2
+        lower = np.tril_indices(count)[1]
+        return cls(start, offsets.astype(np.int32), (start + lower).astype(np.int32))
+
     def row(self, index: int) -> NDArray[np.int32]:
         """The path of one row."""
         return self.slots[self.offsets[index] : self.offsets[index + 1]]

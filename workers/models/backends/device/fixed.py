@@ -97,7 +97,7 @@ class Inputs:
         here["paths"][:count] = slots[:, None]  # behind its path a row sees itself again
         here["paths"][which, step] = paths.slots
         for name, content in rows.items():
-            here[name][:count] = content
+            here[name][:count] = content  # one for all where there is one
         for name in self._by_row:
             here[name][count:] = here[name][count - 1]
         self._packed.send()
