@@ -1,13 +1,15 @@
-"""Measures a level of a head's tree on a device: milliseconds, and what the host asks for.
+"""Measures a level of a draft's tree on a device: milliseconds, and what the host asks for.
 
     python tests/measures/draft_level.py --device cuda:0 --weights fp16,int8,int4
+    python tests/measures/draft_level.py --device cuda:0 --kind substitute --weights int8,int4
 
-A head of random weights drafts for a target of the shape of a 7B model, whose layers are not read:
-`--hidden` and `--units` make it smaller. A level is a proposal of nine levels less
-one of one, by eight: rows, graph, ranking and growth of the tree with all that Python does. Beside
-it stand the milliseconds that the memory of the device would take for the weights of a level, and
-of one proposal of nine levels the launches, graphs, copies, waits, and the microseconds that the
-device computes. Times are medians, of this machine at this hour.
+A head of random weights drafts for a target of the shape of a 7B model, whose layers are not read,
+or a substitute of its nine layers does, in a process of its own: `--hidden` and `--units` make it
+smaller. A level is a proposal of nine levels less one of one, by eight: rows, graph, ranking and
+growth of the tree with all that Python does. Beside it stand the milliseconds that the memory of
+the device would take for the weights of a level, and of one proposal of nine levels the launches,
+graphs, copies, waits, and the microseconds that the device computes. Times are medians, of this
+machine at this hour.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -33,8 +36,13 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings  # noqa: E402
 from dovetail.workers.devices import open_device  # noqa: E402
 from dovetail.workers.drafters.head import HeadDrafter  # noqa: E402
+from dovetail.workers.drafters.model import Drafter  # noqa: E402
 from dovetail.workers.drafters.registry import open_draft_worker  # noqa: E402
+from dovetail.workers.kernels.coded import GROUP  # noqa: E402
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from dovetail.workers.models.substitutes import kept  # noqa: E402
+from dovetail.workers.models.substitutes.quantised import nearest_codes  # noqa: E402
+from dovetail.workers.models.substitutes.quantize import BITS  # noqa: E402
 from dovetail.workers.sessions.wire import TYPES, to_array  # noqa: E402
 from dovetail.workers.speculation.proposal import Shape  # noqa: E402
 from support.heads import VARIANTS, Variant, write_head  # noqa: E402
@@ -73,9 +81,9 @@ def variant(kind: str, target: Target, vocabulary: int) -> Variant:
 
 
 class Drafts:
-    """Sessions of one head, each drafted for once when all is captured."""
+    """Sessions of one draft, each drafted for once when all is captured."""
 
-    def __init__(self, engine: HeadDrafter, width: int, temperature: float) -> None:
+    def __init__(self, engine: HeadDrafter | Drafter, width: int, temperature: float) -> None:
         self.engine, self.width = engine, width
         self.sampling, self.sessions = Sampling(temperature=temperature), 0
 
@@ -94,18 +102,24 @@ class Drafts:
             tree=tree,
         )
         session = engine.open(order)
-        features = torch.randn(PROMPT, engine.reads.row).to(TYPES[engine.reads.dtype])
-        engine.feed(session, 0, to_array(features))
-        while engine.prepare(session):
-            pass
+        if isinstance(engine, HeadDrafter):
+            features = torch.randn(PROMPT, engine.reads.row).to(TYPES[engine.reads.dtype])
+            engine.feed(session, 0, to_array(features))
+            while engine.prepare(session):
+                pass
+        draft = partial(engine.draft, session, (), 5, shape)
         if look:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-                engine.draft(session, (), 5, shape)
+                draft()
             return 0.0, seen
-        torch.zeros(1, device=engine.head.device).item()  # what came before is over
+        torch.zeros(1, device=device_of(engine)).item()  # what came before is over
         began = time.perf_counter()
-        engine.draft(session, (), 5, shape)
+        draft()
         return time.perf_counter() - began, None
+
+
+def device_of(engine: HeadDrafter | Drafter) -> torch.device:
+    return engine.head.device if isinstance(engine, HeadDrafter) else engine.model.device
 
 
 def median_ms(drafts: Drafts, depth: int) -> float:
@@ -125,7 +139,7 @@ def counts(seen: profile) -> str:
     return ", ".join(f"{count} {what}" for what, count in found.items()) + f", {device_us:.0f} us"
 
 
-def measure(engine: HeadDrafter, weights: str, bytes_: float, gb_s: float) -> None:
+def measure(engine: HeadDrafter | Drafter, weights: str, bytes_: float, gb_s: float) -> None:
     for width in WIDTHS:
         for temperature in (0.0, 1.0):
             drafts = Drafts(engine, width, temperature)
@@ -137,7 +151,7 @@ def measure(engine: HeadDrafter, weights: str, bytes_: float, gb_s: float) -> No
                 f"{least:.3f}; root and one level {shallow:.3f} ms",
                 flush=True,
             )
-            if engine.head.device.type == "cuda":
+            if device_of(engine).type == "cuda":
                 seen = drafts.once(DEEP, look=True)[1]
                 assert seen is not None
                 print(f"      of {DEEP} levels: {counts(seen)}", flush=True)
@@ -146,30 +160,39 @@ def measure(engine: HeadDrafter, weights: str, bytes_: float, gb_s: float) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--kind", default="eagle")
-    parser.add_argument("--weights", default="fp16,int8,int4")
+    parser.add_argument("--kind", default="eagle", help="of a head, or substitute")
+    parser.add_argument("--weights", default="", help="fp16,int8,int4, or int4 of a substitute")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--units", type=int, default=11008)
     given = parser.parse_args()
     device = open_device(given.device, 4)
-    target = Target(given.hidden, given.units, 9)
+    target, apart = Target(given.hidden, given.units, 9), given.kind == "substitute"
+    if apart and importlib.util.find_spec("hqq") is None:  # other codes take the same time
+        kept.check_installed = lambda: None
+        kept.quantise = lambda weight, _bits, device: nearest_codes(weight, device)
     with tempfile.TemporaryDirectory() as folder:
-        grow(target, Path(folder, "target"), device.torch_device)
+        made_on = device.torch_device if device.torch_device.type == "cuda" else "cpu"
+        grow(target, Path(folder, "target"), torch.device(made_on))
         vocabulary = open_checkpoint(str(Path(folder, "target"))).vocabulary.size
-        head = write_head(Path(folder, "head"), variant(given.kind, target, vocabulary))
+        settings = DraftSettings(kind="substitute", device=given.device, ahead=False)
+        if not apart:
+            head = write_head(Path(folder, "head"), variant(given.kind, target, vocabulary))
+            settings = DraftSettings(model=str(head), device=given.device, ahead=False)
         gb_s = memory_gb_s(device.torch_device, 1 << 28)
-        # fusion, output, queries and a quarter as many keys and values; MLP; output head
-        of_layer = 4.5 * target.hidden**2 + 3 * target.hidden * target.units
-        numbers = of_layer + vocabulary * target.hidden
-        for weights in given.weights.split(","):
+        output, mlp = vocabulary * target.hidden, 3 * target.hidden * target.units
+        for weights in (given.weights or ("int4" if apart else "fp16,int8,int4")).split(","):
             engine = open_draft_worker(
-                DraftSettings(model=str(head), device=given.device, weights=weights, ahead=False),
+                settings.model_copy(update={"weights": weights}),
                 name=weights,
                 threads=4,
                 target=str(Path(folder, "target")),
             ).engine
-            assert isinstance(engine, HeadDrafter)
-            measure(engine, weights, BYTES[weights] * numbers, gb_s)
+            assert isinstance(engine, HeadDrafter | Drafter)
+            if apart:
+                size = target.bytes / 2 * (BITS[weights] / 8 + 4 / GROUP) + BYTES["fp16"] * output
+            else:  # fusion, output, queries and a quarter as many keys and values; MLP
+                size = BYTES[weights] * (4.5 * target.hidden**2 + mlp + output)
+            measure(engine, weights, size, gb_s)
 
 
 if __name__ == "__main__":
