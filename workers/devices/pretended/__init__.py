@@ -7,8 +7,8 @@ them (`.numpy()`), a random generator of another device, int4 codes that are not
 and within a captured graph any wait for the device. Graphs are recorded operation by operation and
 replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
 torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
-is elementwise. What is asked of it is counted (`counted`), and its memory ends where a test says
-(`capped`).
+is elementwise. What is asked of it is counted (`counted`); a test may say where its memory ends
+(`capped`), and of which compute capability the card is (`capable`).
 
 Copies are made as late as the events allow that are waited for (`streams.py`, `pinned.py`), and
 graphs share their memory: what one returned is spoilt when another is replayed. Everything else is
@@ -25,6 +25,7 @@ from dovetail.workers.devices import cpu
 from dovetail.workers.devices.base import Device, DeviceKind
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.pretended import counts
+from dovetail.workers.devices.pretended.card import CARD, capable
 from dovetail.workers.devices.pretended.counts import Counts, counted
 from dovetail.workers.devices.pretended.graphs import capture
 from dovetail.workers.devices.pretended.memory import MEMORY, capped
@@ -45,6 +46,7 @@ __all__ = [
     "Elsewhere",
     "PretendedTransfer",
     "Recorded",
+    "capable",
     "capped",
     "capture",
     "counted",
@@ -74,6 +76,14 @@ class _Pretended(DeviceKind):
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
         super().send(source, target)
         return sent(source)
+
+    def against_int4(self, device: torch.device) -> str:
+        if CARD.multiplies_int4:
+            return ""
+        return (
+            f"torch's int4 products need a GPU of compute capability 8.0 or more, and {device} "
+            f"has {CARD.capability}"
+        )
 
     def free_bytes(self, device: torch.device) -> int:
         return MEMORY.free_bytes()

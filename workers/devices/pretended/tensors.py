@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from dovetail.workers.devices.pretended import counts, rules
+from dovetail.workers.devices.pretended.card import CARD
 from dovetail.workers.devices.pretended.int4 import lay_out, multiply
 from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.recording import Recorded, recording
@@ -80,6 +81,7 @@ def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     asked_here = asked is not None and torch.device(asked).type == NAME
     if not ours and not asked_here:
         return function(*args, **kwargs)
+    CARD.check(packet)
     others = [t for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)]
     if ours and others:
         rules.check_devices(function, args, others)
