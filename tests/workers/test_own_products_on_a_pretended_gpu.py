@@ -22,8 +22,10 @@ from dovetail.workers.devices.pretended import (
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import open_head
+from dovetail.workers.heads.matrices import device_product
 from dovetail.workers.models.backends.device.choice import products_on, tell_products
 from dovetail.workers.models.backends.device.own import OwnMatrix
+from dovetail.workers.models.backends.device.own_blocks import CONTEST as BLOCKS
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staged, Staging
 from dovetail.workers.models.backends.stages.engines import SettledLayer
@@ -207,6 +209,19 @@ def test_a_head_of_fewer_bits_is_what_the_kernels_make_of_it(
     assert torch.equal(found.isfinite(), expected.isfinite())
     there = expected.isfinite()
     assert float((found - expected)[there].norm() / expected[there].norm()) < 3e-2
+
+
+def test_int8_has_one_scale_a_row_where_blocks_are_slower(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = products_on(device())
+    real = products.owner
+    monkeypatch.setattr(products, "owner", lambda one: None if one is BLOCKS else real(one))
+    weight, x = torch.randn(48, 64), torch.randn(3, 64)
+    found = device_product(weight, torch.ones(48), "int8", device())(x.to(device())).cpu()
+    expected = x @ weight.t() + 1.0
+    assert "int8_4" in launches
+    assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
 def test_a_head_of_int4_needs_none_of_torchs_products(

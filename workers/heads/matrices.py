@@ -39,6 +39,11 @@ def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatr
     if weights == "int8" and weight.shape[1] % WIDTH == 0:
         return _in_blocks(weight, bias)
     kind = EXACT_KINDS.get(weight.dtype, Kind.FP32) if weights == "auto" else KINDS[weights]
+    return _by_rows(weight, bias, kind)
+
+
+def _by_rows(weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedMatrix:
+    """Return a matrix of one of the kernels' plain kinds; int8 has one scale a row."""
     own = None if bias is None else bias.float().contiguous()
     matrix = PackedMatrix(kind, *weight.shape, bias=own)
     pack_rows(matrix, weight)
@@ -79,7 +84,7 @@ def device_product(
     if program is None:
         matrix = _laid_out(weight, bias, kind, device)
         return partial(product, matrix) if exact else partial(_narrowed_product, matrix)
-    lying, memory = alone(pack_matrix(weight.cpu(), bias, weights))
+    lying, memory = alone(_by_rows(weight.cpu(), bias, kind))
     return own_matrix(program, lying, memory.to(device))
 
 
