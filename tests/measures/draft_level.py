@@ -3,13 +3,13 @@
     python tests/measures/draft_level.py --device cuda:0 --weights fp16,int8,int4
     python tests/measures/draft_level.py --device cuda:0 --kind substitute --weights int8,int4
 
-A head of random weights drafts for a target of the shape of a 7B model, whose layers are not read,
-or a substitute of its nine layers does, in a process of its own: `--hidden` and `--units` make it
-smaller. A level is a proposal of nine levels less one of one, by eight: rows, graph, ranking and
-growth of the tree with all that Python does. Beside it stand the milliseconds that the memory of
-the device would take for the weights of a level, and of one proposal of nine levels the launches,
-graphs, copies, waits, and the microseconds that the device computes. Times are medians, of this
-machine at this hour.
+A head of random weights drafts for a target of the shape of a 7B model, whose layers are not read;
+with `--kind substitute` a substitute of nine such layers does. `--hidden` and `--units` make both
+smaller. The time of a level is that of a proposal of nine levels less that of one, divided by
+eight: rows, graph, ranking and growth of the tree with all that Python does. Beside it stand the
+milliseconds in which the memory of the device is read at its full rate for the weights of a level.
+On a CUDA device the launches, graphs, copies and waits of one proposal of nine levels are counted,
+and the microseconds in which the device computes are added up. Times are medians.
 """
 
 import argparse
@@ -57,7 +57,7 @@ KINDS = {
     "copies": ("cudaMemcpy",),
     "waits": ("Synchronize",),
 }
-"""What is counted, and words in the names of the runtime's functions."""
+"""A kind of call -> words in the names of the runtime's functions that make it."""
 
 
 def variant(kind: str, target: Target, vocabulary: int) -> Variant:
@@ -81,14 +81,15 @@ def variant(kind: str, target: Target, vocabulary: int) -> Variant:
 
 
 class Drafts:
-    """Sessions of one draft, each drafted for once when all is captured."""
+    """Sessions of one draft, one after the other, each drafted for once."""
 
     def __init__(self, engine: HeadDrafter | Drafter, width: int, temperature: float) -> None:
         self.engine, self.width = engine, width
         self.sampling, self.sessions = Sampling(temperature=temperature), 0
 
     def once(self, depth: int, *, look: bool = False) -> tuple[float, profile | None]:
-        """Return the seconds of a proposal of so many levels, or what was asked for meanwhile."""
+        """Return the seconds of a proposal of so many levels; `look`: 0 and what was asked for
+        meanwhile."""
         engine, shape = self.engine, Shape(self.width * depth, depth, self.width)
         self.sessions += 1
         tree = TreeSettings(
@@ -129,7 +130,7 @@ def median_ms(drafts: Drafts, depth: int) -> float:
 
 
 def counts(seen: profile) -> str:
-    """Say what a profile has of a proposal."""
+    """Say what a profile has counted."""
     events = seen.key_averages()
     found = {
         what: sum(e.count for e in events if any(word in e.key for word in words))

@@ -11,7 +11,7 @@ TREE = [[10], [10, 11], [10, 12], [10, 12, 13]]
 
 
 def decode(model: LanguageModel) -> Tensor:
-    """Logits of a prompt, of a tree, and of a token behind one of its paths."""
+    """Return the logits of a prompt, of a tree, and of a token behind one of its paths."""
     cache = model.new_cache(40)
     found = [read(model, cache), level(model, cache)]
     cache.keep([10, 12, 13], 3)
@@ -21,7 +21,7 @@ def decode(model: LanguageModel) -> Tensor:
 
 
 def read(model: LanguageModel, cache: Cache) -> Tensor:
-    """Logits of the prompt, whose rows the cache keeps."""
+    """Return the logits of the prompt, whose rows the cache keeps."""
     count = len(TOKENS)
     found = model.forward(torch.tensor(TOKENS), torch.arange(count), [Segment(cache, 0, count)])
     cache.keep(range(count), count)
@@ -29,11 +29,11 @@ def read(model: LanguageModel, cache: Cache) -> Tensor:
 
 
 def level(model: LanguageModel, cache: Cache) -> Tensor:
-    """Logits of the tree behind the prompt."""
+    """Return the logits of the tree behind the prompt."""
     tree = Segment(cache, len(TOKENS), len(TREE), Paths.of(len(TOKENS), TREE))
     return model.forward(torch.tensor([30, 7, 8, 22]), torch.tensor([10, 11, 11, 12]), [tree])
 
 
 def far(found: Tensor, expected: Tensor) -> float:
-    """Return the difference as a share of what is expected."""
+    """Return the norm of the difference as a share of that of what is expected."""
     return float((found.cpu() - expected).norm() / expected.norm())

@@ -13,7 +13,7 @@ TOKENS = torch.tensor([3, 17, 9, 30, 8, 22, 41, 5, 9, 11])
 
 
 def levels_of(head: Head, making: Capture | None) -> Tensor:
-    """The logits of true rows, and of two levels of a tree behind them."""
+    """Return the logits of true rows, and of two levels of a tree behind them."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(5, head.spec.feature_width, generator=generator).to(head.device)
     cache, levels = open_levels(head, 12, making, of_tree=4)

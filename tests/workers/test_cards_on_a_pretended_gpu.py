@@ -1,5 +1,5 @@
-"""A pretended GPU refuses what a card of its compute capability lacks, and a draft that needs it is
-refused in a sentence."""
+"""A pretended GPU refuses what a card of its compute capability lacks, and a draft that needs that
+is refused in a sentence."""
 
 from pathlib import Path
 

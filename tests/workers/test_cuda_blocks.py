@@ -107,8 +107,7 @@ def test_a_format_that_is_wrong_on_a_device_is_not_computed_there(
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The pretended GPU has our functions, which were proved elsewhere; the names of those that are
-    run."""
+    """Give the pretended GPU our functions, as if they were proved; the names of those that run."""
     launches: list[str] = []
 
     def program(_: torch.device, source: str) -> Emulated:
@@ -124,7 +123,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def written(folder: Path) -> Path:
-    """A tiny model as a GGUF file in all types of blocks."""
+    """Write a tiny model as a GGUF file in all types of blocks."""
     write_tiny("llama", folder / "model", **WIDE)
     turn = cycle(BLOCKED)
     file = folder / "model.gguf"
@@ -135,7 +134,7 @@ def written(folder: Path) -> Path:
 
 
 def decode(model: LanguageModel) -> Tensor:
-    """The logits of a prompt, and of a tree behind it."""
+    """Return the logits of a prompt, and of a tree behind it."""
     tokens, cache = torch.arange(2, 12), model.new_cache(16)
     prompt = model.forward(tokens, torch.arange(10), [Segment(cache, 0, 10)])
     cache.keep(range(10), 10)

@@ -652,7 +652,7 @@ def test_ahead_too_no_level_is_drafted_that_the_sequence_or_the_context_has_no_p
 def test_a_pass_ahead_that_fails_leaves_the_tree_as_it_was(
     llama: LanguageModel, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """Where memory runs out it is left out, and is no failure."""
+    """A pass for which memory runs out is left out, and is no failure."""
 
     def fail(*arguments: object, **named: object) -> None:
         raise error

@@ -56,7 +56,7 @@ def test_rows_see_the_prefix_and_their_paths_within_the_window(
 def test_what_is_sent_is_not_overwritten_before_it_has_been_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A device copies as late as it may."""
+    """The device copies as late as it may."""
 
     def send(source: Tensor, target: Tensor) -> Callable[[], None]:
         def wait() -> None:

@@ -356,7 +356,7 @@ def test_children_ranked_behind_a_level_are_those_that_its_logits_give(
     sampling: Sampling,
     open_kind: Callable[..., Head],
 ) -> None:
-    """Also where levels cannot be captured."""
+    """This holds where levels cannot be captured, too."""
     head = open_kind(kind, "library")
     for capture in (lambda function: function, captured_if_possible(refuse)):
         found, expected = (
@@ -423,7 +423,8 @@ def test_levels_on_a_gpu_are_nearly_what_they_are_on_the_cpu(
 
 
 def sharing() -> Capture:
-    """Replays that spoil what others have returned, as graphs with one memory do."""
+    """Return a capture whose replays spoil what others have returned, as graphs with one memory
+    do."""
     returned: list[Tensor] = []
 
     def capture(function: Callable[[], Predicted]) -> Callable[[], Predicted]:

@@ -1,5 +1,5 @@
 """A device whose memory runs out drafts as well as it can: what is there for speed goes first, then
-one session after the other, and the line says what happened."""
+one session after the other, and a line says what happened."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ SESSIONS = range(4)
 
 @pytest.fixture(autouse=True)
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    """What is held by tests before this one, and what was said in them, is not known."""
+    """Forget what earlier tests hold, and what was said in them."""
     held = Held()
     held.add_cache(MEMORY.empty_cache)
     for module in ("devices.memory", "models.backends.device.arenas", "devices.cuda"):
@@ -74,13 +74,13 @@ def test_what_cannot_be_captured_is_computed_as_it_comes_and_that_is_said_once(
     for _ in range(2):
         replay = waiting(lambda: x * x.sum().item())
         assert replay().tolist() == [3.0] * 3
-    assert caplog.text.count("a pass is not captured, and computed as it comes") == 1
+    assert caplog.text.count("a pass cannot be captured and is computed as it comes") == 1
     assert "is being captured" in caplog.text
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_a_pass_that_is_too_large_is_made_in_halves(most: int) -> None:
-    """And if there is no room for a single one, one fails, and the others wait for its memory."""
+    """If there is no room for a single one, one fails, and the others wait for its memory."""
     sizes: list[int] = []
     room = [most]
 
@@ -117,8 +117,8 @@ def drafts(
 
     @cache
     def drafted(beyond: int | None) -> tuple[dict[int, Event], int, int]:
-        """Return what is said of each session, and the bytes that were taken when all were open,
-        and at most. `beyond`: bytes that the device has beyond those."""
+        """Return the event of each session, the bytes that were taken when all were open, and the
+        most that were. `beyond`: bytes that the device has more than those of open sessions."""
         worker = open_draft_worker(settings, name="draft", threads=1, target=str(target))
         worker.hello(1)
         for number in SESSIONS:

@@ -1,5 +1,5 @@
-"""Who relies on more than events gets wrong numbers on a pretended GPU, or is told: each of these
-bugs is planted here."""
+"""Code that relies on more than events gets wrong numbers on a pretended GPU, or an error: each of
+these bugs is planted here."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,7 @@ def test_a_copy_that_is_not_waited_for_has_not_been_made(there: torch.device) ->
 
 
 def test_a_copy_does_not_begin_before_its_target_is_free(there: torch.device) -> None:
-    with pytest.raises(RuntimeError, match="to overwrite what is computed with"):
+    with pytest.raises(RuntimeError, match="would overwrite what is computed with"):
         passed_through(Hasty())
 
 

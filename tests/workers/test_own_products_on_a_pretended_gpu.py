@@ -199,7 +199,7 @@ def test_a_gpu_without_torchs_int4_products_has_a_substitute_if_ours_is_proved(
 def test_a_head_of_fewer_bits_is_what_the_kernels_make_of_it(
     tmp_path: Path, launches: list[str], kind: str, weights: str, function: str
 ) -> None:
-    """Also on a GPU whose torch has no int4 products, and in captured levels."""
+    """This holds in captured levels, too, and needs none of torch's int4 products."""
     target, folder = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", kind, gain=1.0)
     expected, found = (
         levels_of(open_head(str(folder), target=str(target), weights=weights, device=where), making)
@@ -257,7 +257,7 @@ def test_a_head_of_16_bits_is_computed_by_our_functions_where_these_are_faster(
 def test_a_head_that_leaves_fp16_has_products_that_narrow_nothing(
     tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where products are torch's: ours take rows as they are."""
+    """Only torch's products narrow rows: ours take them as they are."""
     target, places = tiny_llama(tmp_path / "target"), ("cpu", str(device()))
     folder = write_head(tmp_path / "large", "eagle", gain=6.0, dtype=torch.float16)
     opened = partial(open_head, target=str(target), device=places[1])
@@ -275,7 +275,7 @@ def test_a_head_that_leaves_fp16_has_products_that_narrow_nothing(
 def test_a_head_whose_numbers_leave_fp16_later_is_opened_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The session that they left it in has failed; the next one is drafted for."""
+    """The session in which they do fails, and the next one is drafted for."""
     target = tiny_llama(tmp_path / "target")
     folder = write_head(tmp_path / "head", "eagle", gain=1.0)
     settings = DraftSettings(model=str(folder), device="pretended", weights="fp16")

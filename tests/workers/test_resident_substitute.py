@@ -1,5 +1,5 @@
-"""A substitute in a process of its own all layers of which a GPU computes: the function of the
-kernels' substitute up to rounding, levels of its trees in one copy and one launch."""
+"""A substitute in a process of its own, all layers of which a GPU computes, has the function of the
+kernels' substitute up to rounding; a level of its trees is one copy and one launch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ def there() -> Device:
 def both(
     folder: Path, device: Device, weights: str = "int4", **more: int
 ) -> tuple[LanguageModel, LanguageModel]:
-    """The kernels' substitute, and the one on a device, of the same codes."""
+    """Return the kernels' substitute and the one on a device, of the same codes."""
     found = [
         load_substitute(
             str(folder),

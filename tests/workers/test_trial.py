@@ -1,5 +1,5 @@
-"""With `draft.device = auto` a GPU has to draft once before anything is served: one that is
-pretended does, and where its memory ends too soon the CPU drafts, and that is said."""
+"""With `draft.device = auto` a GPU has to draft once before anything is served. A pretended one
+does; where its memory ends too soon the CPU drafts, and that is said."""
 
 from pathlib import Path
 

@@ -93,13 +93,13 @@ class DeviceKind(ABC):
         """Return a way to a device for weights that pass through it."""
 
     def pinned(self, size: int) -> Tensor:
-        """Return uint8 [size] of the host, zeros, from which a device copies while the host goes
-        on."""
+        """Return zeros uint8 [size] in the memory of the host, from which a device can copy while
+        the host goes on."""
         return torch.zeros(size, dtype=torch.uint8)
 
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        """Have a device copy `pinned` memory before it computes anything else; return what waits
-        until that may be written again."""
+        """Have a device copy `pinned` memory before it computes anything that it is asked for
+        later; return what waits until the source may be written again."""
         target.copy_(source, non_blocking=True)
         return lambda: None
 

@@ -92,9 +92,9 @@ def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT
     """Capture `function`, which reads and writes the same tensors of GPU `index` each time and asks
     it nothing, as a CUDA graph; returns what replays it.
 
-    The result is always the same tensors, with new numbers after each replay, which are good until
-    another graph is replayed: all share their memory. What other threads ask of a GPU meanwhile
-    does not end the capture.
+    The result is always the same tensors, with new numbers after each replay. They are good until
+    another graph is replayed, because all graphs of a GPU share their memory. What other threads
+    ask of the GPU meanwhile does not end the capture.
     """
     with torch.cuda.device(index):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Memory of a device that runs out: what is there for speed alone is let go, and the work is tried
-again.
+"""Memory that a process can do without: where a device runs out of it, what is there for speed
+alone is let go, and the work is tried again.
 
-First goes the memory that is held for sessions to come, then captured graphs, and for a while
-nothing is captured. Knows neither caches nor graphs, only that somebody holds them.
+Memory that is held for sessions to come goes first, then captured graphs, after which nothing is
+captured for a while. Knows neither caches nor graphs, only that somebody holds them.
 """
 
 import logging
@@ -23,10 +23,10 @@ EXHAUSTED = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
 )
-"""The words of errors that torch has no class for."""
+"""Words in the messages of errors for which torch has no class."""
 PAUSE_S = 60.0
-"""So long nothing is captured once graphs had to go: sessions that are open stay without, and those
-that come later may find room again."""
+"""Seconds in which nothing is captured after graphs had to go: sessions that are open stay without,
+and those that come later may find room again."""
 
 
 class Holder(Protocol):
@@ -49,15 +49,15 @@ class Held:
         self._caches: set[Callable[[], None]] = set()
         self._told: set[str] = set()
         self.trying = False
-        """True while it is tried out whether there is room for everything: then graphs are not
-        given up, and that they cannot be captured for want of memory is an error."""
+        """True within `trial`: no graph is given up, and one that cannot be captured for want of
+        memory is an error."""
 
     def add(self, holder: Holder) -> None:
         """Have a holder let go where memory runs out, for as long as it lives."""
         self._holders.add(holder)
 
     def add_cache(self, give_back: Callable[[], None]) -> None:
-        """Have an allocator give back to its device what it keeps of freed memory."""
+        """Have an allocator give freed memory that it keeps back to its device."""
         self._caches.add(give_back)
 
     @property
@@ -88,7 +88,7 @@ class Held:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Give nothing up within the block: what there is no room for is an error."""
+        """Give up no graph within the block: one for which there is no room is an error."""
         self.trying = True
         try:
             yield
@@ -96,7 +96,7 @@ class Held:
             self.trying = False
 
     def tell(self, words: str) -> None:
-        """Say something, once."""
+        """Log a warning, once for the process."""
         if words not in self._told:
             self._told.add(words)
             log.warning("%s", words)
@@ -114,19 +114,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def without_spare(work: Callable[[], ResultT]) -> ResultT:
-    """Return what `work` returns, which may be begun again: where memory runs out, without what is
-    held for later."""
+    """Return what `work` returns. Where memory runs out it is begun again, without what is held for
+    later."""
     return _tried(work, [HELD.let_go])
 
 
 def without_graphs(work: Callable[[], ResultT]) -> ResultT:
-    """Return what `work` returns, which may be begun again: where memory runs out, without what is
-    held for later, then without captured graphs."""
+    """Return what `work` returns. Where memory runs out it is begun again, without what is held for
+    later, and then without captured graphs."""
     return _tried(work, [HELD.let_go, HELD.let_graphs_go])
 
 
 def _tried(work: Callable[[], ResultT], steps: Sequence[Callable[[], None]]) -> ResultT:
-    """Try `work` before each step and behind the last. What an exception held is free by then."""
+    """Try `work` before each step and after the last one. The memory that an exception held is free
+    when a step is taken."""
     for step in steps:
         try:
             return work()
@@ -151,7 +152,7 @@ def captured_if_possible(capture: Capture) -> Capture:
                 raise
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             why = "there is no memory for it" if is_out_of_memory(error) else said
-        HELD.tell(f"a pass is not captured, and computed as it comes, which is slower: {why}")
+        HELD.tell(f"a pass cannot be captured and is computed as it comes, which is slower: {why}")
         return function
 
     return attempt

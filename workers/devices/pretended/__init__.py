@@ -8,12 +8,12 @@ and within a captured graph any wait for the device. Graphs are recorded operati
 replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
 torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
 is elementwise. What is asked of it is counted (`counted`); a test may say where its memory ends
-(`capped`), and of which compute capability the card is (`capable`).
+(`capped`) and which compute capability it has (`capable`).
 
-Copies are made as late as the events allow that are waited for (`streams.py`, `pinned.py`), and
+Copies are made as late as the events that are waited for allow (`streams.py`, `pinned.py`), and
 graphs share their memory: what one returned is spoilt when another is replayed. Everything else is
 done when a call returns, and nothing is known of time. torch is told of the device once for the
-whole process, which changes nothing for other tensors. It is a test rig: it makes nothing faster.
+whole process, which changes nothing for other tensors. It is a test rig and makes nothing faster.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 VARIABLE = "DOVETAIL_PRETENDED_CAPABILITY"
-"""The environment's capability, such as 6.1: processes that a test starts have it too."""
+"""The environment variable of the capability, such as 6.1: processes that a test starts have it
+too."""
 INT4_SINCE = 8.0
 INT4 = (torch.ops.aten._convert_weight_to_int4pack, torch.ops.aten._weight_int4pack_mm)
 
@@ -30,7 +31,7 @@ class Card:
         return self.capability >= INT4_SINCE
 
     def check(self, packet: Any) -> None:
-        """`RuntimeError` for an operation of torch that is not built for the card."""
+        """`RuntimeError` for an operation that torch does not have for the card."""
         if packet in INT4 and not self.multiplies_int4:
             raise RuntimeError(
                 f"CUDA error: {packet} has no kernel image for execution on a device of compute "

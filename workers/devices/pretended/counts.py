@@ -1,8 +1,9 @@
-"""Counts of what is asked of the pretended device: what a level costs in launches, copies and
-waits is known without a GPU, where each of them takes 5 to 20 microseconds of the host.
+"""Counts of what is asked of the pretended device, so that the launches, copies and waits of a
+level are known without a GPU, where each of them takes 5 to 20 microseconds of the host.
 
 An operation outside a graph is one launch, however many kernels a GPU would take for it, and a
-replay is one; views and memory that is not written are none. What is captured is not counted.
+replay is one; views and memory that is not written are none. Operations are not counted while they
+are captured.
 """
 
 import threading
@@ -32,12 +33,12 @@ UNWRITTEN = (
     aten.new_empty,
     aten.new_empty_strided,
 )
-"""Take memory and write nothing."""
+"""Operations that take memory and write nothing."""
 
 
 @dataclass
 class Counts:
-    """A number of operations, copies and waits."""
+    """Numbers of operations, copies and waits."""
 
     launches: int = 0
     """Operations outside a graph, and replays."""
@@ -76,7 +77,7 @@ def _open() -> tuple[Counts, ...]:
 def add(
     *, launches: int = 0, copies_in: int = 0, copies_out: int = 0, synchronisations: int = 0
 ) -> None:
-    """Add to the counts of this thread that are open."""
+    """Add to every count that this thread has open."""
     for counts in _open():
         counts.launches += launches
         counts.copies_in += copies_in

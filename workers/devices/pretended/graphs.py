@@ -22,9 +22,9 @@ ResultT = TypeVar("ResultT")
 def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     """Capture `function` as a CUDA graph is captured; returns what replays it.
 
-    It is run once before, and while it is captured it may neither meet a tensor of the CPU nor ask
-    for a number. The result is always the same tensors, and whatever `function` read or wrote when
-    it was captured is what a replay reads and writes.
+    `function` is run once before; while it is captured it may neither meet a tensor of the CPU nor
+    ask for a number. The result is always the same tensors, and a replay reads and writes whatever
+    `function` read and wrote when it was captured.
     """
     before = MEMORY.most = MEMORY.used
     function()
@@ -62,7 +62,7 @@ class _Pool:
             self._size = size
 
     def begin(self, own: Sequence[Tensor]) -> None:
-        """Replay a graph with these results: those of another are overwritten."""
+        """Note that a graph with these results is replayed: those of another are overwritten."""
         if self._last is not own:
             _spoil(self._last)
             self._last = own
@@ -72,7 +72,7 @@ _pools: weakref.WeakValueDictionary[str, _Pool] = weakref.WeakValueDictionary()
 
 
 def _pool() -> _Pool:
-    """Return the memory of the graphs that there are."""
+    """Return the memory of all graphs that live."""
     return _pools.setdefault(NAME, _Pool())
 
 

@@ -1,8 +1,8 @@
 """The memory of the pretended device: what its tensors take, up to a cap that a test sets.
 
 As with torch's allocator, memory that was freed is this process's until its cache is emptied, and
-does not count as free; a graph holds the most that was needed at once while it was captured. What
-is lost between blocks is not known.
+does not count as free; a graph holds the most that was needed at once while it was captured.
+Fragmentation is not known.
 """
 
 import os
@@ -19,7 +19,7 @@ from dovetail.workers.devices import cpu
 from dovetail.workers.devices.pretended.rules import NAME
 
 VARIABLE = "DOVETAIL_PRETENDED_BYTES"
-"""The environment's cap: processes that a test starts have it too."""
+"""The environment variable of the cap in bytes: processes that a test starts have it too."""
 BLOCK = 512
 """Bytes: what torch takes for a tensor is a multiple of it."""
 
@@ -54,8 +54,8 @@ class Memory:
         weakref.finalize(owner, self._free, size).atexit = False
 
     def take_for(self, tensor: Tensor, *, captured: bool) -> None:
-        """Take the memory of a tensor, unless it lies in what has been taken. `captured`: in what
-        its graph takes."""
+        """Take the memory of a tensor, unless it lies in memory that has been taken. `captured`: it
+        lies in that of its graph."""
         storage = tensor.untyped_storage()
         if (key := storage._cdata) in self._storages:
             return
@@ -69,11 +69,12 @@ class Memory:
             self.used -= size
 
     def free_bytes(self) -> int:
-        """Return what is free: of the cap, or of the machine's memory where there is none."""
+        """Return the bytes that are free: of the cap, or of the machine's memory if there is
+        none."""
         return cpu.free_bytes() if self.cap is None else max(0, self.cap - self.reserved)
 
     def empty_cache(self) -> None:
-        """Give back what was freed."""
+        """Give freed memory back to the device."""
         self.reserved = self.used
 
 
@@ -82,7 +83,7 @@ MEMORY = Memory(int(os.environ[VARIABLE]) if VARIABLE in os.environ else None)
 
 @contextmanager
 def capped(size: int) -> Iterator[None]:
-    """Let the device have so many bytes within the block, in this process and in those that it
+    """Let the device have `size` bytes within the block, in this process and in those that it
     starts."""
     before, MEMORY.cap, os.environ[VARIABLE] = MEMORY.cap, size, str(size)
     MEMORY.empty_cache()

@@ -1,5 +1,5 @@
 """Memory of the host that is pinned for the pretended device: the host need not wait for copies
-from it and to it, but may not write it before it has waited."""
+from it and to it, but may not write to it before it has waited."""
 
 import weakref
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from torch import Tensor
 _pinned: dict[int, int] = {}
 """Address -> bytes."""
 _sent: dict[int, Tensor] = {}
-"""Address -> what the device was to copy from there, while nobody has waited for that."""
+"""Address -> the bytes that the device is to copy from there, until somebody has waited for
+that."""
 
 
 def pin(memory: Tensor) -> None:

@@ -20,7 +20,7 @@ class Recorded:
     results: Sequence[Tensor]
 
     def replay(self) -> None:
-        """Do it once more, on the same memory."""
+        """Do the operation once more, on the same memory."""
         found = tree_flatten(self.call(*self.args, **self.kwargs))[0]
         for old, new in zip(self.results, (r for r in found if isinstance(r, Tensor)), strict=True):
             if new.data_ptr() != old.data_ptr():
@@ -31,13 +31,13 @@ _thread = threading.local()
 
 
 def recording() -> list[Recorded] | None:
-    """Return the graph that this thread captures, if it does."""
+    """Return the graph that this thread captures; None: it captures none."""
     return getattr(_thread, "graph", None)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Recorded]]:
-    """Have what this thread asks of the device become a graph."""
+    """Have all that this thread asks of the device within the block become a graph."""
     graph: list[Recorded] = []
     _thread.graph = graph
     try:

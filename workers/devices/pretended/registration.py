@@ -16,8 +16,8 @@ aten = torch.ops.aten
 POSSIBLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard")
 """True if this torch can be told of a device from Python."""
 RESIZING = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
-"""Make an empty tensor and have another operation resize it, which a wrapper does not live
-through."""
+"""Operations that make an empty tensor and have another one resize it, which a wrapper does not
+survive."""
 
 _make_tensor = torch.tensor
 _LIBRARIES: list[Any] = [torch.library.Library(name, "IMPL") for name in ("_", "aten")]  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ FILLS = (
     aten.index_fill,
     aten.index_fill_,
 )
-"""Take a single number of the CPU, though they are not elementwise."""
+"""Operations that take a single number of the CPU, though they are not elementwise."""
 WAITING = (
     aten._local_scalar_dense,
     aten.nonzero,
@@ -30,7 +30,7 @@ WAITING = (
     aten.masked_select,
     aten.repeat_interleave,
 )
-"""Have the host wait for numbers of the device."""
+"""Operations that have the host wait for numbers of the device."""
 
 
 def is_there(tensor: Any) -> bool:
@@ -61,8 +61,8 @@ def check_devices(function: Any, args: Sequence[Any], others: Sequence[Tensor]) 
 def check_captured(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], others: Iterable[Tensor]
 ) -> None:
-    """`RuntimeError` where an operation waits for the device, or copies from or to the host: what
-    cannot be captured."""
+    """`RuntimeError` where an operation waits for the device, or copies from or to the host, since
+    that cannot be captured."""
     packet = function.overloadpacket
     if waits(function, args) or leaves(packet, args, kwargs) or any(t.dim() > 0 for t in others):
         raise RuntimeError(f"{packet} waits for the device, and is being captured")

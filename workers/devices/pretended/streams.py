@@ -1,6 +1,6 @@
-"""The stream of copies of the pretended device, in the order that is worst for who relies on more
-than events: a copy is made when somebody waits for it and not before, until then its target holds
-nothing that makes sense, and it may not be asked for while the target is computed with."""
+"""The stream of copies of the pretended device, in the order that is worst for code that relies on
+more than events. A copy is made when somebody waits for it and not before; until then its target
+holds garbage. A copy whose target may still be computed with is refused."""
 
 from collections import deque
 from ctypes import memmove
@@ -28,7 +28,7 @@ class Copied:
     done: bool = False
 
     def make(self) -> None:
-        """Copy."""
+        """Copy the bytes."""
         memmove(self.target.data_ptr(), self.source.data_ptr(), self.source.numel())
         self.done = True
 
@@ -50,12 +50,12 @@ class PretendedTransfer:
         return buffer
 
     def copy(self, source: Tensor, target: Tensor, after: int | Copied) -> Copied:
-        """Note a copy; `RuntimeError` where `after` was passed before the last operation on the
-        target: a GPU would copy beside that."""
+        """Note a copy; `RuntimeError` where `after` is passed before the last operation on the
+        target, beside which a GPU would copy."""
         assert isinstance(target, Elsewhere)
         if isinstance(after, int) and USES.last(target.held) > after:
             raise RuntimeError(
-                "a copy is to overwrite what is computed with: take its mark behind that"
+                "a copy would overwrite what is computed with: take its mark after that"
             )
         counts.add(copies_in=1)
         target.held.fill_(SPOILT)
@@ -66,6 +66,6 @@ class PretendedTransfer:
         return USES.now
 
     def wait(self, mark: int | Copied) -> None:
-        """Make the copies up to the mark; what was computed is."""
+        """Make the copies up to the mark. All that was asked to be computed has been."""
         while isinstance(mark, Copied) and not mark.done:
             self._asked.popleft().make()

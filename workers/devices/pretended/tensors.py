@@ -44,7 +44,7 @@ class Elsewhere(Tensor):
         return compute(function, args, kwargs or {})
 
     def tolist(self) -> Any:
-        """Return the numbers, which a GPU hands over where they are asked for in so many words."""
+        """Return the numbers, which a GPU hands over if they are asked for by this name."""
         if recording() is not None:
             raise RuntimeError("tolist() waits for the device, and is being captured")
         counts.add(copies_out=1, synchronisations=1)

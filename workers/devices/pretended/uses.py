@@ -1,5 +1,5 @@
-"""The last operation on each buffer of the pretended device into which bytes are copied beside what
-is computed."""
+"""The last operation on each buffer of the pretended device that is copied into while the device
+computes."""
 
 import weakref
 
