@@ -55,7 +55,7 @@ from dovetail.workers.drafters.head_levels import (
     compute_rows,
     open_levels,
 )
-from dovetail.workers.drafters.head_session import HeadLeft, HeadSession, Ranked
+from dovetail.workers.drafters.head_session import HeadLeft, HeadSession
 from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_alone
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import THE_ROOT
@@ -272,9 +272,7 @@ class HeadDrafter(Grower[HeadSession]):
         predicted = yield from self._read_true(
             session, predicted=True, contrast=self._contrast and shape.depth == 2
         )
-        session.ranked = None
-        if isinstance(predicted, Found) and predicted.best is not None:
-            session.ranked = Ranked(THE_ROOT, session.waiting_time.children, predicted.best)
+        session.note_ranking(THE_ROOT, session.waiting_time.children, predicted)
         if not isinstance(predicted, Found):
             session.states[0] = predicted.states[0]
         if predicted.contrast is not None:
@@ -363,7 +361,7 @@ class HeadDrafter(Grower[HeadSession]):
             above=1 + tree.rows_of(parents).astype(np.int64),
             into=1 + first,
             contrast=self._contrast and bool((levels == depth - 2).any()),
-            ordered=session.ranking.ordered(tree, nodes, len(session.log), width)
+            ranking=session.ranking.for_device(tree, nodes, len(session.log), width)
             if session.levels.ranks
             else None,
         )
@@ -373,14 +371,12 @@ class HeadDrafter(Grower[HeadSession]):
             session.contrasts.update(
                 (int(nodes[i]), found.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
             )
-        session.ranked = None
-        if isinstance(found, Found) and found.best is not None:
-            session.ranked = Ranked(nodes, width, found.best)
+        session.note_ranking(nodes, width, found)
         return found.logits
 
     def take(self, session: HeadSession, reading: Reading) -> int:
-        """Numbers that have left fp16 end their session; for those that are opened from now on
-        products narrow nothing."""
+        """Put what was computed into the tree; return how many nodes joined it. Numbers that
+        overflow fp16 end their session, and sessions that are opened later have wider products."""
         try:
             return super().take(session, reading)
         except FloatingPointError:

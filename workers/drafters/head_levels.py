@@ -4,7 +4,7 @@ so that a device can replay them at once.
 On a GPU a head of one layer is over before its operations have been launched one after the other.
 In fixed shapes (`models/backends/device/fixed.py`) all of them are captured once for the memory of
 a cache and a number of rows, and replayed for every level (CUDA graphs): the states of the parents
-are gathered, those of the rows go where their children will find them, and children are ranked.
+are gathered, those of the rows written where their children find them, and the children ranked.
 Where the number of rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic
 computational adaptation, section 4.3). Knows rows and slots.
 """
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.drafters.passes import Rows, joined, wanted_rows
-from dovetail.workers.drafters.ranking import Ordered
+from dovetail.workers.drafters.ranking import DeviceRanking
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.fixed import Form, Inputs, form_of, level_of
+from dovetail.workers.models.backends.device.fixed import Form, Inputs, fixed_pass, form_of
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.growth import Nodes, best_of
 
@@ -34,26 +34,26 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Level:
-    """Rows of a tree that one session wants."""
+    """N rows of one session that are computed in one pass: a level of its tree, or true rows."""
 
     tokens: Tensor
     """int64 [N]; `positions` likewise."""
     positions: Tensor
     segment: Segment
     above: Nodes
-    """[N]: the rows of the session's states that the rows go on from."""
+    """[N]: the rows of `states` that they go on from, each its parent's."""
     into: int
-    """The first of the rows that their own states go to."""
+    """The first of the rows of `states` that their own are written to."""
     contrast: bool = False
-    ordered: Ordered | None = None
-    """The ranking of the children; None: it is left to the host."""
+    ranking: DeviceRanking | None = None
+    """The ranking of the children on the device; None: it is left to the host."""
     features: Tensor | None = None
-    """[N, W] of the target, from which true rows go on, the last of which is wanted; then `above`
-    counts nothing."""
+    """[N, W] of the target, from which true rows go on; `above` is not read then, and results are
+    wanted of the last row. None: these are rows of the tree."""
 
     @property
     def wanted(self) -> int:
-        """Return of how many rows, the last ones, results are wanted."""
+        """Return the number of rows, the last ones, of which results are wanted."""
         return len(self.tokens) if self.features is None else 1
 
 
@@ -81,18 +81,18 @@ class FreeLevels:
         )
 
     def take(self, level: Level, found: Predicted) -> None:
-        """Note the states that a level has."""
+        """Write the states of a level where its children find them."""
         self.states[level.into : level.into + len(level.tokens)] = found.states
 
 
 @dataclass(frozen=True)
 class Found(Predicted):
-    """The predictions of a level, and the children that a device has ranked by them; these are good
+    """The predictions of a level, and the children that a device has ranked by them, which are good
     until the next level of the session."""
 
     best: Tensor | None = None
-    """int32 [2, N or more, K or more]: the children as `growth.best_of` has them, if that was
-    ordered."""
+    """int32 [2, at least N, at least K]: the children as `growth.best_of` returns them; None: the
+    host ranks them."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class LevelRows(Rows):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankingShape:
     """The shape of a ranking."""
 
     vocabulary_size: int
@@ -111,20 +111,19 @@ class Ranks:
     noisy: bool
 
     @classmethod
-    def of(cls, ordered: Ordered) -> "Ranks":
-        """Return the shape for an order; the width is the next power of two."""
-        width = min(1 << (ordered.width - 1).bit_length(), ordered.vocabulary_size)
-        return cls(ordered.vocabulary_size, width, ordered.noise is not None)
+    def of(cls, ranking: DeviceRanking) -> "RankingShape":
+        """Return the shape of a ranking, its width the next power of two."""
+        width = min(1 << (ranking.width - 1).bit_length(), ranking.vocabulary_size)
+        return cls(ranking.vocabulary_size, width, ranking.noise is not None)
 
 
 class LevelInputs(Inputs):
     """The inputs of a level."""
 
     def __init__(
-        self, form: Form, ranks: Ranks | None, device: torch.device, *, features: int
+        self, form: Form, ranks: RankingShape | None, device: torch.device, *, features: int
     ) -> None:
-        """`features`: the width of those that true rows go on from; 0: rows are those of a
-        tree."""
+        """`features`: the width of features for true rows; 0: the rows are those of a tree."""
         rows = (form.rows,)
         numbers = dict.fromkeys(("tokens", "above", "into", "wanted"), (torch.long, rows))
         scales = dict.fromkeys(("temperatures", "sharpenings"), (torch.float32, rows))
@@ -132,15 +131,15 @@ class LevelInputs(Inputs):
         width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
         self.features = torch.zeros(form.rows, features, device=device)
         self.noise = torch.zeros(form.rows, width, device=device)
-        """[T, V] on the device alone; of a greedy ranking nothing."""
+        """[T, V] on the device alone; [T, 0] for a greedy ranking."""
         self.children = torch.zeros(
             2, form.rows, 0 if ranks is None else ranks.width, dtype=torch.int32, device=device
         )
-        """The result of the ranking, as `growth.best_of`; it stays while other graphs are
-        replayed."""
+        """The result of the ranking, as `growth.best_of` returns it; it stays while other graphs
+        are replayed."""
 
-    def rank(self, logits: Tensor, ranks: Ranks) -> None:
-        """Note the children that logits [T, V] give."""
+    def rank(self, logits: Tensor, ranks: RankingShape) -> None:
+        """Write the children that logits [T, V] give into `children`."""
         count, z = len(logits), logits[:, : ranks.vocabulary_size]
         if ranks.noisy:
             heated = (z - z.amax(-1, keepdim=True)) / self["temperatures"][:count].unsqueeze(1)
@@ -157,16 +156,16 @@ class FixedLevels:
     def __init__(
         self, head: Head, cache: ArenaCache, capture: Capture, *, rows: int, least_rows: int = 1
     ) -> None:
-        """`rows`: of trees. `least_rows`: a pass is padded to so many at least; the width of the
-        tree makes one shape of all."""
+        """`rows`: those of the largest tree. `least_rows`: a pass of tree rows is padded to so many
+        at least; with the width of the tree, all levels have one shape."""
         self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
         self._memory = self._take_states(1 + rows)
         self.states = self._memory[: 1 + rows]
-        """As those of `FreeLevels`."""
+        """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
 
     def _take_states(self, rows: int) -> Tensor:
-        """Return the memory of at least so many states, over which levels are captured as they are
-        over the cache's; behind them is a row for who captures."""
+        """Return the memory of at least so many states, which goes with that of the cache, since
+        levels are captured over both. The last row is written while a pass is captured."""
         captured, key = self._cache.arena.captured, (self._head, "states")
         if (known := captured.get(key)) is None or len(known) <= rows:
             captured.clear()
@@ -184,17 +183,17 @@ class FixedLevels:
         return LevelRows(*rows, wanted=level.wanted, kind=kind, level=level)
 
     def take(self, level: Level, found: Predicted) -> None:
-        """Do nothing: states are where they belong."""
+        """Do nothing: the pass has written the states."""
 
     def compute(self, level: Level) -> Found:
-        """Compute a level."""
-        count, wanted, ordered = len(level.tokens), level.wanted, level.ordered
+        """Compute a level by replaying its pass."""
+        count, wanted, ranking = len(level.tokens), level.wanted, level.ranking
         true = level.features is not None
-        ranks = None if ordered is None else Ranks.of(ordered)
+        ranks = None if ranking is None else RankingShape.of(ranking)
         form = form_of(level.segment, 1 if true else self._least_rows)
         key = (self._head, level.contrast, ranks, true)
         make = partial(self._open, form, ranks, true=true, contrast=level.contrast)
-        fixed = level_of(self._cache, key, form, make, self._capture)
+        fixed = fixed_pass(self._cache, key, form, make, self._capture)
         rows: dict[str, NDArray[Any]] = {
             "tokens": level.tokens.numpy(),
             "positions": level.positions.numpy(),
@@ -202,13 +201,13 @@ class FixedLevels:
             "into": np.arange(level.into, level.into + wanted),
             "wanted": np.full(1, count - 1),
         }
-        if ordered is not None:
-            rows |= {"temperatures": ordered.temperatures, "sharpenings": ordered.sharpenings}
+        if ranking is not None:
+            rows |= {"temperatures": ranking.temperatures, "sharpenings": ranking.sharpenings}
         fixed.inputs.send(level.segment, rows)
         if level.features is not None:
             fixed.inputs.features[:count] = level.features
-        if ordered is not None and ordered.noise is not None:
-            torch.stack(list(ordered.noise), out=fixed.inputs.noise[:wanted])
+        if ranking is not None and ranking.noise is not None:
+            torch.stack(list(ranking.noise), out=fixed.inputs.noise[:wanted])
         found = fixed.replay()
         return Found(
             found.logits[:wanted].clone(),
@@ -218,8 +217,8 @@ class FixedLevels:
         )
 
     def _open(
-        self, form: Form, ranks: Ranks | None, *, true: bool, contrast: bool
-    ) -> tuple["LevelInputs", Callable[[], Predicted]]:
+        self, form: Form, ranks: RankingShape | None, *, true: bool, contrast: bool
+    ) -> tuple[LevelInputs, Callable[[], Predicted]]:
         """Return the inputs of a pass, and what computes it."""
         head, states, memory = self._head, self._memory, self._cache.rows
         width = head.spec.feature_width if true else 0
@@ -259,8 +258,8 @@ def open_levels(
     least_rows: int = 1,
     cache: Cache | None = None,
 ) -> tuple[Cache, Levels]:
-    """A cache of at least `rows` rows for one session, `of_tree` of them its trees', and how its
-    levels are computed: in fixed shapes where there is a `capture`.
+    """Return a cache of at least `rows` rows for one session, `of_tree` of them for its trees, and
+    what computes its levels: in fixed shapes if there is a `capture`.
 
     `cache`: one whose committed rows stay, in place of an empty one.
     """

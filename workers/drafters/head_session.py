@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
-from dovetail.workers.drafters.head_levels import Kind, Level, Levels
+from dovetail.workers.drafters.head_levels import Found, Kind, Level, Levels
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.drafters.session import THE_ROOT, GrowingSession
+from dovetail.workers.heads.head import Predicted
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefix_cache import check_prefix
 from dovetail.workers.speculation.growth import Nodes
@@ -19,22 +20,22 @@ from dovetail.workers.speculation.growth import Nodes
 SLACK_SHARE = 8
 """A full window loses this part of itself at once, so that a row is moved so many times at most."""
 MOST_TRUE = 16
-"""So many true rows at most are computed in fixed shapes, where levels are."""
+"""The most true rows that are computed in fixed shapes, where levels are."""
 LEAST_WINDOW_SHARE = 2
 """A session goes on from a window that has lost rows if at least this part of it is left; rows that
 were dropped cannot be computed again."""
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """The children of nodes as a device has ranked them, which the host has not read yet."""
+class RankedChildren:
+    """The children of nodes as a device has ranked them, not yet read by the host."""
 
     nodes: Nodes
     width: int
     best: Tensor
 
     def of(self, nodes: Nodes, width: int) -> Tensor | None:
-        """Return it for these nodes and so many children; None: it is that of others."""
+        """Return them if they are those of these nodes, and so many of each; else None."""
         return self.best if width == self.width and np.array_equal(nodes, self.nodes) else None
 
 
@@ -50,7 +51,7 @@ class HeadSession(GrowingSession):
     waiting: list[Tensor] = field(default_factory=list)
     """Features [n, W] of the positions behind the true rows."""
     dropped: int = 0
-    ranked: "Ranked | None" = None
+    ranked: RankedChildren | None = None
 
     @property
     def states(self) -> Tensor:
@@ -81,8 +82,8 @@ class HeadSession(GrowingSession):
         return self.waiting[0][:count]
 
     def true_rows(self, count: int, *, predicted: bool, contrast: bool) -> Rows:
-        """The next `count` true rows as a part of a pass; `predicted`: the last of them is
-        wanted."""
+        """Return the next `count` true rows as a part of a pass. `predicted`: what follows the last
+        of them is wanted."""
         first, cache, features = self.rows, self.cache, self.next_features(count)
         tokens = torch.tensor(self.log[first + 1 : first + 1 + count])
         positions = torch.arange(first, first + count)
@@ -97,10 +98,15 @@ class HeadSession(GrowingSession):
             above=THE_ROOT,
             into=0,
             contrast=contrast,
-            ordered=self.ranking.ordered(self.tree, THE_ROOT, len(self.log), width),
+            ranking=self.ranking.for_device(self.tree, THE_ROOT, len(self.log), width),
             features=features,
         )
         return self.levels.ask(level)
+
+    def note_ranking(self, nodes: Nodes, width: int, found: Predicted) -> None:
+        """Note the children of `nodes`, `width` of each, if a device has ranked them."""
+        best = found.best if isinstance(found, Found) else None
+        self.ranked = None if best is None else RankedChildren(nodes, width, best)
 
     def commit(self, count: int) -> None:
         """The first `count` rows behind the true ones have become such, and their features need not

@@ -41,17 +41,17 @@ from dovetail.workers.speculation.score_calibration import (
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """The ranking of the children of N nodes by a device: of z = (logits / temperature + noise) /
-    sharpening, row by row."""
+class DeviceRanking:
+    """The ranking of the children of N nodes that a device is asked for: by z = (logits /
+    temperature + noise) / sharpening, row by row."""
 
     width: int
     vocabulary_size: int
     temperatures: Floats
-    """[N]; greedy: they count nothing."""
+    """[N], which a greedy ranking does not read."""
     sharpenings: Floats
     noise: Sequence[Tensor] | None
-    """A row [V] for each; None: greedy."""
+    """A row [V] for each node; None: the ranking is greedy."""
 
 
 @dataclass
@@ -138,9 +138,11 @@ class Ranking:
         if self.draws is not None:
             self.draws.begin(length)
 
-    def ordered(self, tree: GrowingTree, nodes: Nodes, root: int, width: int) -> "Ordered | None":
-        """Return how a device is to rank the children of `nodes` behind the pass that computes
-        their logits; None: logits are to be processed, or children drawn."""
+    def for_device(
+        self, tree: GrowingTree, nodes: Nodes, root: int, width: int
+    ) -> "DeviceRanking | None":
+        """Return the ranking of the children of `nodes` for the device that computes their logits;
+        None: it is the host's, because logits are processed or children are drawn."""
         if self.looking_back is not None or self.processed or self.draws is not None:
             return None
         levels = tree.levels_of(nodes)
@@ -152,7 +154,7 @@ class Ranking:
                 [self.sampling.temperature * scale.noise_share for scale in scales],
                 [scale.sharpening / scale.noise_share for scale in scales],
             )
-        return Ordered(
+        return DeviceRanking(
             width,
             self.vocabulary_size,
             np.maximum(np.array(temperatures, np.float32), SMALLEST_TEMPERATURE),
@@ -176,8 +178,9 @@ class Ranking:
         best: Tensor | None = None,
     ) -> tuple[Ints, Floats]:
         """Return the likeliest tokens after `nodes`, best first, or tokens drawn: ids and gains
-        [N, K] by logits [N, V]. Below the root stands position `root`. `best`: what a device has
-        found, as `ordered` asked it to."""
+        [N, K] by logits [N, V]. Below the root stands position `root`. `best`: the
+        result of `growth.best_of` on a device that was asked by `for_device`; None: the host
+        ranks."""
         logits = logits[:, : self.vocabulary_size]
         if self.looking_back is not None:
             logits = self.looking_back.process(

@@ -1,9 +1,9 @@
-"""Passes of fixed shape: the levels of a draft's tree on a device, rows of one session, captured
-once for the memory of a cache and replayed as one launch.
+"""Passes of fixed shape, for the levels of a draft's tree on a device: rows of one session,
+captured once for the memory of a cache and replayed as one launch.
 
-Rows are padded to a power of two, paths to some lengths, and attention reads slots in multiples of
-`SLOTS`. What a row sees, the device works out from its path. Knows rows and slots; what is computed
-of them, the drafts say.
+Rows are padded to a power of two, paths to one of a few lengths, and attention reads slots in
+multiples of `SLOTS`. The device makes the mask from the paths. Knows rows and slots, not what a
+draft computes from them.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,7 +24,7 @@ SLOTS = 512
 """Attention in fixed shapes reads slots in multiples of it: a session with SubSpec's tree has one
 such number or two, and each is captured once."""
 PATHS, LONGER = 16, 4
-"""Slots of the shortest paths, and the factor to the next ones."""
+"""Slots of the shortest path that rows are padded to, and the factor to the next length."""
 ResultT = TypeVar("ResultT")
 InputsT = TypeVar("InputsT", bound="Inputs")
 
@@ -36,12 +36,12 @@ class Form:
     rows: int
     slots: int
     path: int
-    """Slots of a row's path."""
+    """Slots of each row's path."""
 
 
 def form_of(segment: Segment, least_rows: int = 1) -> Form:
-    """Return the shape of the pass that computes a segment with paths in an `ArenaCache`, of at
-    least so many rows."""
+    """Return the shape of the pass that computes a segment with paths in an `ArenaCache`, padded to
+    at least so many rows."""
     paths, cache = segment.paths, segment.cache
     assert paths is not None
     assert isinstance(cache, ArenaCache)
@@ -57,10 +57,10 @@ def form_of(segment: Segment, least_rows: int = 1) -> Form:
 
 
 class Inputs:
-    """The inputs of passes of one shape."""
+    """The inputs of a pass of fixed shape, T rows over S slots."""
 
     def __init__(self, form: Form, more: Shapes, device: torch.device) -> None:
-        """`more`: tensors of a row each, [T, ...], beside positions, slots and paths."""
+        """`more`: tensors [T, ...] beside positions, slots and paths, by their names."""
         rows = (form.rows,)
         shapes = {
             "positions": (torch.long, rows),
@@ -83,8 +83,8 @@ class Inputs:
         return self._packed[name]
 
     def send(self, segment: Segment, rows: dict[str, NDArray[np.generic]]) -> None:
-        """Bring the rows of a segment to the device, `rows` are their other tensors. Those of
-        padding are the last one once more: they write the same to the same slot."""
+        """Bring the rows of a segment and their other tensors `rows` to the device. Rows of padding
+        repeat the last one, and write the same to the same slot."""
         paths, count = segment.paths, segment.count
         assert paths is not None
         here = self._packed.open()
@@ -97,14 +97,14 @@ class Inputs:
         here["paths"][:count] = slots[:, None]  # behind its path a row sees itself again
         here["paths"][which, step] = paths.slots
         for name, content in rows.items():
-            here[name][:count] = content  # one for all where there is one
+            here[name][:count] = content  # a single one stands for all
         for name in self._by_row:
             here[name][count:] = here[name][count - 1]
         self._packed.send()
 
     def mask(self, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """Return what rows see, [T, S] of 0 and -inf on the device. `window`: so many positions,
-        the row's own the last; 0: all."""
+        """Return the mask [T, S] of 0 and -inf on the device, 0 where a row sees a slot. `window`:
+        the positions that a row sees, its own the last of them; 0: all."""
         form, prefix, paths = self._form, self["prefix"], self["paths"]
         mask = torch.full((form.rows, form.slots), -torch.inf, dtype=dtype, device=paths.device)
         seen, added = self._slots < prefix, torch.zeros_like(paths, dtype=dtype)
@@ -116,28 +116,28 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Level(Generic[InputsT, ResultT]):
-    """A pass of fixed shape and its inputs. What it returns is good until another is replayed."""
+class FixedPass(Generic[InputsT, ResultT]):
+    """A pass of fixed shape and its inputs. Its result is good until another one is replayed."""
 
     inputs: InputsT
     replay: Callable[[], ResultT]
 
 
-def level_of(
+def fixed_pass(
     cache: ArenaCache,
     key: Hashable,
     form: Form,
     make: Callable[[], tuple[InputsT, Callable[[], ResultT]]],
     capture: Capture,
-) -> Level[InputsT, ResultT]:
-    """Return the pass of one shape over the memory of a cache, which is told apart by `key` and
-    captured at the first call."""
+) -> FixedPass[InputsT, ResultT]:
+    """Return the pass of one shape over the memory of a cache, captured at the first call. `key`
+    tells it from others of that shape; `make` returns its inputs, and what computes it."""
     captured, whole = cache.arena.captured, (key, form)
     if whole not in captured:
         inputs, run = make()
-        captured[whole] = Level(inputs, _captured(cache, form, run, capture))
-    level: Level[InputsT, ResultT] = captured[whole]
-    return level
+        captured[whole] = FixedPass(inputs, _captured(cache, form, run, capture))
+    found: FixedPass[InputsT, ResultT] = captured[whole]
+    return found
 
 
 def _captured(

@@ -1,5 +1,5 @@
-"""Levels of a model's tree on a device, in passes of fixed shape (`fixed.py`). Knows layers and
-rows; nothing of drafts or sessions.
+"""Levels of a tree that a model drafts on a device, in passes of fixed shape (`fixed.py`). Knows
+layers and rows; nothing of drafts or sessions.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.fixed import Form, Inputs, form_of, level_of
+from dovetail.workers.models.backends.device.fixed import Form, Inputs, fixed_pass, form_of
 from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.segment import Segment
 
@@ -68,7 +68,7 @@ class Levels:
         copy there, and one launch."""
         cache, form = segment.cache, form_of(segment)
         assert isinstance(cache, ArenaCache)
-        level = level_of(cache, self, form, partial(self._open, cache, form), self.capture)
+        level = fixed_pass(cache, self, form, partial(self._open, cache, form), self.capture)
         level.inputs.send(segment, {"states": states.numpy(), "positions": positions.numpy()})
         return level.replay()[: segment.count].clone()
 
