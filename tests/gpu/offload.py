@@ -29,6 +29,7 @@ from dovetail.workers.calibration.passes import Passes
 from dovetail.workers.devices import Device
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.cuda import CudaTransfer
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.kernels.coded import GROUP
@@ -421,6 +422,7 @@ def _under(bench: Bench, cap: float) -> None:
         " %",
         least=60,
     )
+    HELD.let_go()
     _rounds(bench, cap, tree, target, level)
     if not bench.on_cpu:
         peak = torch.cuda.max_memory_reserved(device.torch_device) / 1e9
@@ -535,6 +537,7 @@ def _prefill(bench: Bench) -> None:
     rows, few = (64, 2) if bench.report.quick else (PROMPT_ROWS, 4)
     layers = [(plan, ready._blob) for plan, ready in bench.layers[:few]]
     bench.place(0)
+    HELD.let_go()
     streamed = Reader(bench.transfer, layers, torch.float32)
     stage = Stage(0, 0, KernelEngine(), None)
     for plan, blob in layers:

@@ -48,4 +48,4 @@ def test_a_gpu_reserves_no_more_than_was_counted(tmp_path: Path, vram: str) -> N
         INFLATE,
     )
     assert torch.cuda.is_available()
-    assert found["holds"], found
+    assert found["holds"], "\n".join(f"{name}: {value}" for name, value in found.items())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dovetail.workers import kernels
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
@@ -276,3 +277,13 @@ def test_on_a_gpu_it_computes_the_same_function(folder: Path, tmp_path: Path) ->
         slow_logits(folder, 4),
     )
     assert float((found - expected).norm() / expected.norm()) < ROUNDED
+
+
+@needs_kernels
+def test_a_device_has_back_what_quantising_a_layer_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr(HELD, "_caches", {lambda: given_back.append(True)})
+    model, _ = load_substitute(str(tiny_llama(tmp_path)), weights="int4", device="cpu")
+    assert len(given_back) == model.layers

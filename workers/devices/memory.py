@@ -69,6 +69,11 @@ class Held:
         """Let go of what is held for later."""
         for holder in [*self._holders]:
             holder.let_go()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Have allocators give back what they keep of freed memory, so that what stays does not
+        come to lie in pieces of what was large for a moment."""
         for give_back in self._caches:
             give_back()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.kernels.coded import GROUP, groups_of
 from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.checkpoints.checkpoint import load_tensors, save_tensors
@@ -137,6 +138,7 @@ class Substitutes:
                 )
             )
             self.weights += made.codes.numel()
+        HELD.give_back()  # of a device, where numbers of 32 bits were searched for a moment
         self.seconds += time.monotonic() - start
         try:
             if file is not None:
