@@ -138,8 +138,7 @@ def _in_words(kind: str) -> str:
 
 def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
-    from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING, Drafter
-    from dovetail.workers.models.backends.device.choice import tell_products
+    from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
     from dovetail.workers.models.checkpoints.inflate import inflation_bytes
     from dovetail.workers.models.substitutes.coded import against_codes
     from dovetail.workers.models.substitutes.substitute import load_substitute
@@ -173,25 +172,12 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     )
     if said := made.report(wanted.name):
         print(said, file=sys.stderr)
-    if not device.is_cpu:
-        tell_products(device.torch_device, wanted.name)
-    checkpoint, spans = model.checkpoint, Spans()
-    identity = wanted.identity(
-        model,
-        device,
-        f"{checkpoint.source} ({weights} substitute)",
-        context=model.context,
-        vocabulary=checkpoint.vocabulary,
-        tokenizer=checkpoint.tokenizer,
-    )
-    engine = Drafter(
-        model, spans, ahead=settings.ahead is not False, sharpening=SUBSTITUTE_SHARPENING
-    )
-    return on_device(DraftWorker(engine, identity, spans, keeper=engine, parts=engine))
+    called = f"{model.checkpoint.source} ({weights} substitute)"
+    return _model_worker(wanted, model, device, called, sharpening=SUBSTITUTE_SHARPENING)
 
 
 def _small_weights(wanted: Wanted, device: "Device") -> str:
-    """Return the weights of a smaller model that suit a device: blocks as its file has them, where
+    """Return the type of weights of a smaller model that suits a device: the blocks of its file, if
     they can be multiplied there."""
     from dovetail.workers.models.backends.device.own_blocks import against_blocks
     from dovetail.workers.models.checkpoints.gguf.view import blocks_kept
@@ -208,8 +194,6 @@ def _small_weights(wanted: Wanted, device: "Device") -> str:
 
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
-    from dovetail.workers.drafters.model import Drafter
-    from dovetail.workers.models.backends.device.choice import tell_products
     from dovetail.workers.models.loading import load_language_model
     from dovetail.workers.models.remembered.proofs import tell_proof
 
@@ -220,18 +204,29 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
         settings.model, weights=weights, device=device.name, proof=settings.proof, draft=device
     )
     tell_proof(model.proved, wanted.name)
+    return _model_worker(wanted, model, device, model.checkpoint.source)
+
+
+def _model_worker(
+    wanted: Wanted, model: "LanguageModel", device: "Device", called: str, **more: Any
+) -> DraftWorker[Any]:
+    """Return the worker of a language model that drafts, named `called`; `more`: of `Drafter`."""
+    from dovetail.workers.drafters.model import Drafter
+    from dovetail.workers.models.backends.device.choice import tell_products
+
     if not device.is_cpu:
         tell_products(device.torch_device, wanted.name)
     checkpoint, spans = model.checkpoint, Spans()
     identity = wanted.identity(
         model,
         device,
-        checkpoint.source,
+        called,
         context=model.context,
         vocabulary=checkpoint.vocabulary,
         tokenizer=checkpoint.tokenizer,
     )
-    engine = Drafter(model, spans, ahead=settings.ahead is not False)
+    ahead = wanted.settings.ahead is not False
+    engine = Drafter(model, spans, ahead=ahead, **more)
     return on_device(DraftWorker(engine, identity, spans, keeper=engine, parts=engine))
 
 
@@ -269,8 +264,8 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
 
 
 def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:
-    """Have a worker let go of the sessions that it keeps where the memory of its device runs
-    out."""
+    """Have a worker let go of the sessions that it keeps if the memory of its device runs out, and
+    return it."""
     from dovetail.workers.devices.memory import HELD
 
     HELD.add(worker)

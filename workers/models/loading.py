@@ -226,8 +226,8 @@ def _free_bytes(device: torch.device) -> int | None:
 def _on_gpu(
     checkpoint: Checkpoint, wanted: Wanted, device: torch.device, draft: Device | None
 ) -> LanguageModel:
-    """Load a draft as the kernels describe it, where they do; anything else as transformers
-    computes it, in one type."""
+    """Load a draft that is described as the kernels' models are as they describe it, and anything
+    else as transformers computes it, in one type."""
     why_not = ""
     if draft is not None and wanted.weights in (*RESIDENT_TYPES, *FILE_KINDS):
         _check_fits(checkpoint, wanted.weights, device)
@@ -235,6 +235,21 @@ def _on_gpu(
         if isinstance(found, LanguageModel):
             return found
         why_not = found
+    _refuse_library(checkpoint, wanted, device, why_not)
+    _check_fits(checkpoint, wanted.weights, device)
+    if why_not:
+        log.warning(
+            "%s: the library computes it on %s, one operation at a time, because %s",
+            *(checkpoint.source, device, why_not),
+        )
+    return _library_on_gpu(checkpoint, wanted, device)
+
+
+def _refuse_library(
+    checkpoint: Checkpoint, wanted: Wanted, device: torch.device, why_not: str
+) -> None:
+    """`CheckpointError` for what transformers does not compute on a GPU. `why_not`: the reason why
+    the kernels' layers do not; empty if there is none."""
     where = f"the settings say device {device}; leave that out"
     refuse_without_kernels(model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
@@ -249,12 +264,10 @@ def _on_gpu(
             f"{checkpoint.source}: on {device} keys and values have the type of the weights "
             f"({own}), and target.cache = {wanted.cache!r}: leave it out"
         )
-    _check_fits(checkpoint, wanted.weights, device)
-    if why_not:
-        log.warning(
-            "%s: the library computes it on %s, one operation at a time, because %s",
-            *(checkpoint.source, device, why_not),
-        )
+
+
+def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> LanguageModel:
+    """Load a model as transformers computes it, inflated as is wanted, and prove it."""
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
     real: Sequence[int] = range(len(decoder_layers(model)[1]))
     if wanted.inflate_bytes:
@@ -264,9 +277,8 @@ def _on_gpu(
         for index, layer in enumerate(decoder_layers(model)[1]):
             grow_layer(layer, index, plan)
     with provable(checkpoint, model):
-        back_end = Library(
-            None, device=device, dtype=GPU_TYPES[wanted.weights], oracle=oracle_of(model)
-        )
+        dtype = GPU_TYPES[wanted.weights]
+        back_end = Library(None, device=device, dtype=dtype, oracle=oracle_of(model))
         for index, layer in enumerate(decoder_layers(model)[1]):
             back_end.prove(layer, index)
         back_end.finish(model)
@@ -280,12 +292,9 @@ def _on_gpu(
             real=real,
         )
         check_attention(language_model)
-        prove_whole(
-            model,
-            back_end,
-            language_model.context,
-            WHOLE_TOLERANCE["fp32"] if wanted.weights == "fp32" else ROUNDED_TOLERANCE,
-        )
+        exact = wanted.weights == "fp32"
+        tolerance = WHOLE_TOLERANCE["fp32"] if exact else ROUNDED_TOLERANCE
+        prove_whole(model, back_end, language_model.context, tolerance)
     return language_model
 
 
@@ -297,8 +306,8 @@ def _check_fits(checkpoint: Checkpoint, weights: str, device: torch.device) -> N
 
 
 def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:
-    """Load a draft all layers of which are on its device, described as the kernels' are; or say why
-    it is not."""
+    """Load a draft all layers of which are on its device, described as the kernels' are; or return
+    why that cannot be."""
     if why_not := against_kernels(wanted):
         return why_not
 
