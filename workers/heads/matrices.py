@@ -1,5 +1,5 @@
-"""The matrices of a head in each type of weights, in the layout of the C++ kernels and on a device.
-There products of ours multiply what is packed so if they are proved and fast, else torch's.
+"""The matrices of a head in each type of weights, in the layout of the C++ kernels and on a device,
+where products of ours multiply that layout if they are proved and fast, else torch's products.
 
 Knows single matrices, not heads.
 """
@@ -30,10 +30,9 @@ from dovetail.workers.models.substitutes.quantised import nearest_codes
 
 
 def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatrix:
-    """Return weight [out, in] in the layout of the kernels, of the type `weights`; with `auto` of
-    that in which it is stored. int8 are blocks of 32 inputs with a scale each, of weights and rows
-    both, wherever these come in such blocks: with one scale a row, a head loses a fifth of the
-    tokens of a round."""
+    """Return weight [out, in] in the layout of the kernels, as `weights`; `auto` is the type in
+    which it is stored. int8 has a scale for each 32 inputs, of weights and rows both, where 32
+    divides the inputs: that gives a head a fifth more tokens a round than one scale a row."""
     if weights == "int4":
         return pack_codes([nearest_codes(weight)], [bias])
     if weights == "int8" and weight.shape[1] % WIDTH == 0:
@@ -67,9 +66,9 @@ def _in_blocks(weight: Tensor, bias: Tensor | None) -> BlockMatrix:
 def device_product(
     weight: Tensor, bias: Tensor | None, weights: str, device: torch.device, *, exact: bool = False
 ) -> Product:
-    """Return the product of weight [out, in] of the type `weights` on a device; rows come and go in
-    fp32. `exact`: weights of 16 bits meet them in fp32; else torch's product may narrow them, and
-    those beyond fp16 become infinite."""
+    """Return the product of weight [out, in] as `weights` on a device; rows are fp32 before and
+    after it. `exact`: they meet weights of 16 bits in fp32; else torch's product may narrow them,
+    and numbers beyond fp16 become infinite."""
     products, bias = choice_on(device), None if bias is None else bias.float()
     if weights == "int4":
         return linear_product(nearest_codes(weight, device), bias, device)
@@ -102,9 +101,10 @@ def _narrowed_product(matrix: Matrix, x: Tensor) -> Tensor:
 def check_weights(weights: str, device: torch.device) -> None:
     """`CheckpointError` where nothing on a device multiplies weights of a type."""
     why_not = ""
-    if weights == "int4":
-        there = kernels.available()
-        why_not = (against_codes if there else _against_torchs)(device, weights)
+    if weights == "int4" and kernels.available():
+        why_not = against_codes(device, weights)
+    elif weights == "int4":
+        why_not = kind_of(device).against_int4(device)
     elif weights == "int8":
         why_not = _against_int8(device)
     if why_not:
@@ -113,13 +113,9 @@ def check_weights(weights: str, device: torch.device) -> None:
         )
 
 
-def _against_torchs(device: torch.device, _weights: str) -> str:
-    return kind_of(device).against_int4(device)
-
-
 def _against_int8(device: torch.device) -> str:
-    """Return why no product of int8 runs on a device: where ours has not been chosen, torch's is
-    tried."""
+    """Return why no product of int8 runs on a device; empty if one does. torch's is tried where
+    ours has not been chosen."""
     products = choice_on(device)
     if products is not None and products.owner(CONTESTS[Kind.INT8]) is not None:
         return ""

@@ -14,19 +14,19 @@ from dovetail.workers.kernels.coded import GROUP, groups_of
 from dovetail.workers.models.substitutes.quantize import CPU, Codes
 
 Product = Callable[[Tensor], Tensor]
-"""x [T, in] -> [T, out] in the type of x."""
+"""x [T, in] -> [T, out], bf16."""
 
 ROWS = 16
 """Rows of a matrix come in multiples of this."""
 LEAST_SCALE = 1e-6
-"""The scale of a group whose weights are all the same; halves still tell it from 0."""
-TILES = (8, 4, 2)
-"""torch's CUDA layout takes so many tiles of 16 inputs together."""
+"""The least scale, that of a group whose weights are all the same; fp16 still tells it from 0."""
+TILES = (8, 4)
+"""torch's CUDA layout takes so many tiles of 16 inputs together; a group is 4 of them."""
 
 
 def nearest_codes(weight: Tensor, device: torch.device = CPU) -> Codes:
-    """Return the codes of 4 bits that are nearest to weight [rows, inputs], which a device rounds;
-    they lie on the CPU."""
+    """Return the codes of 4 bits that are nearest to weight [rows, inputs]; `device` rounds, and
+    the codes lie on the CPU."""
     rows, inputs = weight.shape
     groups = groups_of(inputs)
     whole = pad(weight.to(device).float(), (0, groups * GROUP - inputs), mode="replicate")
@@ -45,22 +45,19 @@ def nearest_codes(weight: Tensor, device: torch.device = CPU) -> Codes:
     )
 
 
-def int4_of_codes(
-    codes: Tensor, scales: Tensor, offsets: Tensor, group: int, device: torch.device
-) -> Product:
-    """Return the product of a matrix that has been quantised already: codes 0..15 [rows, inputs],
-    weight = (code - 8) scale + offset; it lies on `device`."""
+def int4_of_codes(codes: Tensor, scales: Tensor, offsets: Tensor, device: torch.device) -> Product:
+    """Return the product on a device of codes 0..15 [rows, inputs] with scales and offsets [rows,
+    groups]: weight = (code - 8) scale + offset."""
     pairs = torch.stack([scales, offsets], dim=2).transpose(0, 1).contiguous().to(torch.bfloat16)
-    multiply = _packed(codes.to(device).to(torch.int32), pairs.to(device), group)
-    return lambda x: multiply(x.to(torch.bfloat16))
+    return _packed(codes.to(device).to(torch.int32), pairs.to(device))
 
 
 def code_products(codes: Codes, device: torch.device) -> tuple[Product, ...]:
-    """Products of int4 whose sum is that of the codes: one where they have 4 bits or fewer, two of
-    their halves where they have 8."""
+    """Return products of int4 whose sum is that of the codes: one if they have 4 bits or fewer,
+    two, of their halves, if they have 8."""
 
     def of(part: Tensor, scales: Tensor, offsets: Tensor) -> Product:
-        return int4_of_codes(part, scales, offsets, GROUP, device)
+        return int4_of_codes(part, scales, offsets, device)
 
     if codes.bits <= 4:
         return (of(codes.codes + (8 - (1 << codes.bits - 1)), codes.scales, codes.offsets),)
@@ -96,31 +93,28 @@ class CodedProduct:
         return y if self._bias is None else y + self._bias
 
 
-def _packed(codes: Tensor, scales_and_zeros: Tensor, group: int) -> Product:
-    return (
-        _pack_for_cpu(codes, scales_and_zeros, group)
-        if codes.device.type == "cpu"
-        else _pack_for_cuda(codes, scales_and_zeros, group)
-    )
+def _packed(codes: Tensor, scales_and_zeros: Tensor) -> Product:
+    pack = _pack_for_cpu if codes.device.type == "cpu" else _pack_for_cuda
+    return pack(codes, scales_and_zeros)
 
 
-def _pack_for_cpu(codes: Tensor, scales_and_zeros: Tensor, group: int) -> Product:
+def _pack_for_cpu(codes: Tensor, scales_and_zeros: Tensor) -> Product:
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
 
     def multiply(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales_and_zeros)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)
         return y
 
     return multiply
 
 
-def _pack_for_cuda(codes: Tensor, scales_and_zeros: Tensor, group: int) -> Product:
-    tiles = next((tiles for tiles in TILES if codes.shape[1] % (16 * tiles) == 0), 0)
+def _pack_for_cuda(codes: Tensor, scales_and_zeros: Tensor) -> Product:
+    tiles = next(tiles for tiles in TILES if codes.shape[1] % (16 * tiles) == 0)
     nibbles = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack(nibbles, tiles)
 
     def multiply(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, group, scales_and_zeros)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales_and_zeros)
         return y
 
     return multiply
