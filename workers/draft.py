@@ -158,11 +158,11 @@ class DraftWorker(Generic[SessionT]):
         return to_learn and self._engine.learn()
 
     def let_go(self) -> None:
-        """Free the sessions that are kept; those that were to go on from them begin anew."""
+        """Free the kept sessions; those that would have gone on from them begin anew."""
         self._kept.clear()
 
     def let_graphs_go(self) -> bool:
-        """Return False: the engine has them."""
+        """Return False: graphs are held by the arenas of the engine's caches."""
         return False
 
     def forget(self) -> None:

@@ -147,8 +147,8 @@ class Design:
 
     @property
     def uncoded(self) -> str:
-        """Return the parts of its layers that levels of fixed shapes on a GPU do not know; empty:
-        they know all of it."""
+        """Return the parts of its layers that levels of fixed shapes on a GPU do not cover; empty:
+        they cover all."""
         return "" if self.weighed is None else self.weighed.uncoded
 
     @property

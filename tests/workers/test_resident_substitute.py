@@ -198,7 +198,10 @@ def test_one_that_does_not_fit_is_refused_before_its_layers_are_read_or_as_soon_
     folder = str(tiny_llama(tmp_path / "m", dtype=torch.float16))
     for room, why in (
         (20_000, "takes .* GB of {} as {} while it is loaded, of which 2e-05 GB are free"),
-        ({"int8": 90_000, "int4": 60_000}[weights], "as {1} needs more of {0} while it is loaded"),
+        (
+            {"int8": 90_000, "int4": 60_000}[weights],
+            "as {1} needs more memory of {0} while it is loaded",
+        ),
     ):
         said = f"{folder}: its substitute {why.format(there.name, weights)}.*: {REMEDIES[weights]}"
         with capped(MEMORY.used + room), pytest.raises(CheckpointError, match=f"^{said}$"):

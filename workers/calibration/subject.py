@@ -46,8 +46,8 @@ class Design:
     blocks_bytes: int = 0
     """The bytes of its matrices as blocks; 0: they are none."""
     uncoded: str = ""
-    """The parts of its layers that levels of fixed shapes on a GPU do not know; empty: they know
-    all of it."""
+    """The parts of its layers that levels of fixed shapes on a GPU do not cover; empty: they cover
+    all."""
     states: StateTraffic = STATELESS
     """The traffic of its states in a pass."""
 

@@ -80,7 +80,7 @@ class GrowthAhead:
             if grown.reading.error is None and grown.reading.rows:
                 waiting.passes.append((grown.reading.rows, duration_ns))
         for error in filter(None, (reading.error for reading in readings)):
-            if not is_out_of_memory(error):  # an order may have room still, and says it if not
+            if not is_out_of_memory(error):  # an order may still have room, and says if not
                 raise error
         return [grown.place for grown in growing]
 

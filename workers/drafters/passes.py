@@ -79,8 +79,8 @@ class Reading:
 
 def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) -> None:
     """Compute the next part of each reading that is not over; one that fails does not affect the
-    others. Those for which there is no memory before it has let go of its own still ask for their
-    parts. `now_ns`: when this began."""
+    others. One for which there is no memory by itself fails, and the rest still ask for their
+    parts, since it is about to free its own. `now_ns`: when this began."""
     for reading in readings:
         if reading.part is None:
             reading.since_ns = now_ns
@@ -100,9 +100,8 @@ def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) ->
 
 
 def _pass(readings: Sequence[Reading], compute: Compute) -> bool:
-    """Compute a part of each in one pass. If that fails, one session may be to blame, or there is
-    too little memory for all: each half gets a pass of its own then. False: there is too little
-    for one."""
+    """Compute a part of each in one pass. If that fails, because of one session or for want of
+    memory, each half gets a pass of its own. Return False if there is no memory even for one."""
     found: Sequence[Any] | None = None
     try:
         found = without_graphs(lambda: compute([reading.part for reading in readings]))

@@ -1,6 +1,6 @@
-"""The trial of a draft with `draft.device = auto`: a GPU has to hold its weights, a session and
-what is captured for it, and compute a proposal, before anything is served; else the CPU drafts, and
-a line says why."""
+"""The trial of a draft with `draft.device = auto`. Before anything is served, the GPU has to hold
+its weights, a session and the graphs that are captured for it, and to compute a proposal; else the
+CPU drafts, and a line says why."""
 
 import sys
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from dovetail.workers.draft import DraftWorker
 from dovetail.workers.sessions.wire import narrowed, to_array
 
 TOKENS = 2048
-"""The session that has to fit."""
+"""Tokens of the session that has to fit."""
 PROMPT = 512
-"""Its prompt: a pass over a part of one needs more at once than any other."""
+"""Tokens of its prompt: a pass over a part of it needs more memory at once than any other."""
 CPU = "cpu"
 Opened = DraftWorker[Any]
 
 
 def open_where_it_fits(name: str, opened: Callable[[str], Opened]) -> Opened:
-    """Return the draft worker that `opened` opens on a device, on the first GPU if it can draft
-    there. `UserError` where it cannot be opened on the CPU either."""
+    """Return the draft worker that `opened` opens on the device of a name: the first GPU if it can
+    draft there, else the CPU. `UserError` where it cannot be opened there either."""
     if (device := first_device()) == CPU:
         return opened(CPU)
     try:
@@ -43,8 +43,8 @@ def open_where_it_fits(name: str, opened: Callable[[str], Opened]) -> Opened:
 
 
 def try_out(worker: Opened) -> None:
-    """Draft once for a session of the usual length; whatever is raised shows that a draft cannot
-    run here."""
+    """Draft once for a session of the usual length; any exception means that the draft cannot run
+    on its device."""
     hello, tree = worker.hello(0), TreeSettings()
     reads, limits = hello.reads, hello.limits
     assert limits is not None

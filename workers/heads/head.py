@@ -39,7 +39,7 @@ WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 HALF = {"float16": "fp16", "bfloat16": "bf16"}
 """Type of features -> weights of 16 bits."""
 TRIED_ROWS, TRIED_LEVELS = 8, 3
-"""Rows and levels of the trial of fp16."""
+"""The rows and levels by which fp16 is tried."""
 MASSIVE = 2500.0
 """The largest numbers in the streams of 7B models (Sun et al. 2024, Massive Activations in Large
 Language Models)."""
@@ -73,8 +73,8 @@ class Head:
         wider: "Callable[[], Head] | None" = None,
         said: str = "",
     ) -> None:
-        """`wider`: opens it with products that narrow nothing to fp16; None: none does. `said`: a
-        sentence about types that nobody asked for."""
+        """`wider`: opens the head with products that narrow nothing to fp16; None: none of these
+        does. `said`: a sentence about types that nobody has chosen; empty: they are as chosen."""
         self.spec, self.source = checkpoint.spec, checkpoint.source
         self.wider, self.said = wider, said
         self.device: torch.device = arithmetic.device
@@ -90,7 +90,7 @@ class Head:
         self._tokens = None if checkpoint.tokens is None else checkpoint.tokens.to(self.device)
 
     def longest_tokens(self, count: int) -> Tensor:
-        """The tokens whose embeddings are longest, int64 [count]."""
+        """Return the tokens whose embeddings have the largest norms, int64 [count]."""
         lengths = torch.linalg.vector_norm(self._table, dim=1, dtype=torch.float32)
         longest: Tensor = lengths.topk(count).indices
         return longest
@@ -150,8 +150,8 @@ class Head:
         rows: Tensor | None = None,
         contrast: bool = False,
     ) -> Predicted:
-        """A pass in shapes that depend on nothing but T, for CUDA graphs: no value is read back
-        from the device. `memory`: S rows of torch's cache.
+        """Compute a pass in shapes that depend on T and S alone, for CUDA graphs: no value is read
+        back from the device. `memory`: S rows of torch's cache.
 
         tokens, positions, slots int64 [T], features and `rows` as those of `forward`, mask [T, S]
         of 0 and -inf; a row sees itself by its slot.
@@ -218,7 +218,8 @@ def _mixed(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
 
 
 def _table(weight: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """The embedding as it is looked up: on a CPU in the type that it is stored in."""
+    """Return the embedding as it is looked up: in the type of the arithmetic's table, or as it is
+    stored."""
     return weight if arithmetic.table is None else weight.to(arithmetic.device, arithmetic.table)
 
 
@@ -236,8 +237,8 @@ def open_head(
 
     `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the
     kernels on a CPU that has them. `CheckpointError` in one line for whatever is wrong with it or
-    does not fit. On a GPU states are fp32; where products narrow them to fp16 and that does not
-    suffice, others are taken.
+    does not fit. On a GPU states are fp32; where products narrow them to fp16 and they overflow
+    it, products that do not are taken.
     """
     if weights not in WEIGHTS:
         raise CheckpointError(
@@ -250,7 +251,8 @@ def open_head(
     check_weights(weights, place)
 
     def opened(exact: str) -> Head:
-        """`exact`: why no product may narrow states to fp16."""
+        """Open the head; `exact`: the reason why no product may narrow states to fp16; empty: one
+        may."""
         checkpoint = open_head_checkpoint(
             source, target=target, weights=weights, allow_bin=allow_bin
         )
@@ -270,9 +272,8 @@ def open_head(
 
 
 def _overflows(head: Head) -> bool:
-    """Return whether the head's numbers leave its type with large inputs: the tokens whose
-    embeddings are longest, massive features, and some levels of states that follow from each
-    other."""
+    """Return whether large inputs overflow fp16: the tokens whose embeddings have the largest
+    norms, massive features, and some levels of states that follow from each other."""
     width, count = head.spec.feature_width, TRIED_ROWS
     features = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
     features[torch.arange(count), torch.arange(count) * width // count] = MASSIVE

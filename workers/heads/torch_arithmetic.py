@@ -85,8 +85,8 @@ class TorchRows:
         return self._attend_fixed(self.rows, layer, query, scale)
 
     def attend_turned(self, layer: int, qkv: Tensor, turning: Turning, scale: float) -> Tensor:
-        """As `attend`, of fixed rows of queries, keys and values [T, (heads + 2 kv_heads) head_dim]
-        that are to be turned."""
+        """Return attention as `attend` does, for fixed rows of queries, keys and values [T, (heads
+        + 2 kv_heads) head_dim] that are to be rotated."""
         assert isinstance(self.rows, FixedRows)
         keys, values = self.rows.memory[layer]
         query = turning(qkv, (self.cosines, self.sines), self.rows.slots, keys, values)
@@ -109,15 +109,15 @@ def attend_as_cached(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention as `by_torch`, whose arguments these are, in the type of the keys, of which
-    nothing is widened: what a draft may."""
+    """Compute attention as `by_torch` does, whose arguments these are, but in the type of the keys.
+    A draft may round so, and nothing in the cache is widened."""
     narrow, mask = rounded(query, keys.dtype), None if mask is None else mask.to(keys.dtype)
     return by_torch(narrow, keys, values, mask, scale, cap, sinks).to(query.dtype)
 
 
 class TorchArithmetic:
-    """torch's own operations, on a GPU or on a CPU, and functions of ours on a GPU. States are
-    fp32, and on a CPU weights of 16 bits once they have been rounded to these."""
+    """torch's own operations on a GPU or a CPU, and functions of ours on a GPU. States are fp32; on
+    a CPU so are weights, after they have been rounded to 16 bits if that is their type."""
 
     dtype = torch.float32
 
@@ -131,8 +131,9 @@ class TorchArithmetic:
         table: torch.dtype | None = None,
         exact: bool = False,
     ) -> None:
-        """`weights`: on a GPU not auto. `cached`: the type of keys and values. `table`: that of the
-        embedding; None: it is as it is stored. `exact`: no product narrows states."""
+        """`weights`: a type, which on a GPU is not auto. `cached`: the type of keys and values.
+        `table`: that of the embedding; None: as it is stored. `exact`: no product narrows
+        states."""
         self._geometry, self._weights, self._exact = geometry, weights, exact
         self.device, self.cached, self.table = device, cached, table
         self._parts = parts_on(device)
@@ -162,7 +163,7 @@ class TorchArithmetic:
         return silu(gate) * up
 
     def _turning(self, weights: LayerWeights) -> Turning | None:
-        """Return our rotation of a layer's queries and keys; None where it is torch's."""
+        """Return our rotation of a layer's queries and keys; None: torch rotates them."""
         at, own = self._geometry, self._parts
         if own is None:
             return None

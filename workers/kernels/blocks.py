@@ -74,7 +74,7 @@ def _own(type: int) -> int:
 
 
 def placed_parts(parts: Sequence[Part], k: int) -> tuple[CArray[PartStruct], int]:
-    """Return where each part of a matrix of `k` inputs lies, and where what is behind them does."""
+    """Return the place of each part of a matrix of `k` inputs, and the offset of what follows."""
     structs = (PartStruct * len(parts))()
     offset = -(-(sizeof(PartsStruct) + sizeof(structs)) // ALIGNMENT) * ALIGNMENT
     first = vectors = 0
@@ -88,7 +88,7 @@ def placed_parts(parts: Sequence[Part], k: int) -> tuple[CArray[PartStruct], int
 
 
 def _vectors(part: Part) -> int:
-    """Return the vectors of outputs of a part, if it is one of blocks."""
+    """Return the number of vectors of outputs of a part of blocks; 0 for plain numbers."""
     return 0 if part.type in PLAIN else -(-part.count // VECTOR)
 
 

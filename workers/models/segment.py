@@ -115,7 +115,8 @@ class Paths:
 
     @classmethod
     def growing(cls, start: int, count: int) -> "Paths":
-        """The paths of rows that follow each other from slot `start` on, and see all before it."""
+        """Return the paths of rows that follow each other from slot `start` on and see all
+        before."""
         offsets = np.arange(count + 1) * np.arange(1, count + 2) // 2
         lower = np.tril_indices(count)[1]
         return cls(start, offsets.astype(np.int32), (start + lower).astype(np.int32))

@@ -173,7 +173,7 @@ class Spread:
 
 
 def _sizes(config: Mapping[str, Any], weights: str, matrices: Matrices, cache: str) -> Sizes:
-    """Return the sizes of a model whose weights are called what `weight_types.type_of` does."""
+    """Return the sizes of a model; `weights`: a name as `weight_types.type_of` gives it."""
     if weights in FILE_KINDS:
         return sizes_in_blocks(sizes_of(config, "int8", cache), matrices.tensors)
     weights = INT4 if weights in BLOCK_WEIGHTS else weights

@@ -370,15 +370,15 @@ def likeliest(
 
 
 def best_of(z: Tensor, width: int) -> Tensor:
-    """Return the `width` highest ids of z [N, V], best first, and the bits of log_softmax(z) at
-    them: int32 [2, N, K]."""
+    """Return the ids of the `width` largest numbers in each row of z [N, V], best first, and the
+    bits of log_softmax(z) there: int32 [2, N, K]."""
     values, ids = z.topk(min(width, z.shape[1]))
     gains = values - z.logsumexp(-1, keepdim=True)
     return torch.stack((ids.to(torch.int32), gains.view(torch.int32)))
 
 
 def on_host(best: Tensor) -> tuple[Ints, Floats]:
-    """Return what `best_of` found: ids and gains [N, K]."""
+    """Return the ids and gains [N, K] that `best_of` found, by one transfer from the device."""
     tokens, bits = best.cpu().unbind()
     return tokens.numpy(), bits.view(torch.float32).numpy()
 

@@ -54,7 +54,7 @@ static inline float half_to_float(unsigned bits) {
     const float size = __uint_as_float((bits & 0x7fffu) << 13) * __uint_as_float(0x77800000u);
     return bits & 0x8000u ? -size : size;
 }
-// To the nearest half, the even one of two; of a number that is no larger than the largest half.
+// Rounds a number that is no larger than the largest half to the nearest half, of two to the even one.
 static inline unsigned short half_of(float value) {
     const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
     if (size < 0x38800000u) return (unsigned short)(sign | (unsigned)std::nearbyint(__uint_as_float(size) * 16777216.0f));  // in steps of 2^-24

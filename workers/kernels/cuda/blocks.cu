@@ -1,9 +1,9 @@
 // y = x W^T + bias on a GPU over a W whose weights are the blocks of a GGUF file, as the CPU's kernels have them in memory (native/blocks.h), with the bytes
 // that those kernels give (native/blocks.inl says which function it is: rows of x in int8, 32 inputs with a scale, exact sums, fma in ascending order).
 //
-// Which formats there are, models/backends/device/own_blocks.py says, by DT_BLOCKS lines behind this source.
+// The formats are those of models/backends/device/own_blocks.py, which puts a line of DT_BLOCKS for each behind this source.
 //
-// Compiled as products.cu is, behind which it stands.
+// Compiled as products.cu is, and behind it.
 
 enum Scales : int { HALF, HALF_AND_MORE, POWER, BYTE, BYTE_AND_LESS, BYTES, BYTES_AND_LESS };  // blocks.h
 

@@ -53,11 +53,11 @@ class Lying:
     size: int
     bias: bool
     parts: Sequence[Part] = ()
-    """Those of a matrix of blocks."""
+    """The parts of a matrix of blocks; empty for any other."""
 
     @classmethod
     def of(cls, matrix: PackedMatrix, offset: int = 0) -> "Lying":
-        """Return the place of a copy of a matrix."""
+        """Return the place of a copy of a matrix at an offset."""
         parts = matrix.parts if isinstance(matrix, BlockMatrix) else ()
         bias = bool(matrix.struct.bias)
         return cls(matrix.kind, matrix.n, matrix.k, offset, matrix.nbytes, bias, parts)
@@ -141,7 +141,7 @@ def _lists(owner: Any, parts: Sequence[str], matrices: Mapping[str, PackedMatrix
 
 
 def alone(matrix: PackedMatrix) -> tuple[Lying, Tensor]:
-    """Return where a matrix lies in its own bytes, and these, uint8 on the CPU."""
+    """Return a matrix as if it were alone in a blob: its place, and its bytes, uint8 on the CPU."""
     return Lying.of(matrix), torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
 
 

@@ -342,8 +342,8 @@ def _beside(
 
 
 def why_not_coded_apart(spec: LayerSpec) -> str:
-    """Return the parts of a layer that no copy in few bits has beside a target on a GPU, where
-    levels are of fixed shapes; empty where it could have one."""
+    """Return the part of a layer for which a copy in few bits cannot share the GPU of its target,
+    since levels of fixed shapes do not cover it; empty: it can."""
     mixer = spec.attention
     if spec.state is not None:
         return "states"

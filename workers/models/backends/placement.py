@@ -245,7 +245,7 @@ def code_bytes(sizes: Sizes, weights: str, bits: int) -> int:
 
 
 def bytes_of_codes(numbers: int, bits: int) -> int:
-    """Return what the codes of so many weights take, in the words of `code_bytes`."""
+    """Return the bytes that the codes of so many weights take, as `code_bytes` counts them."""
     return -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
 
 

@@ -25,7 +25,7 @@ from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import BITS, Codes, from_bytes
 
 TORCHS, OWN = "torch-int4", "own-codes"
-"""The names of those who compute products of codes."""
+"""The names of torch's products of codes and of ours in what a model says of itself."""
 
 SHAPE = (83, 1100)
 """[out, in] of the proof: narrow at both ends, and more groups than a block has at a time."""
@@ -52,7 +52,8 @@ def linear_product(codes: Codes, bias: Tensor | None, device: torch.device) -> P
 
 
 def computed_by(bits: int, products: Products | None) -> str:
-    """Return the name of who computes products of codes; `products` as for `coded_product`."""
+    """Return the name of the products of codes that are used; `products`: as for
+    `coded_product`."""
     return TORCHS if _program(bits, products) is None else OWN
 
 
@@ -78,7 +79,7 @@ def unpack_codes(lying: Lying, memory: Tensor) -> tuple[Codes, Tensor | None]:
 
 
 def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> CodedMatrix:
-    """One matrix of the kernels from codes with the same inputs, below each other."""
+    """Return one matrix of the kernels from codes with the same inputs, below each other."""
     bias = None
     if any(b is not None for b in biases):
         bias = torch.cat(
@@ -102,8 +103,8 @@ def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> Coded
 def pack_stack(
     codes: Callable[[int], Codes], count: int, biases: Tensor | None
 ) -> Sequence[CodedMatrix]:
-    """Matrices of the kernels from the codes of so many experts, side by side, with their biases
-    [count, out]."""
+    """Return matrices of the kernels from the codes of so many experts, side by side, with their
+    biases [count, out]."""
     first = codes(0)
     bias = None if biases is None else biases[0]
     matrices = stacked(CodedMatrix(first.bits, *first.shape, bias=bias), count, biases)

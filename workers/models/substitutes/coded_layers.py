@@ -1,5 +1,5 @@
 """A model whose layers are described as the kernels' are, with codes in the place of their
-matrices: what every substitute is, whoever computes it."""
+matrices: all that substitutes have in common, but for the library's."""
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -22,7 +22,7 @@ class CodedLayers(Kernels):
     """Takes over layers as codes of their linears and experts."""
 
     def __init__(self, model: Any, kind: Kind, *, substitutes: Substitutes, **more: Any) -> None:
-        """`kind`: of the head. `more`: what whoever computes the layers wants to know."""
+        """`kind`: of the head. `more`: arguments of the back end that computes the layers."""
         super().__init__(model, kind, **more)
         self._substitutes = substitutes
         self._codes: Mapping[nn.Linear, Codes] = {}

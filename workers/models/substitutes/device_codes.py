@@ -1,6 +1,6 @@
-"""Substitutes whose layers a GPU computes: the target's own matrices in codes, everything else the
-target's; one that shares the target's cache and embedding, norm and head on that GPU, and one in a
-process of its own.
+"""Substitutes whose layers a GPU computes: the target's matrices in codes, and all else as the
+target has it. `DeviceSubstitute` shares the target's cache, embedding, norm and head on that GPU;
+`ResidentSubstitute` is in a process of its own.
 
 Products go over the codes, by our own over the kernels' layout, or by torch's int4 products: fewer
 bits are laid into 4, and 8 are the sum of two products of 4. The layers are `device/layer.py`'s;
@@ -78,7 +78,7 @@ class ResidentSubstitute(CodedLayers, ResidentDraft):
         return _Engine(staging.transfer.device)
 
     def finish(self, model: Any) -> None:
-        """The head is multiplied in 16 bits, whatever the checkpoint has."""
+        """Finish the model with a head of 16 bits, whatever the checkpoint has."""
         head = model.get_output_embeddings()
         if head.weight.dtype == torch.float32:
             head.weight = nn.Parameter(head.weight.half(), requires_grad=False)
@@ -182,7 +182,7 @@ class DeviceSubstitute(CodedLayers):
         return self._scaled(logits)
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-        """Pack what the target has itself as it is, for its proof alone."""
+        """Pack codes, or, for its proof alone, a layer that the target keeps there as it is."""
         return super()._pack_layer(kind, linears) if self._codes else pack_and_drop(kind, linears)
 
     def _take(self, plan: LayerPlan) -> None:
@@ -210,8 +210,8 @@ def load_device_substitute(
     folder: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[LanguageModel, Substitutes, int]:
-    """The substitute of a target, on the device that computes that and with all but its codes
-    shared, what was quantised for it, and how many layers are the target's own.
+    """Return the substitute of a target, on the target's device and with all but its codes shared,
+    what was quantised for it, and the number of layers that are the target's own.
 
     `capture`: see `DeviceSubstitute`. `folder`: of the caches of codes.
     """

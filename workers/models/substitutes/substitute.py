@@ -208,8 +208,8 @@ def _assemble(
         )
     except torch.OutOfMemoryError as error:
         raise CheckpointError(
-            f"{checkpoint.source}: its substitute as {weights} needs more of {device.name} while "
-            f"it is loaded than is free: {_remedy(weights)}"
+            f"{checkpoint.source}: its substitute as {weights} needs more memory of {device.name} "
+            f"while it is loaded than is free: {_remedy(weights)}"
         ) from error
 
 

@@ -42,8 +42,8 @@ class Arenas:
 
     def take(self, shape: tuple[int, int, int], capacity: int, like: Tensor) -> Arena:
         """Return zeros [layers, 2, kv_heads, at least `capacity`, head_dim] of the type of `like`
-        on its device. What is spare and does not fit is let go first, and so is what others have to
-        spare where memory runs out."""
+        on its device. Spare arenas that do not fit are let go first; where memory runs out, so is
+        what others have to spare."""
         layers, kv_heads, head_dim = shape
         capacity = -(-capacity // self._multiple) * self._multiple
         for arena in sorted(self._spare, key=lambda arena: -len(arena.captured)):
@@ -70,7 +70,7 @@ class Arenas:
         held.clear()
 
     def let_go(self) -> None:
-        """Free what is spare."""
+        """Free the spare arenas."""
         self._spare.clear()
 
     def let_graphs_go(self) -> bool:
@@ -143,7 +143,7 @@ class ArenaCache(KVCache):
         self.capacity = capacity
 
     def _place_for(self, capacity: int) -> Arena:
-        """Return an arena of so many rows, of exactly so many if that is fewer."""
+        """Return an arena of at least so many rows, of exactly so many if the cache shrinks."""
         if capacity >= self._slots:
             return self._arenas.take(self._shape, capacity, self.rows)
         *outer, _, head_dim = self.rows.shape
@@ -151,7 +151,7 @@ class ArenaCache(KVCache):
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Return zeros of the type of `like`, on its device, that are no inference tensor: a cache made
-    outside inference mode may get memory that was taken within."""
+    """Return zeros of the type of `like`, on its device. They are no inference tensor, since a
+    cache that is made outside inference mode may get memory that was taken within."""
     with torch.inference_mode(False):
         return like.new_zeros(shape)

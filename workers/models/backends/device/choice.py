@@ -61,7 +61,7 @@ class Function(IntEnum):
 
     @property
     def rounds(self) -> bool:
-        """True of products for drafts alone, which torch may round."""
+        """Return whether this is a product for drafts alone, which may round inputs."""
         return self in (Function.ROUNDED_FP16, Function.ROUNDED_BF16)
 
 
@@ -79,7 +79,7 @@ class Contest:
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
     """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
     torchs: bool = True
-    """False: torch cannot compute it."""
+    """False: torch cannot compute it, and there is nothing to be faster than."""
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ class Products:
     def lay_out(self, lying: Lying, memory: Tensor, *, rounded: bool = False) -> Matrix | OwnMatrix:
         """Return a matrix of a blob that lies in `memory` on the device: as it is, if the product
         is ours, else as torch has it, and then the memory is free. `rounded`: torch's product may
-        round to the type of the weights."""
+        round its inputs to the type of the weights."""
         contest = (ROUNDED if rounded else {}).get(lying.kind, CONTESTS.get(lying.kind))
         program = None if contest is None else self.owner(contest)
         return unpack(lying, memory) if program is None else own_matrix(program, lying, memory)

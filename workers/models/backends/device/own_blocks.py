@@ -1,9 +1,9 @@
-"""Products of ours on a GPU over the blocks of GGUF files, as the kernels have packed them: a row
-has the bytes that the kernels give it on the CPU, whatever its neighbours are
-(`kernels/cuda/blocks.cu`).
+"""Products of ours on a GPU over the blocks of GGUF files, as the kernels have packed them
+(`kernels/cuda/blocks.cu`): a row has the bytes that the kernels give it on the CPU, whatever its
+neighbours are.
 
-There is no product of torch's for them: where ours is not proved, a model with such weights is not
-computed on that device. Knows matrices and their bytes.
+torch has no product for blocks: where ours is not proved, a model with such weights is not computed
+on that device. Knows matrices and their bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,13 +41,14 @@ from dovetail.workers.models.backends.device.products import Product, product
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 
 ROWS, THREADS = 8, 256
-"""Rows and threads of a block of threads."""
+"""Rows that a thread block computes, and its threads."""
 ROUND_THREADS, WARP = 128, 32
 HALF, HALF_AND_MORE, POWER, BYTE, BYTE_AND_LESS, BYTES, BYTES_AND_LESS = range(7)
 """`Scales` of `kernels/native/blocks.h`."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4 = (16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4)
-"""The numbers that codes of 4 bits stand for; those of MXFP4 have their middle added."""
+"""The numbers that codes of 4 bits stand for, of IQ4_NL and IQ4_XS, and of MXFP4 with its middle
+added."""
 
 
 class Format(NamedTuple):
@@ -61,7 +62,7 @@ class Format(NamedTuple):
 
 
 SUPER = 8
-"""Blocks that share scales of scales."""
+"""The number of blocks that share scales of scales."""
 
 
 def scale_bytes(form: Format) -> int:
@@ -70,7 +71,8 @@ def scale_bytes(form: Format) -> int:
 
 
 def super_bytes(form: Format) -> int:
-    """Return the bytes in front of `SUPER` blocks of a vector of outputs."""
+    """Return the bytes of the scales of scales of a vector of outputs, in front of `SUPER`
+    blocks."""
     return 0 if form.scales < BYTE else 64 if form.scales in (BYTE_AND_LESS, BYTES_AND_LESS) else 32
 
 
@@ -94,7 +96,7 @@ FORMATS: Mapping[int, Format] = {
     23: Format(4, 0, BYTE, signed=True, numbers=IQ4),
     39: Format(4, 16, POWER, numbers=FP4),
 }
-"""By ggml's numbers of types."""
+"""ggml's number of a type -> its format."""
 
 
 def _name(type: int) -> str:
@@ -126,7 +128,7 @@ class OwnPart:
     first: int
     count: int
     name: str
-    """The name of the function that multiplies blocks; empty: `plain` does."""
+    """The function that multiplies blocks; empty: the part has none, and `plain` multiplies it."""
     packed: Tensor
     plain: Callable[[Tensor], Tensor] | None = None
 
@@ -174,8 +176,8 @@ class OwnBlocks:
 def blocks_on(
     products: Products | None, device: torch.device, lying: Lying, memory: Tensor
 ) -> OwnBlocks:
-    """Return a matrix of blocks that lies in `memory` on a device; `SettingsError` where it cannot
-    be multiplied. `products`: the choice there; None: all are torch's."""
+    """Return a matrix of blocks that lies in `memory` on a device, and stays there; `SettingsError`
+    where it cannot be multiplied. `products`: the choice there; None: all are torch's."""
     remedy = "use weights half or int8, or have the CPU compute it"
     if lying.kind is not Kind.BLOCKS:
         raise SettingsError(
@@ -253,7 +255,7 @@ def random_blocks(parts: Sequence[Part], k: int, bias: Tensor | None, seed: int)
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Say which format's product differs from the kernels'; empty if none does."""
+    """Name the first format whose product differs from the kernels'; empty if none does."""
     for type in FORMATS:
         matrix = random_blocks([Part(type, PROOF[0])], PROOF[1], torch.linspace(-1, 1, PROOF[0]), 1)
         if wrong := against_kernels(_copied(program, matrix, device), matrix, device):

@@ -1,5 +1,5 @@
 """Tensors that lie one behind the other in one buffer, so that one copy brings all of them to a
-device, and nobody waits for it."""
+device, and the host does not wait for it."""
 
 import math
 from collections.abc import Mapping
@@ -33,12 +33,13 @@ class Packed:
         return self._there[name]
 
     def open(self) -> Mapping[str, NDArray[np.generic]]:
-        """Return the tensors on the host, to be written; the copy before has been made by then."""
+        """Return the tensors on the host, to be written, once what was sent before is copied."""
         self._wait()
         return self._here
 
     def send(self) -> None:
-        """Have the device take over all numbers before it computes anything else."""
+        """Have the device copy all numbers before it computes anything that it is asked for
+        later."""
         self._wait = self._kind.send(self._source, self._target)
 
 

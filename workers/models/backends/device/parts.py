@@ -1,8 +1,9 @@
-"""Functions of ours on a GPU for what happens to rows between products: norms, the rotation of
-queries and keys and their way into a cache, the gate of an MLP (`kernels/cuda/parts.cu`).
+"""Functions of ours on a GPU for what lies between products: norms, the rotation of queries and
+keys with the writing of keys and values into a cache, and the gate of an MLP
+(`kernels/cuda/parts.cu`).
 
-Each is one launch, where torch's operations are several. A row has the same bytes whatever its
-neighbours are. Knows tensors; `choice.py` decides whether they are used.
+Each is one launch, where torch needs several. A row has the same bytes whatever its neighbours are.
+Knows tensors; `choice.py` decides whether they are used.
 """
 
 import struct
@@ -31,18 +32,18 @@ from dovetail.workers.models.cache import HALF, rounded
 SOURCE = (FOLDER / "parts.cu").read_text(encoding="utf-8")
 NORM_THREADS, TURN_THREADS, GATE_THREADS, WARP = 512, 128, 256, 32
 MOST_WIDTH = 16 * NORM_THREADS
-"""Numbers of a row that a norm of ours takes."""
+"""The widest row that our norm takes: 16 numbers a thread (`HELD` in parts.cu)."""
 TOLERANCE = 1e-5
 """The largest difference to double precision, as a share of the largest number."""
 HEADS, KV_HEADS, WIDTH, HALF_TURN, SLOTS = 3, 2, 40, 16, 9
-"""The heads of the proof, the last numbers of which are not turned."""
+"""The shape of the proof of a rotation; the last numbers of each head are not rotated."""
 PROOF_WIDTH, UNITS = 1100, 300
 TIMED_WIDTH, TIMED_TURNS = 128, 24
 
 
 @dataclass(frozen=True)
 class Turning:
-    """The rotation of a layer's queries and keys, and their way into a cache."""
+    """The rotation of a layer's queries and keys, which also writes keys and values to a cache."""
 
     program: Program
     heads: int
@@ -60,9 +61,9 @@ class Turning:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Return the queries [heads, T, width] of qkv [T, (heads + 2 kv_heads) width], and write
-        keys and values to `slots` int64 [T] of a cache's [kv_heads, S, width] of halves or fp32.
-        `angles`: cosines and sines, T rows of them."""
+        """Return the rotated queries [heads, T, width] of qkv [T, (heads + 2 kv_heads) width], and
+        write keys and values to `slots` int64 [T] of a cache, [kv_heads, S, width] fp16 or fp32
+        each. `angles`: cosines and sines, T rows of each."""
         rows, width, all_heads = len(qkv), keys.shape[2], self.heads + 2 * self.kv_heads
         cosines, sines = angles
         query = qkv.new_empty(self.heads, rows, width)
@@ -81,7 +82,7 @@ class Turning:
 
 @dataclass(frozen=True)
 class Parts:
-    """Our functions on a device."""
+    """Our functions for what lies between products on one device."""
 
     program: Program
 
@@ -103,7 +104,7 @@ class Parts:
         return y
 
     def narrow(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x fp32 in a type of 16 bits, as `products.narrowed`."""
+        """Return x fp32 in a type of 16 bits, as `products.narrowed` does."""
         x, size = x.contiguous(), x.numel()
         y = torch.empty_like(x, dtype=dtype)
         grid, brains = (-(-size // GATE_THREADS), 1), int(dtype == torch.bfloat16)
@@ -111,7 +112,7 @@ class Parts:
         return y
 
     def turning(self, plan: LayerPlan, device: torch.device) -> Turning | None:
-        """Return the rotation of a layer; None where that is another one than ours."""
+        """Return the rotation of a layer; None: ours cannot compute it."""
         norms = plan.query_norm, plan.key_norm
         plain = all(norm is None or norm.bias is None for norm in norms)
         before = norms == (None, None) or plan.head_norm is HeadNorm.HEAD_BEFORE_ROPE
@@ -123,7 +124,7 @@ class Parts:
 
     @staticmethod
     def gates(plan: LayerPlan) -> bool:
-        """Return whether the gate of a layer's MLP is ours."""
+        """Return whether `gate` is the gate of a layer's MLP."""
         return plan.activation is Activation.SILU_GATED and plan.activation_numbers[0] == 0.0
 
 
@@ -154,7 +155,7 @@ class DeviceNorm:
 
 
 def _bits(number: float) -> int:
-    """Return a number of 32 bits as an integer."""
+    """Return the bits of a number in fp32 as an integer."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 
@@ -162,7 +163,7 @@ def _bits(number: float) -> int:
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Say what is wrong with ours; empty if all are right, and rows are the same alone."""
+    """Say what is wrong with our functions; empty if all are right, and rows are the same alone."""
     parts, generator = Parts(program), torch.Generator().manual_seed(1)
     for kind in NormKind:
         x, weight, bias = (
@@ -184,7 +185,7 @@ def _against(program: Program, device: torch.device) -> str:
     x = torch.cat([x.flatten() * 10.0**power for power in (-7, -3, 0, 4.5, 38)])
     for dtype in (HALF, torch.bfloat16):
         if not torch.equal(parts.narrow(x.to(device), dtype).cpu(), narrowed(x, dtype)):
-            return f"numbers of {dtype} are others"
+            return f"numbers narrowed to {dtype} are not torch's"
     for dtype in (HALF, torch.float32):
         for weighed in (False, True):
             if wrong := _turned_wrongly(program, device, dtype, weighed=weighed):
@@ -199,7 +200,8 @@ def _norm(x: Tensor, kind: NormKind, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _wrong(own: Callable[[Tensor], Tensor], x: Tensor, exact: Tensor) -> str:
-    """Say how ours of rows differs from the exact result, or alone from beside others."""
+    """Say how a function of ours differs from the exact result, or a row alone from itself beside
+    others; empty if it does not."""
     found = own(x)
     apart = float((found - exact).abs().max() / exact.abs().max())
     if not apart < TOLERANCE:
@@ -263,7 +265,7 @@ def _turned(heads: Tensor, angles: Tensor, rotary: Rotary, weights: list[Tensor 
 def _pairs(
     program: Program, device: torch.device
 ) -> Iterator[tuple[Product, Callable[[], Product]]]:
-    """Yield what becomes of rows x [T, width]: normed, their heads turned and cached, and gated."""
+    """Yield all of it for rows x [T, width]: they are normed, rotated and cached, and gated."""
     parts, width = Parts(program), TIMED_SHAPE[1]
     head = min(TIMED_WIDTH, width // 4)
     heads = width // head // 2

@@ -38,8 +38,8 @@ def product(matrix: Matrix | Product, x: Tensor) -> Tensor:
 def rounded_product(
     matrix: Matrix | Product, x: Tensor, narrow: Callable[[Tensor, torch.dtype], Tensor]
 ) -> Tensor:
-    """Return the layer for a draft, which may round: inputs meet torch's 16-bit weights in their
-    own type, and nothing is widened. `narrow`: as `narrowed`."""
+    """Return the product x W^T + bias [T, n] fp32 for a draft, which may round: x [T, k] fp32 meets
+    torch's 16-bit weights in their own type. `narrow`: narrows x to it, as `narrowed` does."""
     if not isinstance(matrix, Matrix) or matrix.kind not in (Kind.FP16, Kind.BF16):
         return product(matrix, x)
     weight = matrix.weight
@@ -52,19 +52,19 @@ def rounded_product(
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in a type of 16 bits, the largest number of which stands for those beyond it."""
+    """Return x in a type of 16 bits, numbers beyond its largest one cut to that."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
 @cache
 def _widens_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies matrices of 16 bits into fp32 on a device, where no sum
-    becomes infinite."""
+    """Return whether torch's product of matrices of 16 bits on a device can be fp32, so that no sum
+    overflows."""
     one = torch.ones(8, 8, device=device, dtype=dtype)
     try:
         torch.mm(one, one, out_dtype=torch.float32)
-    except (RuntimeError, TypeError):  # of another device, or another version of torch
+    except (RuntimeError, TypeError):  # another device, or another version of torch
         return False
     return True
 

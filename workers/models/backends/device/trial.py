@@ -18,7 +18,7 @@ CONTESTS = (
     *(*choice.CONTESTS.values(), *choice.ROUNDED.values(), *coded.CONTESTS.values()),
     *(attention.CONTEST, parts.CONTEST, own_blocks.CONTEST),
 )
-"""Everything that ours and torch's both compute."""
+"""Every contest between functions of ours and torch's."""
 
 
 def main(device: str, name: str) -> str:
