@@ -53,6 +53,22 @@ def test_a_limit_of_the_hosts_memory_holds_where_a_device_only_reads_prompts() -
         places(TargetSettings(prefill="cpu"), MemorySettings(ram="1MB"))
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4-int8"])
+def test_codes_of_a_substitute_beside_take_the_same_whatever_the_weights_are(weights: str) -> None:
+    settings = TargetSettings(resident=0)
+    cpu = open_device("cpu", 1)
+    spread = spread_of(settings, MemorySettings(vram="1GB"), cpu, 1, beside=4)
+    alone = spread_of(settings, MemorySettings(vram="1GB"), cpu, 1)
+    assert spread is not None
+    assert alone is not None
+    assert spread.stage(CONFIG, weights).places == alone.stage(CONFIG, weights).places
+    assert spread.demand is not None
+    tight = spread_of(settings, MemorySettings(vram="1257KB"), cpu, 1, beside=4)
+    assert tight is not None
+    with pytest.raises(SettingsError, match="cpu would need"):
+        tight.stage(CONFIG, weights)
+
+
 def test_a_limit_of_the_devices_memory_is_kept() -> None:
     split = places(TargetSettings(split=SplitSettings(device="cpu")), MemorySettings(vram="1953KB"))
     streamed = places(

@@ -93,11 +93,12 @@ class Spread:
         sizes = _sizes(config, weights, matrices, self.cache)
         demand = self.demand
         if demand is not None and self.beside and demand.device_bytes is not None:
-            trees = coded_bytes(sizes, weights, self.beside, resident=sizes.layers)
+            whole = sizes_of(config, "half", self.cache)  # which say how many numbers there are
+            trees = coded_bytes(whole, "half", self.beside, resident=whole.layers)
             demand = replace(
                 demand,
                 device_bytes=demand.device_bytes - trees,
-                codes=code_bytes(sizes, weights, self.beside),
+                codes=code_bytes(whole, "half", self.beside),
             )
         self.placement = (
             all_on_cpu(sizes, self.host_room) if demand is None else place_layers(sizes, demand)
