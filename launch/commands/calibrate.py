@@ -24,7 +24,7 @@ from dovetail.launch.files.directory import profile_path, writable_profile_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.calibration_tables import chart_of, read_found, show_found
-from dovetail.launch.machine.measurement import Role
+from dovetail.launch.machine.measurement import Role, beside_cpu
 from dovetail.launch.machine.sharding import (
     choice_of,
     layout_for,
@@ -56,6 +56,8 @@ from dovetail.protocol.profile import (
 from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN, TargetSettings
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
+BLOCKS = "file"
+"""Weights that cannot be random."""
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
 PERCENT = 100
 
@@ -161,6 +163,11 @@ def _check(configuration: Configuration) -> None:
                 f"{name} = {value!r}: calibrate measures layers one by one, wherever they will be "
                 "placed; leave it out"
             )
+    if target.weights == BLOCKS and (device := beside_cpu(configuration)):
+        raise SettingsError(
+            f"layers on {device} are measured with random weights, and target.weights = {BLOCKS!r} "
+            "are blocks of a file: leave target.split.device and target.device out"
+        )
     folder = Path(target.model).expanduser() if target.model else None
     if (
         folder is not None

@@ -153,13 +153,10 @@ class Subject:
             for flag in self.configuration.typed("target")
             if not flag.startswith("--target.split")
         ]
-        return " ".join(
-            [
-                *target,
-                *([f"--target.split.device={self.device}"] if self.device else []),
-                "--draft DRAFT",
-            ]
-        )
+        # layers on a device are measured with random weights, which are no blocks of a file
+        beside = self.device if self.weights != FILE else None
+        device = [f"--target.split.device={beside}"] if beside else []
+        return " ".join([*target, *device, "--draft DRAFT"])
 
     def result(self, every: Sequence[Alternative]) -> dict[str, Any]:
         """Return the comparison as `--json` prints it."""

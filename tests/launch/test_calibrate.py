@@ -199,6 +199,10 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
         (("--target", "/nowhere"), "has no config.json"),
         pytest.param(("--target.device", "cuda:99"), "there is no cuda:99", marks=pytest.mark.slow),
         (("--target.resident", "3"), "leave it out"),
+        (
+            ("--weights", "file", "--target.split.device", "cpu"),
+            "layers on cpu are measured with random weights, and target.weights = 'file' are",
+        ),
         (("--plot", "plot.png"), "plot.svg"),
         (("--target.numa", "7"), "there is no node 7"),
         (("--target.numa", "everywhere"), "target.numa"),

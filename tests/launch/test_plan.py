@@ -239,6 +239,10 @@ def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     assert compared["file"]["gb"] == pytest.approx(34 / 32 * found["parameters"] / 1e9, rel=0.02)
     assert compared["fp32"]["gb"] == pytest.approx(4 * found["parameters"] / 1e9, rel=0.02)
     assert compared["file"]["computes"].startswith("the file's blocks; activations in int8")
+    stands_in = ("--weights", "file", "--target.split.device", "cpu")
+    beside = plan("--target", str(file), "--draft", "none", *stands_in)
+    assert f"--target.model={file}" in beside["measurable"]
+    assert "--target.split.device" not in beside["measurable"]
     exact = ("--weights", "file", "--target.activations", "fp32")
     found = plan("--target", str(file), "--draft", "none", *exact)
     assert found["choice"]["settings"]["target.activations"] == "fp32"
