@@ -11,6 +11,7 @@ from dovetail.workers.devices.nvidia import nvrtc
 from dovetail.workers.kernels.build import compiler
 from dovetail.workers.models.backends.device.choice import Products
 from dovetail.workers.models.backends.device.parts import CONTEST, SOURCE, Parts, Turning
+from dovetail.workers.models.backends.device.products import narrowed
 from support.emulated import Emulated, emulated
 
 ARCHITECTURES = (61, 75, 86, 89, 120)
@@ -44,6 +45,15 @@ def test_halves_are_rounded_as_torch_rounds_them_and_none_becomes_infinite() -> 
     largest = torch.finfo(torch.half).max
     for found, part in ((keys, expected[:, 1]), (values, expected[:, 2])):
         assert torch.equal(found[0], part.clamp(-largest, largest).half())
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_what_is_narrowed_stays_what_it_is_where_it_is_no_number(dtype: torch.dtype) -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 65520.0, 1e-45, -3.4e38])
+    found, expected = Parts(emulated(SOURCE)).narrow(x, dtype), narrowed(x, dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert found[0].isnan()
 
 
 def wrong_functions(change: Callable[[str, list[object]], None]) -> Callable[[str], Emulated]:

@@ -51,12 +51,14 @@ static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 static inline float __int2float_rn(int a) { return (float)a; }
 static inline float half_to_float(unsigned bits) {
+    if ((bits & 0x7c00u) == 0x7c00u) return __uint_as_float((bits & 0x8000u) << 16 | 0x7f800000u | (bits & 0x3ffu) << 13);
     const float size = __uint_as_float((bits & 0x7fffu) << 13) * __uint_as_float(0x77800000u);
     return bits & 0x8000u ? -size : size;
 }
 // Rounds a number that is no larger than the largest half to the nearest half, of two to the even one.
 static inline unsigned short half_of(float value) {
     const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return 0x7fff;
     if (size < 0x38800000u) return (unsigned short)(sign | (unsigned)std::nearbyint(__uint_as_float(size) * 16777216.0f));  // in steps of 2^-24
     return (unsigned short)(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13));
 }
