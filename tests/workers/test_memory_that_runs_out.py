@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
     Draft,
     Drafted,
@@ -144,6 +146,18 @@ def drafts(
         return events, opened, MEMORY.most
 
     return drafted
+
+
+@pytest.mark.parametrize("kind", ["dovetail", "small"])
+def test_a_draft_that_does_not_fit_is_refused_in_a_sentence(kind: str, there: torch.device) -> None:
+    model = str(DEMO_FOLDER / ("heads/dovetail" if kind == "dovetail" else "draft"))
+    settings = DraftSettings(kind=kind, model=model, device="pretended")
+    target = str(DEMO_FOLDER / "target")
+    with capped(MEMORY.used + (1 << 20)), pytest.raises(UserError) as refused:
+        open_draft_worker(settings, name="draft", threads=1, target=target)
+    assert "\n" not in str(refused.value)
+    assert model in str(refused.value)
+    assert "pretended" in str(refused.value)
 
 
 @needs_kernels

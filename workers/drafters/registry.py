@@ -88,7 +88,7 @@ def open_draft_worker(
         )
     opener = OPENERS[settings.kind]
     if settings.device != "auto" or opener is _open_ngram:
-        return opener(wanted)
+        return _opened(opener, wanted)
     from dovetail.workers.drafters.trial import open_where_it_fits
 
     return open_where_it_fits(
@@ -97,6 +97,26 @@ def open_draft_worker(
             replace(wanted, settings=settings.model_copy(update={"device": device}))
         ),
     )
+
+
+def _opened(opener: "Opener", wanted: Wanted) -> DraftWorker[Any]:
+    """Open a draft on the device that the settings name; `SettingsError` where its memory is too
+    small."""
+    try:
+        return opener(wanted)
+    except (MemoryError, RuntimeError) as error:
+        from dovetail.workers.devices.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        settings = wanted.settings
+        remedy = "smaller draft.weights or a smaller draft"
+        if settings.device != "cpu":
+            remedy += ", or set draft.device to 'cpu'"
+        raise SettingsError(
+            f"the draft {settings.model or settings.kind} does not fit into the memory of "
+            f"{settings.device} (draft.device): use {remedy}"
+        ) from error
 
 
 def _open_ngram(wanted: Wanted) -> DraftWorker[Any]:
@@ -272,7 +292,8 @@ def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:
     return worker
 
 
-OPENERS: Mapping[str, Callable[[Wanted], DraftWorker[Any]]] = {
+Opener = Callable[[Wanted], DraftWorker[Any]]
+OPENERS: Mapping[str, Opener] = {
     "ngram": _open_ngram,
     "substitute": _open_substitute,
     "auto": _open_folder,
