@@ -83,7 +83,8 @@ class Spread:
     def stage(
         self, config: Mapping[str, Any], weights: str, matrices: Matrices = NO_MATRICES
     ) -> Staging:
-        """The staging of a model by its configuration and its matrices; a `Stager`."""
+        """Place the layers of a model by its configuration and matrices, and return its staging;
+        `SettingsError` where they do not fit. A `Stager`."""
         if not has_sizes(config):
             kind = config.get("model_type")
             raise SettingsError(
@@ -91,8 +92,22 @@ class Spread:
                 "by: leave target.split and target.resident out"
             )
         sizes = _sizes(config, weights, matrices, self.cache)
+        self.placement = placement = self._place(sizes, config)
+        self._check_host(placement)
+        self._check_reader(sizes, placement)
+        return Staging(
+            placement.places,
+            None if self.device is None else self.device.transfer(),
+            None if self.reader is None else self.reader.transfer(),
+            placement.host_experts,
+        )
+
+    def _place(self, sizes: Sizes, config: Mapping[str, Any]) -> Placement:
+        """Return where each layer goes; the codes of a substitute beside it take their room."""
         demand = self.demand
-        if demand is not None and self.beside and demand.device_bytes is not None:
+        if demand is None:
+            return all_on_cpu(sizes, self.host_room)
+        if self.beside and demand.device_bytes is not None:
             whole = sizes_of(config, "half", self.cache)  # which say how many numbers there are
             trees = coded_bytes(whole, "half", self.beside, resident=whole.layers)
             demand = replace(
@@ -100,39 +115,35 @@ class Spread:
                 device_bytes=demand.device_bytes - trees,
                 codes=code_bytes(whole, "half", self.beside),
             )
-        self.placement = (
-            all_on_cpu(sizes, self.host_room) if demand is None else place_layers(sizes, demand)
-        )
+        return place_layers(sizes, demand)
+
+    def _check_host(self, placement: Placement) -> None:
+        """`SettingsError` where a placement takes more than there is of the host's memory."""
         room = read_room() if self.host_room is None else None
-        if room is not None and self.placement.host_bytes > room.size + room.swap:
+        if room is not None and placement.host_bytes > room.size + room.swap:
             raise SettingsError(
-                f"{self.placement} takes {self.placement.host_bytes / 1e9:.3g} GB of the "
+                f"{placement} takes {placement.host_bytes / 1e9:.3g} GB of the "
                 f"host's memory, and there are {room.size / 1e9:.3g} GB {room.bound}: "
                 "keep more layers on a device (target.resident), take smaller weights "
                 "(target.weights), or set memory.ram if you know better"
             )
-        if self.reader is not None and not self.placement.first:
+
+    def _check_reader(self, sizes: Sizes, placement: Placement) -> None:
+        """`SettingsError` where a reader of prompts has nothing to read for, or no room."""
+        if self.reader is None:
+            return
+        if not placement.first:
             raise SettingsError(
                 f"target.prefill = {self.reader.name!r} reads prompts for layers on the CPU, "
                 "and there are none: leave it out"
             )
-        left = None if self.room is None else self.room - self.placement.device_bytes
-        if (
-            self.reader is not None
-            and left is not None
-            and (needed := reader_bytes(sizes, self.reader.name)) > left
-        ):
+        left = None if self.room is None else self.room - placement.device_bytes
+        if left is not None and (needed := reader_bytes(sizes, self.reader.name)) > left:
             raise SettingsError(
                 f"{self.reader.name} would need {needed / 1e9:.3g} GB to read prompts, and "
                 f"memory.vram leaves {left / 1e9:.3g} GB: "
                 "set target.prefill to 'local', or raise memory.vram"
             )
-        return Staging(
-            self.placement.places,
-            None if self.device is None else self.device.transfer(),
-            None if self.reader is None else self.reader.transfer(),
-            self.placement.host_experts,
-        )
 
     @property
     def gpus(self) -> Sequence[Device]:
