@@ -57,7 +57,7 @@ from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN, TargetSettings
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 BLOCKS = "file"
-"""Weights that cannot be random."""
+"""Weights that are read from a file, and cannot be random."""
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
 PERCENT = 100
 
@@ -166,7 +166,7 @@ def _check(configuration: Configuration) -> None:
     if target.weights == BLOCKS and (device := beside_cpu(configuration)):
         raise SettingsError(
             f"layers on {device} are measured with random weights, and target.weights = {BLOCKS!r} "
-            "are blocks of a file: leave target.split.device and target.device out"
+            "takes blocks of a file: leave target.split.device and target.device out"
         )
     folder = Path(target.model).expanduser() if target.model else None
     if (

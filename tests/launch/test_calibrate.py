@@ -201,7 +201,7 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
         (("--target.resident", "3"), "leave it out"),
         (
             ("--weights", "file", "--target.split.device", "cpu"),
-            "layers on cpu are measured with random weights, and target.weights = 'file' are",
+            "layers on cpu are measured with random weights, and target.weights = 'file' takes",
         ),
         (("--plot", "plot.png"), "plot.svg"),
         (("--target.numa", "7"), "there is no node 7"),

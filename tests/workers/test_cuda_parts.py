@@ -49,7 +49,9 @@ def test_halves_are_rounded_as_torch_rounds_them_and_none_becomes_infinite() -> 
 
 @needs_a_compiler
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
-def test_what_is_narrowed_stays_what_it_is_where_it_is_no_number(dtype: torch.dtype) -> None:
+def test_nan_stays_nan_and_large_numbers_are_cut_where_rows_are_narrowed(
+    dtype: torch.dtype,
+) -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 65520.0, 1e-45, -3.4e38])
     found, expected = Parts(emulated(SOURCE)).narrow(x, dtype), narrowed(x, dtype)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -293,7 +293,7 @@ class HeadDrafter(Grower[HeadSession]):
         return last
 
     def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Steps:
-        """The rows of `nodes` go behind those of the tree; nodes whose parents have foretold what
+        """Compute `nodes` by rows behind those of the tree; nodes whose parents have foretold what
         follows need none."""
         tree, contrasts = session.tree, session.contrasts
         if not contrasts:
@@ -326,14 +326,14 @@ class HeadDrafter(Grower[HeadSession]):
         return rows
 
     def _foretold(self, session: HeadSession, nodes: Nodes) -> NDArray[np.bool_]:
-        """Which of `nodes` [N] have parents that said what follows their children."""
+        """Return [N] which of `nodes` have parents that foretold what follows their children."""
         return np.array(
             [parent in session.contrasts for parent in session.tree.parents[nodes].tolist()]
         )
 
     def _add_children(self, session: HeadSession, logits: Tensor, nodes: Nodes, width: int) -> int:
-        """Nodes that have children go on with those of them that are among the new ones: the root
-        when it has moved, and what was foretold."""
+        """Add the best children of `nodes`. A node that has some, the root that has moved or one
+        that was foretold, keeps those of them that are among the best."""
         tree = session.tree
         again = tree.children_of(nodes) > 0
         best = None if session.ranked is None else session.ranked.of(nodes, width)
@@ -346,8 +346,8 @@ class HeadDrafter(Grower[HeadSession]):
         return added
 
     def _compute(self, session: HeadSession, nodes: Nodes, depth: int) -> Steps:
-        """Logits [N, V] of `nodes` by their rows, which come from the states of their parents; in a
-        tree of `depth` levels."""
+        """Compute logits [N, V] of `nodes` by rows that go on from the states of their parents, in
+        a tree of `depth` levels."""
         tree, cache = session.tree, session.cache
         parents, levels = tree.parents[nodes], tree.levels[nodes]
         first, width = tree.rows_used, session.waiting_time.children

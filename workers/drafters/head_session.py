@@ -55,12 +55,12 @@ class HeadSession(GrowingSession):
 
     @property
     def states(self) -> Tensor:
-        """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
+        """Return [1 + rows, H]: the state of the root's row, then of each row of the tree."""
         return self.levels.states
 
     @property
     def rows(self) -> int:
-        """True rows so far, with those that have left the window."""
+        """Return the number of true rows so far, with those that have left the window."""
         return self.dropped + self.cache.length
 
     @property
@@ -69,7 +69,7 @@ class HeadSession(GrowingSession):
 
     @property
     def fed(self) -> int:
-        """Positions whose features have come."""
+        """Return the number of positions whose features have come."""
         return self.rows + sum(len(features) for features in self.waiting)
 
     @property
@@ -77,7 +77,7 @@ class HeadSession(GrowingSession):
         return len(self.states) - 1 - self.tree.rows_used
 
     def next_features(self, count: int) -> Tensor:
-        """The first `count` of the features that wait."""
+        """Return the first `count` of the features that wait."""
         self.waiting = [torch.cat(self.waiting)]
         return self.waiting[0][:count]
 
@@ -109,8 +109,8 @@ class HeadSession(GrowingSession):
         self.ranked = None if best is None else RankedChildren(nodes, width, best)
 
     def commit(self, count: int) -> None:
-        """The first `count` rows behind the true ones have become such, and their features need not
-        wait any more."""
+        """Make true rows of the first `count` behind them, whose features need not wait any
+        more."""
         (features,) = self.waiting
         self.cache.keep(range(self.cache.length, self.cache.length + count), count)
         self.waiting = [features[count:]] if len(features) > count else []
@@ -143,7 +143,7 @@ class HeadLeft:
 
     @property
     def rows(self) -> int:
-        """True rows that there have been."""
+        """Return the number of true rows that there have been."""
         return self.dropped + self.cache.length
 
     def check(self, prompt: Sequence[int], kept: int) -> None:

@@ -96,7 +96,8 @@ class Head:
         return longest
 
     def new_cache(self, capacity: int) -> Cache:
-        """An empty cache for one session of at least `capacity` rows, those of trees included."""
+        """Return an empty cache for one session of at least `capacity` rows, those of trees
+        included."""
         return self._arithmetic.new_cache(capacity)
 
     @torch.inference_mode()
@@ -111,8 +112,8 @@ class Head:
         rows: Tensor | None = None,
         contrast: bool = False,
     ) -> Predicted:
-        """tokens, positions int64 [T] (the rows of all segments, one after the other), features [T,
-        W] of the target if `true`, else recurrent [T, H].
+        """Compute a pass: tokens, positions int64 [T] (the rows of all segments, one after the
+        other), features [T, W] of the target if `true`, else recurrent [T, H].
 
         `rows`: which of the T are predicted, None: all. Keys and values of all rows go into the
         caches.
@@ -232,13 +233,13 @@ def open_head(
     allow_bin: bool = False,
     backend: str = "auto",
 ) -> Head:
-    """The head in `source` for the model in `target` (folders, hub ids, id@revision), with weights
-    of a type in `WEIGHTS` on cpu or cuda:N.
+    """Open the head in `source` for the model in `target` (folders, hub ids, id@revision), with
+    weights of a type in `WEIGHTS` on cpu or cuda:N.
 
     `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the
     kernels on a CPU that has them. `CheckpointError` in one line for whatever is wrong with it or
-    does not fit. On a GPU states are fp32; where products narrow them to fp16 and they overflow
-    it, products that do not are taken.
+    does not fit. On a GPU states are fp32; where products narrow them to fp16 and they overflow it,
+    products that do not are taken.
     """
     if weights not in WEIGHTS:
         raise CheckpointError(
