@@ -41,7 +41,7 @@ _CLIENTS = ("client", keyring.OPERATOR)
 _MAX_KNOWN_PEERS = 4096
 
 _READABLE = int(zmq.POLLIN)
-"""As a number: a flag of an enumeration costs more to look at than the socket."""
+"""The flag as a number: one of an enumeration costs more to look at than the socket."""
 
 
 class ZmqHub:

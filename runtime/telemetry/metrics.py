@@ -96,7 +96,7 @@ class RoundFacts:
     bonus: int
     times: RoundTimes
     committed: int | None = None
-    """As the record has it."""
+    """The tokens that were committed, as `RoundRecord.committed` counts them."""
 
     def record(self) -> RoundRecord:
         offered = (

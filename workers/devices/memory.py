@@ -72,8 +72,8 @@ class Held:
         self.give_back()
 
     def give_back(self) -> None:
-        """Have allocators give back what they keep of freed memory, so that what stays does not
-        come to lie in pieces of what was large for a moment."""
+        """Have allocators give freed memory back to their device, so that tensors that stay do not
+        fragment the blocks of some that were large for a moment."""
         for give_back in self._caches:
             give_back()
 

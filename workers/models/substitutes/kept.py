@@ -138,7 +138,7 @@ class Substitutes:
                 )
             )
             self.weights += made.codes.numel()
-        HELD.give_back()  # of a device, where numbers of 32 bits were searched for a moment
+        HELD.give_back()  # where a device quantises, its numbers of 32 bits were large for a moment
         self.seconds += time.monotonic() - start
         try:
             if file is not None:
