@@ -281,6 +281,7 @@ def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
     driver.stream_of_last.restype = c_int64
     assert driver.stream_of_last() == (7 << 40) + 1
     assert driver.contexts_left() == 0
+    functions.launch("round_rows", (0, 1), 32, (None, None, None, 33))  # of no rows
 
 
 @needs_kernels

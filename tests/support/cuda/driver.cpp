@@ -47,7 +47,7 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned, unsigned shared, void* stream, void** places,
                    void** extra) {
     if (pushed != 1) return 201;
-    if (refusing || z != 1 || shared != 0 || extra != nullptr) return 1;
+    if (refusing || x == 0 || y == 0 || z != 1 || shared != 0 || extra != nullptr) return 1;
     Dl_info own;
     dladdr(function, &own);
     int64_t arguments[18] = {};

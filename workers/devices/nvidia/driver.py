@@ -66,7 +66,10 @@ class Functions:
         arguments: Sequence[Tensor | int | None],
     ) -> None:
         """Launch a function on torch's stream. A thread that has not computed with this GPU yet, or
-        computes with another one, has its context for the launch."""
+        computes with another one, has its context for the launch. Where there are no rows there
+        are no blocks, which the driver would refuse."""
+        if 0 in grid:
+            return
         stream = self._stream()
         with self._lock:
             _check(self._driver, "cuCtxGetCurrent", byref(self._current))
