@@ -72,7 +72,7 @@ def test_a_head_there_drafts_and_changes_nothing() -> None:
 
 
 def test_a_draft_whose_memory_runs_out_changes_nothing() -> None:
-    """Its device has room for the head and five sessions, or three that draft."""
+    """The draft's device has room for its head and five sessions, or for three that draft."""
     sampling = Sampling(min_tokens=TOKENS)
     found = []
     with capped(11_000_000), running(HEAD) as client:

@@ -27,13 +27,11 @@ from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.runtime.planner import Option, Planner
-from dovetail.workers.models.backends.sizes import INT4
+from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
 GPU = "cuda:0"
 """The GPU of a described machine."""
-BLOCKS = (FILE, INT4)
-"""Weights that are blocks, which no GPU multiplies with activations in fp32."""
 
 
 class Subject:
@@ -213,7 +211,7 @@ class Subject:
     def _by_cpu_alone(self) -> bool:
         """Return whether no layer of the target can be on a GPU."""
         exact = self.configuration.settings.target.activations == "fp32"
-        return exact and self.weights in BLOCKS
+        return exact and self.weights in IN_BLOCKS
 
     @property
     def _in_turns(self) -> bool:

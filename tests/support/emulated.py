@@ -6,15 +6,21 @@ import atexit
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import CDLL, c_int64, c_void_p, cast
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from dovetail.workers.devices import pretended
 from dovetail.workers.kernels.build import compiler
+from dovetail.workers.models.backends.device.choice import products_on
+
+if TYPE_CHECKING:
+    import pytest
 
 FOLDER = Path(__file__).parent / "cuda"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
@@ -60,6 +66,22 @@ class Emulated:
         numbers = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in arguments]
         function = cast(getattr(self._library, name), c_void_p)
         self._library.launch(function, (c_int64 * MOST_ARGUMENTS)(*numbers), *grid, threads)
+
+
+def given_to_pretended(monkeypatch: "pytest.MonkeyPatch") -> Iterator[list[str]]:
+    """Give the pretended GPU our functions, and yield the list of the names of those that run; for
+    a fixture."""
+    launches: list[str] = []
+
+    def program(_: torch.device, source: str) -> Emulated:
+        found = emulated(source)
+        found.launches = launches
+        return found
+
+    monkeypatch.setattr(pretended.PRETENDED, "program", program)
+    products_on.cache_clear()
+    yield launches
+    products_on.cache_clear()
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices.nvidia import nvrtc
-from dovetail.workers.devices.pretended import PRETENDED, PretendedTransfer, device
+from dovetail.workers.devices.pretended import PretendedTransfer, device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.kernels.blocks import Part
 from dovetail.workers.kernels.build import compiler
@@ -40,7 +40,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import write_tiny
 from support.cases import everyday
-from support.emulated import Emulated, emulated
+from support.emulated import Emulated, emulated, given_to_pretended
 from support.gguf_files import BLOCKED, write_gguf
 from support.kernels import needs_kernels
 
@@ -108,18 +108,8 @@ def test_a_format_that_is_wrong_on_a_device_is_not_computed_there(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Give the pretended GPU our functions, as if they were proved; the names of those that run."""
-    launches: list[str] = []
-
-    def program(_: torch.device, source: str) -> Emulated:
-        found = emulated(source)
-        found.launches = launches
-        return found
-
-    monkeypatch.setattr(PRETENDED, "program", program)
     monkeypatch.setattr(f"{Products.__module__}.Products._choose", lambda *_: (True, "it is ours"))
-    products_on.cache_clear()
-    yield launches
-    products_on.cache_clear()
+    yield from given_to_pretended(monkeypatch)
 
 
 def written(folder: Path) -> Path:

@@ -6,11 +6,20 @@ from itertools import islice
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 
 from dovetail.workers.devices.nvidia import nvrtc
 from dovetail.workers.kernels.build import compiler
+from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.backends.device.choice import Products
-from dovetail.workers.models.backends.device.parts import CONTEST, SOURCE, Parts, Turning
+from dovetail.workers.models.backends.device.parts import (
+    CONTEST,
+    MOST_WIDTH,
+    SOURCE,
+    DeviceNorm,
+    Parts,
+    Turning,
+)
 from dovetail.workers.models.backends.device.products import narrowed
 from support.emulated import Emulated, emulated
 
@@ -111,3 +120,14 @@ def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert isinstance(code, bytes), code
     for name in ("norm_rows", "turn_rows", "gate_rows", "narrow_rows"):
         assert name.encode() in code
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("width", [8192, 8193])
+def test_a_norm_that_is_too_wide_for_ours_is_torchs(width: int) -> None:
+    functions = emulated(SOURCE)
+    x, weight = torch.randn(2, 2, width, generator=torch.Generator().manual_seed(5)).unbind()
+    norm = DeviceNorm(NormKind.RMS, Norm(weight[0]), 1e-5, CPU, Parts(functions))
+    expected = rms_norm(x, (width,), weight[0], 1e-5)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
+    assert len(functions.launches) == (width <= MOST_WIDTH)

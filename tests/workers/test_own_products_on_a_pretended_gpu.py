@@ -38,7 +38,7 @@ from dovetail.workers.models.substitutes.substitute import load_substitute
 from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.proposal import Shape
 from support.cases import everyday
-from support.emulated import Emulated, emulated
+from support.emulated import given_to_pretended
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.levels import levels_of
@@ -65,17 +65,7 @@ PATHS = [[10], [10, 11], [10, 12], [10, 12, 13]]
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The pretended GPU has our functions as long as a test takes: the names of those that are
     run."""
-    launches: list[str] = []
-
-    def program(_: torch.device, source: str) -> Emulated:
-        found = emulated(source)
-        found.launches = launches
-        return found
-
-    monkeypatch.setattr(PRETENDED, "program", program)
-    products_on.cache_clear()
-    yield launches
-    products_on.cache_clear()
+    yield from given_to_pretended(monkeypatch)
 
 
 def decode(model: LanguageModel) -> Tensor:
@@ -195,20 +185,22 @@ def test_a_gpu_without_torchs_int4_products_has_a_substitute_if_ours_is_proved(
 
 
 @pytest.mark.parametrize("kind", everyday(["eagle", "eagle3", "dovetail-3", "jakiro"], "eagle3"))
-@pytest.mark.parametrize(("weights", "function"), [("int8", "int8_4"), ("int4", "codes4")])
+@pytest.mark.parametrize(("weights", "function"), [("int8", "blocks_Q8_0"), ("int4", "codes4")])
 def test_a_head_of_fewer_bits_is_what_the_kernels_make_of_it(
     tmp_path: Path, launches: list[str], kind: str, weights: str, function: str
 ) -> None:
     """This holds in captured levels, too, and needs none of torch's int4 products."""
     target, folder = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", kind, gain=1.0)
-    expected, found = (
-        levels_of(open_head(str(folder), target=str(target), weights=weights, device=where), making)
-        for where, making in (("cpu", None), (str(device()), capture))
+    here, there = (
+        open_head(str(folder), target=str(target), weights=weights, device=where)
+        for where in ("cpu", str(device()))
     )
+    launches.clear()  # of proofs
+    expected, found = levels_of(here, None), levels_of(there, capture)
     assert function in launches
     assert torch.equal(found.isfinite(), expected.isfinite())
-    there = expected.isfinite()
-    assert float((found - expected)[there].norm() / expected[there].norm()) < 3e-2
+    known = expected.isfinite()
+    assert float((found - expected)[known].norm() / expected[known].norm()) < 3e-2
 
 
 def test_int8_has_one_scale_a_row_where_blocks_are_slower(

@@ -117,7 +117,8 @@ def _against_int8(device: torch.device) -> str:
     """Return why no product of int8 runs on a device; empty if one does. torch's is tried where
     ours has not been chosen."""
     products = choice_on(device)
-    if products is not None and products.owner(CONTESTS[Kind.INT8]) is not None:
+    contests = (BLOCKS, CONTESTS[Kind.INT8])
+    if products is not None and any(products.owner(one) is not None for one in contests):
         return ""
     try:
         device_product(torch.zeros(8, 8), None, "int8", device)(torch.zeros(1, 8, device=device))

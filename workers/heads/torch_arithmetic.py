@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, silu
 
 from dovetail.workers.heads.arithmetic import (
     TYPES,
@@ -23,7 +23,7 @@ from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.fixed import SLOTS
-from dovetail.workers.models.backends.device.parts import Turning
+from dovetail.workers.models.backends.device.parts import DeviceNorm, Turning
 from dovetail.workers.models.cache import rounded
 from dovetail.workers.models.segment import Cache, Segment
 
@@ -151,10 +151,7 @@ class TorchArithmetic:
         return lambda x: linear(x, matrix, offset)
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
-        own, norm = self._parts, Norm(weight.to(self.device, torch.float32))
-        if own is not None:
-            return lambda x: own.norm(x, NormKind.RMS, norm, epsilon)
-        return lambda x: rms_norm(x, norm.weight.shape, norm.weight, epsilon)
+        return DeviceNorm(NormKind.RMS, Norm(weight.float()), epsilon, self.device, self._parts)
 
     def gated(self, x: Tensor) -> Tensor:
         if self._parts is not None:

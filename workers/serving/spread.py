@@ -46,13 +46,11 @@ from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.architecture import KERNELS_ALONE
 from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.context import LONGEST
-from dovetail.workers.models.checkpoints.footprint import sizes_in_blocks
+from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS, sizes_in_blocks
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
 
 NO_MATRICES = Matrices(())
-BLOCKS = ("file", INT4)
-"""Weights that the library does not compute."""
 FREE_SHARE = 0.9
 """The share of a GPU's free memory that is used; the rest is left to libraries, and to what is
 between two matrices."""
@@ -281,7 +279,7 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
         return True
     if not _is_gpu(device) or settings.inflate:
         return False
-    if settings.weights in BLOCKS:
+    if settings.weights in IN_BLOCKS:
         return True
     config = full_config(find_folder(settings.model) / "config.json")
     if not has_sizes(config) or settings.weights not in WEIGHT_BYTES:

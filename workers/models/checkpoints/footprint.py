@@ -39,6 +39,8 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursio
 """Errors of a file that is not what it should be."""
 MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
+IN_BLOCKS = (FILE, INT4)
+"""Weights that are blocks, of the checkpoint or searched for."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"

@@ -5,7 +5,6 @@ A row's numbers follow from the keys and values that it sees, in the order of th
 lies between them and whatever other rows there are. Knows tensors; masks are the caller's.
 """
 
-import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -20,7 +19,7 @@ from dovetail.workers.models.backends.device.choice import (
     Function,
     Products,
 )
-from dovetail.workers.models.backends.device.own import FOLDER
+from dovetail.workers.models.backends.device.own import FOLDER, bits_of
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.cache import HALF
 
@@ -104,7 +103,7 @@ def own_attention(
             (
                 *(query[0, part], keys[part], keys.stride(0)),
                 *(mask, 0 if mask is None else mask.stride(0)),
-                *(scores, rows, slots, width, _bits(scale)),
+                *(scores, rows, slots, width, bits_of(scale)),
             ),
         )
         own_sinks = None if sinks is None else sinks[part.start * groups :]
@@ -121,11 +120,6 @@ def own_attention(
             (scores, values[part], keys.stride(0), sink_weights, out[0, part], rows, slots, width),
         )
     return out
-
-
-def _bits(number: float) -> int:
-    """Return a number of 32 bits as an integer."""
-    return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 
 # ---- its proof, and what it is timed by

@@ -6,6 +6,7 @@ Nothing is laid out anew and nothing is widened in memory: a weight of 16 bits m
 matrices and their bytes; whether a product is used, `choice.py` decides.
 """
 
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -198,3 +199,8 @@ def own_codes(program: Program, lying: Lying, memory: Tensor) -> OwnCodes:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def bits_of(number: float) -> int:
+    """Return the bits of a number in fp32 as an integer, as our functions take them."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])

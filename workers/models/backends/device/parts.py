@@ -6,7 +6,6 @@ Each is one launch, where torch needs several. A row has the same bytes whatever
 Knows tensors; `choice.py` decides whether they are used.
 """
 
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from dovetail.workers.kernels.layer_plan import (
 )
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function
-from dovetail.workers.models.backends.device.own import FOLDER
+from dovetail.workers.models.backends.device.own import FOLDER, bits_of
 from dovetail.workers.models.backends.device.products import Product, narrowed
 from dovetail.workers.models.cache import HALF, rounded
 
@@ -74,7 +73,7 @@ class Turning:
             (
                 *(qkv.contiguous(), cosines, sines, self.query_weight, self.key_weight, slots),
                 *(query, keys, values, keys.stride(0), rows, self.heads, self.kv_heads, width),
-                *(cosines.shape[-1], _bits(self.epsilon), int(keys.dtype == HALF)),
+                *(cosines.shape[-1], bits_of(self.epsilon), int(keys.dtype == HALF)),
             ),
         )
         return query
@@ -91,7 +90,7 @@ class Parts:
         x, width = x.contiguous(), x.shape[-1]
         y = torch.empty_like(x)
         centred = int(kind is NormKind.LAYER_NORM)
-        arguments = (x, norm.weight, norm.bias, y, width, centred, _bits(epsilon))
+        arguments = (x, norm.weight, norm.bias, y, width, centred, bits_of(epsilon))
         self.program.launch("norm_rows", (x.numel() // width, 1), NORM_THREADS, arguments)
         return y
 
@@ -152,11 +151,6 @@ class DeviceNorm:
         if self._kind is NormKind.LAYER_NORM:
             return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self._epsilon)
         return rms_norm(x, x.shape[-1:], norm.weight, self._epsilon)
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a number in fp32 as an integer."""
-    return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 
 # ---- their proof, and what they are timed by
