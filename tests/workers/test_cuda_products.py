@@ -216,19 +216,6 @@ def test_both_products_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert min(*ours, *torchs) > 0
 
 
-def test_a_trial_that_fails_leaves_torchs_product_and_says_why() -> None:
-    """A real one: there are no functions for the CPU."""
-    products = Products(CPU, lambda source: Timed(emulated(source)._library))
-    assert products.owner(CONTESTS[Kind.BF16]) is None
-    refused = "dovetail compiles functions of its own for NVIDIA's GPUs alone, not for cpu"
-    assert trial.here("cpu", "bf16") == f"its trial ended: {refused}"
-    assert products.said[Kind.BF16] == (
-        "cpu: torch's product multiplies bf16 weights: dovetail's own is not proved here: its "
-        "trial ended with code 1: dovetail compiles functions of its own for NVIDIA's GPUs alone, "
-        "not for cpu"
-    )
-
-
 @needs_kernels
 def test_a_substitute_multiplies_its_codes_with_ours_where_that_is_proved() -> None:
     parts, biases = [coded._random(4, (32, 100), seed) for seed in (1, 2)], [None, None]

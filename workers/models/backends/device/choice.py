@@ -3,9 +3,9 @@ and attention.
 
 Ours are used where they are proved right on that device and measured to be no slower: a small
 product has to give the bytes that the kernels give on the CPU, for any number of rows, and products
-of 1, 4 and 16 rows may together take no longer than torch's. Both is tried in a process of its own
-first (`trying.py`); what was measured is kept beside the compiled functions, so that a later start
-chooses the same, and every start proves them again. Knows products, not models.
+of 1, 4 and 16 rows may together take no longer than torch's. Both is tried in a process beside this
+one first (`trying.py`); what was measured is kept beside the compiled functions, so that a later
+start chooses the same, and every start proves them again. Knows products, not models.
 """
 
 import json

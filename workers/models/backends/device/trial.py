@@ -1,16 +1,20 @@
-"""A trial of functions of ours on a device, in a process of its own.
+"""Trials of functions of ours on a device, in a process of its own.
 
-`python -m dovetail.workers.models.backends.device.trial DEVICE NAME` proves and measures those of
-one name, and prints what it has measured as JSON; else it ends with the reason on stderr.
-`trying.py` runs it, once for a chip, a version of torch and a source; `choice.py` keeps what it
-says.
+`python -m dovetail.workers.models.backends.device.trial DEVICE SECONDS` reads names of functions
+from stdin, one a line, proves and measures them, and answers each with a line of JSON: what it has
+measured, or why they are refused. It ends with stdin, after so many seconds without a name, and
+after an error of the device, which may have spoilt it for the next trial. `trying.py` asks it, once
+for a chip, a version of torch and a source; `choice.py` keeps what it says.
 """
 
 import json
 import os
+import select
 import sys
+from typing import IO
 
 from dovetail.workers.devices import open_device
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.models.backends.device import attention, choice, own_blocks, parts
 from dovetail.workers.models.substitutes import coded
 
@@ -19,6 +23,8 @@ CONTESTS = (
     *(attention.CONTEST, parts.CONTEST, own_blocks.CONTEST),
 )
 """Every contest between functions of ours and torch's."""
+LONGEST = 4096
+"""Bytes of a question; one is asked at a time."""
 
 
 def main(device: str, name: str) -> str:
@@ -43,8 +49,25 @@ def here(device: str, name: str) -> bytes | str:
         return f"its trial ended: {error}"
 
 
+def answer(device: str, linger_s: float, answers: IO[str]) -> None:
+    """Make the trials that are asked for on stdin."""
+    while select.select([0], [], [], linger_s)[0] and (asked := os.read(0, LONGEST)):
+        spoilt = False
+        try:
+            found = {"measured": main(device, asked.decode().strip())}
+        except SystemExit as refusal:
+            found = {"refused": str(refusal)}
+        except RuntimeError as error:
+            found, spoilt = {"refused": f"its trial ended: {error}"}, True
+        answers.write(f"{json.dumps(found)}\n")
+        answers.flush()
+        if spoilt:
+            return
+        HELD.give_back()  # what was measured took memory, and the worker beside has weights
+
+
 if __name__ == "__main__":
     said = os.dup(1)
     os.dup2(2, 1)  # what libraries print is not for who reads the result
     with os.fdopen(said, "w", encoding="utf-8") as stdout:
-        stdout.write(main(*sys.argv[1:]))
+        answer(sys.argv[1], float(sys.argv[2]), stdout)

@@ -1,33 +1,142 @@
-"""Has functions of ours tried in a process of its own: one that fails on a device takes its context
-with it, and no worker shall end by that."""
+"""Has functions of ours tried in a process beside this one: a function that fails on a device takes
+its context with it, and no worker shall end by that.
 
+One process tries all that is asked of it soon after each other, since torch's start and a context
+take longer than a trial. One that crashed is named for what it tried, and the next trial begins in
+another process. Knows names, not what is tried.
+"""
+
+import json
+import os
+import select
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import IO
 
 from dovetail.workers.progress import beat
 
 MODULE = "dovetail.workers.models.backends.device.trial"
 LIMIT_S = 120.0
-"""Compiling, torch's start and the measurement take about ten seconds."""
+"""A trial with compiling and torch's start takes about ten seconds."""
 BEAT_S = 0.5
+PART = 4096
+"""Bytes that are read at a time."""
+LINGER_S = 1.0
+"""The process ends after so many seconds without a question: its context takes memory of the
+device, which weights shall have."""
+
+
+class _Process:
+    """A process that tries functions on one device, one at a time."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+        )
+
+    def ask(self, name: str, limit_s: float) -> bytes | None:
+        """Return the line that answers a question; None: the process has ended without one.
+        `TimeoutError` where it is not there in time."""
+        child, end, line = self._child, time.monotonic() + limit_s, b""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(f"{name}\n".encode())
+            child.stdin.flush()
+        except BrokenPipeError:
+            return None
+        while not line.endswith(b"\n"):
+            beat()
+            if select.select([child.stdout], [], [], BEAT_S)[0]:
+                if not (part := os.read(child.stdout.fileno(), PART)):
+                    return None
+                line += part
+            elif time.monotonic() > end:
+                raise TimeoutError
+        return line
+
+    def end(self) -> tuple[int, str]:
+        """End the process, if it has not; return its code and what it said last on stderr."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdout.close()
+        with suppress(BrokenPipeError):
+            self._child.stdin.close()
+        code = self._child.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        self._errors.close()
+        return code, lines[-1] if lines else "no word"
+
+    def kill(self) -> None:
+        self._child.kill()
+        self.end()
+
+
+class Trials:
+    """The trials of functions of ours on one device."""
+
+    def __init__(
+        self,
+        device: str,
+        module: str = MODULE,
+        *,
+        limit_s: float = LIMIT_S,
+        linger_s: float = LINGER_S,
+    ) -> None:
+        """`module`: the program that makes them, as `trial.py`."""
+        self._command = [sys.executable, "-P", "-m", module, device, str(linger_s)]
+        self._limit_s = limit_s
+        self._process: _Process | None = None
+        self.started = 0
+        """Processes that were started."""
+
+    def tried(self, name: str) -> bytes | str:
+        """Return what a trial of the functions `name` has measured; or how it failed."""
+        fresh = self._process is None
+        process = self._process = self._process or self._start()
+        try:
+            answer = process.ask(name, self._limit_s)
+        except TimeoutError:
+            self._process = None
+            process.kill()
+            return f"its trial did not end within {self._limit_s:.0f} s"
+        except BaseException:
+            self._process = None
+            process.kill()
+            raise
+        if answer is None:
+            self._process = None
+            code, word = process.end()
+            if not code and not fresh:  # there was nothing to do for too long
+                return self.tried(name)
+            return f"its trial ended with code {code}: {word}"
+        found = json.loads(answer)
+        return str(found["refused"]) if "refused" in found else str(found["measured"]).encode()
+
+    def _start(self) -> _Process:
+        self.started += 1
+        return _Process(self._command)
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+@cache
+def trials_on(device: str) -> Trials:
+    """Return the trials on a device."""
+    return Trials(device)
 
 
 def tried(device: str, name: str) -> bytes | str:
-    """Return what a trial of the functions `name` has measured; or how it failed."""
-    command = [sys.executable, "-P", "-m", MODULE, device, name]
-    end = time.monotonic() + LIMIT_S
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        while True:
-            beat()
-            try:
-                found, said = process.communicate(timeout=BEAT_S)
-                break
-            except subprocess.TimeoutExpired:
-                if time.monotonic() > end:
-                    process.kill()
-                    return f"its trial did not end within {LIMIT_S:.0f} s"
-    if process.returncode == 0:
-        return found
-    lines = said.decode(errors="replace").strip().splitlines()
-    return f"its trial ended with code {process.returncode}: {lines[-1] if lines else 'no word'}"
+    """Return what a trial of the functions `name` on a device has measured; or how it failed."""
+    return trials_on(device).tried(name)
