@@ -45,7 +45,7 @@ DOORS = {
     "matplotlib": ("launch/files/charts.py", "launch/files/bars.py", "launch/profiling/drawing.py"),
 }
 INSIDE_WORKERS = {
-    "speculation": {"speculation"},
+    "speculation": {"speculation", "devices"},
     "models": {"models", "kernels", "devices", "progress"},
     "devices": {"devices"},
 }

@@ -30,8 +30,10 @@ TARGETS_OWN = ("target.model", "target.inflate", "target.context")
 """Settings of the target that a draft reads too: what a head or a substitute is made for."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")
 """The draft kinds that name no model of their own: none at all, or the target."""
-DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?|pretended")
+DEVICE = re.compile(r"cpu|(cuda|xpu)(:[0-9]{1,3})?|mps|pretended")
 """Names of devices that a setting may have."""
+GPUS = "cuda:N, xpu:N, mps"
+"""The names of GPUs in the words of an error: NVIDIA's and AMD's, Intel's, Apple's."""
 
 
 def cache_of(cache: str, weights: str) -> str:
@@ -65,7 +67,7 @@ class SplitSettings(Frozen):
     @classmethod
     def _device(cls, value: str) -> str:
         if value and DEVICE.fullmatch(value) is None:
-            raise ValueError("write cuda:N, or cpu, or leave it empty")
+            raise ValueError(f"write {GPUS} or cpu, or leave it empty")
         return value
 
 
@@ -105,7 +107,9 @@ class TargetSettings(Frozen):
         "the second computes texts of every length",
     )
     device: str = Field(
-        "cpu", description="cpu, cuda:N, or pretended: the CPU behind the rules of a GPU, for tests"
+        "cpu",
+        description="cpu, cuda:N (NVIDIA's GPUs, and AMD's with torch for ROCm), xpu:N (Intel's), "
+        "mps (Apple's), or pretended: the CPU behind the rules of a GPU, for tests",
     )
     numa: str | Annotated[int, Field(ge=0, le=1023)] = Field(
         "auto",
@@ -129,7 +133,7 @@ class TargetSettings(Frozen):
     prefill: str = Field(
         "auto",
         description="who reads prompts for layers on the CPU: local (the CPU), a device "
-        "through which their weights stream (cuda:N; cpu stands for one in "
+        "through which their weights stream (cuda:N, xpu:N, mps; cpu stands for one in "
         "tests), or auto (the device that the profile file says is faster for prompts of that "
         "length)",
     )
@@ -142,7 +146,7 @@ class TargetSettings(Frozen):
     @classmethod
     def _prefill(cls, value: str) -> str:
         if value not in ("auto", "local") and DEVICE.fullmatch(value) is None:
-            raise ValueError("write auto, local, cuda:N or cpu")
+            raise ValueError(f"write auto, local, {GPUS} or cpu")
         return value
 
     @field_validator("numa")
@@ -211,8 +215,8 @@ class DraftSettings(Frozen):
     )
     device: str = Field(
         "auto",
-        description="auto (the first GPU if the draft fits there, else the CPU), cpu, cuda:N or, "
-        "for tests, pretended: the CPU behind the rules of a GPU",
+        description="auto (the first GPU if the draft fits there, else the CPU), cpu, cuda:N, "
+        "xpu:N, mps or, for tests, pretended: the CPU behind the rules of a GPU",
     )
     share: bool | Literal["auto"] = Field(
         "auto",

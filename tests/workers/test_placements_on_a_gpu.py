@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.devices import open_device
-from dovetail.workers.devices.cuda import CudaTransfer, capture
+from dovetail.workers.devices.cuda import CudaTransfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import Lying
 from dovetail.workers.models.backends.device import choice
@@ -212,7 +212,9 @@ def test_our_products_have_the_kernels_bytes_on_a_gpu_in_graphs_and_in_any_threa
     thread.start()
     thread.join()
     assert torch.equal(found[0], expected)
-    replay = capture(0, lambda: own(given))
+    opened = open_device("cuda:0", 1)
+    assert opened.capture is not None
+    replay = opened.capture(lambda: own(given))
     given.mul_(2.0)
     assert torch.equal(replay().cpu(), matrix.linear(2.0 * x))
 

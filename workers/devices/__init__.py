@@ -4,18 +4,33 @@ of device it is on."""
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices import cpu
+from dovetail.workers.devices.accelerator import wrong_numbers
 from dovetail.workers.devices.base import Capture, Device, DeviceKind, Program, Transfer
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.devices.cuda import CUDA
-from dovetail.workers.devices.memory import captured_if_possible
+from dovetail.workers.devices.memory import HELD, captured_if_possible
+from dovetail.workers.devices.mps import MPS
 from dovetail.workers.devices.pretended import PRETENDED
+from dovetail.workers.devices.rocm import ROCM
+from dovetail.workers.devices.xpu import XPU
 
-__all__ = ["Capture", "Device", "Program", "Transfer", "first_device", "kind_of", "open_device"]
+__all__ = [
+    "Capture",
+    "Device",
+    "Program",
+    "Transfer",
+    "first_device",
+    "has_fp64",
+    "in_fp64",
+    "kind_of",
+    "open_device",
+]
 
-KINDS: tuple[DeviceKind, ...] = (CUDA, CPU, PRETENDED)
+KINDS: tuple[DeviceKind, ...] = (CUDA, ROCM, XPU, MPS, CPU, PRETENDED)
 """All kinds, the one that a draft runs fastest on first."""
 
 
@@ -27,10 +42,20 @@ def open_device(name: str, threads: int) -> Device:
         name = first_device()
     for kind in KINDS:
         if (device := kind.open(name)) is not None:
+            if kind.unproved:
+                _prove(device)
             capture = device.capture and captured_if_possible(device.capture)
             return replace(device, capture=capture)
     known = [kind.names for kind in (CPU, *KINDS) if kind.names]
     raise SettingsError(f"there is no device {name!r}; write {' or '.join(dict.fromkeys(known))}")
+
+
+def _prove(device: Device) -> None:
+    """Say that dovetail has never run on a device like this one; `SettingsError` where it computes
+    wrong numbers."""
+    HELD.tell(f"{device.name}: {device.kind.unproved}; what it computes is checked, not its speed")
+    if wrong := wrong_numbers(device.torch_device):
+        raise SettingsError(f"{device.name} cannot be used: {wrong}; use device cpu")
 
 
 def first_device() -> str:
@@ -41,4 +66,14 @@ def first_device() -> str:
 
 def kind_of(device: torch.device) -> DeviceKind:
     """Return the kind of a device."""
-    return next(kind for kind in KINDS if kind.type == device.type)
+    return next(kind for kind in KINDS if kind.type == device.type and kind.is_here())
+
+
+def has_fp64(device: torch.device) -> bool:
+    """Return whether a device has numbers of 64 bits."""
+    return device.type == "cpu" or kind_of(device).has_fp64(device)
+
+
+def in_fp64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64: on its device, or on the host where the device has none."""
+    return (tensor if has_fp64(tensor.device) else tensor.cpu()).double()

@@ -3,6 +3,7 @@
 Knows names, tensors' places and bytes; nothing of models.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from dovetail.protocol.errors import SettingsError
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """A function of fixed shapes -> one that does the same again, faster, into the same tensors."""
@@ -43,6 +46,30 @@ class Transfer(Protocol):
         """Let nothing that is computed from now on begin before the mark is passed."""
 
 
+class InOrder:
+    """The way to a device that copies in the order of what it computes, and has the host wait for
+    each copy. A `Transfer`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def pin(self, memory: Tensor) -> None:
+        """Do nothing: the host waits for a copy, wherever its source lies."""
+
+    def buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
+        """Copy behind all that was asked for, `after` among it."""
+        target.copy_(source)
+
+    def computed(self) -> Mark:
+        """Return None: what is asked for later is done later."""
+
+    def wait(self, mark: Mark) -> None:
+        """Do nothing: all that was copied has been waited for."""
+
+
 class Program(Protocol):
     """Functions of ours, compiled for a device."""
 
@@ -74,6 +101,13 @@ class DeviceKind(ABC):
     """The name of the device in torch."""
     names: ClassVar[str] = ""
     """The names that a user may write, as an error message has them; empty: for tests alone."""
+    unproved: ClassVar[str] = ""
+    """A few words, where dovetail has never run on a device of this kind; else empty."""
+
+    def is_here(self) -> bool:
+        """Return whether `type` means this kind to this build of torch: NVIDIA's and AMD's GPUs
+        share a name."""
+        return True
 
     @abstractmethod
     def open(self, name: str) -> "Device | None":
@@ -88,20 +122,25 @@ class DeviceKind(ABC):
     def free_bytes(self, device: torch.device) -> int:
         """Return how much memory is free for what lives on a device."""
 
-    @abstractmethod
     def transfer(self, device: torch.device) -> Transfer:
         """Return a way to a device for weights that pass through it."""
+        return InOrder(device)
 
     def pinned(self, size: int) -> Tensor:
         """Return zeros uint8 [size] in the memory of the host, from which a device can copy while
-        the host goes on."""
+        the host goes on, where it can."""
         return torch.zeros(size, dtype=torch.uint8)
 
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
         """Have a device copy `pinned` memory before it computes anything that it is asked for
         later; return what waits until the source may be written again."""
-        target.copy_(source, non_blocking=True)
+        target.copy_(source)
         return lambda: None
+
+    def has_fp64(self, device: torch.device) -> bool:
+        """Return whether a device has numbers of 64 bits; without them the host computes what needs
+        them."""
+        return True
 
     def against_int4(self, device: torch.device) -> str:
         """Return why torch's int4 products cannot run on a device; empty if they can."""
@@ -110,6 +149,24 @@ class DeviceKind(ABC):
     def program(self, device: torch.device, source: str) -> Program | str:
         """Return functions of ours in CUDA C++, compiled for a device; or why there are none."""
         return f"dovetail compiles functions of its own for NVIDIA's GPUs alone, not for {device}"
+
+    def own(self, name: str, count: int, remedy: str) -> int | None:
+        """Return the index in the name of a device, such as cuda:1; None: it is not one of this
+        kind, or another build of torch means it. `count`: the devices that torch finds.
+        `SettingsError` with the `remedy` where there are fewer."""
+        found = re.fullmatch(rf"{self.type}(?::(\d+))?", name)
+        if found is None or not self.is_here():
+            return None
+        if (index := int(found[1] or 0)) < count:
+            return index
+        if not count:
+            raise SettingsError(
+                f"there is no {self.type}:{index}: torch {torch.__version__} finds no {remedy}"
+            )
+        raise SettingsError(
+            f"there is no {self.type}:{index}: this machine has {count} such devices; use "
+            f"{self.type}:0 to {self.type}:{count - 1}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,28 @@
-"""NVIDIA GPUs; the only module that calls torch.cuda."""
+"""NVIDIA GPUs; with `rocm.py` the only module that calls torch.cuda."""
 
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices.base import Device, DeviceKind
+from dovetail.workers.devices.base import Capture, Device, DeviceKind, Program
+from dovetail.workers.devices.graphs import capture
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.nvidia import nvrtc
 from dovetail.workers.devices.nvidia.compiled import compiled_for
 from dovetail.workers.devices.nvidia.driver import Functions, load_functions
 
-ResultT = TypeVar("ResultT")
-WARM_UPS = 3
-"""Runs before a capture: libraries choose their kernels and take their memory in the first ones,
-which a capture must not see."""
+CAPTURING: dict[str, Any] = {"capture_error_mode": "thread_local"}
+"""The mode of captures: other threads may ask the GPU for anything meanwhile."""
 
 
-def is_there() -> bool:
-    """Return whether torch finds a GPU that it can use."""
-    return torch.cuda.is_available()
-
-
-def open_gpu(index: int) -> None:
-    """Check that GPU `index` is there and make its products exact in fp32: no TF32, which would
-    round the inputs to 10 bits."""
-    if not torch.cuda.is_available():
-        raise SettingsError(
-            f"there is no cuda:{index}: torch {torch.__version__} finds no CUDA device; use "
-            "device cpu, or install torch for CUDA and a driver"
-        )
-    if index >= torch.cuda.device_count():
-        raise SettingsError(
-            f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA "
-            f"devices; use cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-        )
+def _make_products_exact() -> None:
+    """Have products computed in fp32: no TF32, which would round the inputs to 10 bits."""
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
@@ -72,59 +54,9 @@ def devices() -> Sequence[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def library(index: int) -> str:
-    """Version of torch and CUDA, and the chip."""
-    return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{torch.cuda.get_device_name(index).replace(' ', '-')}"  # noqa: E501
-
-
 def capability(index: int) -> tuple[int, int]:
     """The compute capability of a GPU."""
     return torch.cuda.get_device_capability(index)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is free."""
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free
-
-
-def capture(index: int, function: Callable[[], ResultT]) -> Callable[[], ResultT]:
-    """Capture `function`, which reads and writes the same tensors of GPU `index` each time and asks
-    it nothing, as a CUDA graph; returns what replays it.
-
-    The result is always the same tensors, with new numbers after each replay. They are good until
-    another graph is replayed, because all graphs of a GPU share their memory. What other threads
-    ask of the GPU meanwhile does not end the capture.
-    """
-    with torch.cuda.device(index):
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                function()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=_first_graph(index).pool(), capture_error_mode="thread_local"
-        ):
-            result = function()
-
-    def replay() -> ResultT:
-        with torch.cuda.device(index):
-            graph.replay()
-        return result
-
-    return replay
-
-
-@cache
-def _first_graph(index: int) -> torch.cuda.CUDAGraph:
-    """Return a graph whose memory all graphs of a GPU share, since they are replayed one after the
-    other. It stays: a pool without a graph is closed for good."""
-    graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device=f"cuda:{index}")
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        number + 1.0
-    return graph
 
 
 def program(device: torch.device, source: str) -> Functions | str:
@@ -141,7 +73,7 @@ def program(device: torch.device, source: str) -> Functions | str:
     return load_functions(
         code,
         device.index,
-        library(device.index),
+        CUDA.library(device.index),
         partial(torch._C._cuda_getCurrentRawStream, device.index),
         torch.cuda.get_device_properties(device).multi_processor_count,
     )
@@ -210,32 +142,42 @@ def _unpin(device: torch.device, address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-class _Cuda(DeviceKind):
+class Cuda(DeviceKind):
     """NVIDIA GPUs, by their index."""
 
     type = "cuda"
     names = "cuda:N"
+    remedy = (
+        "CUDA device; use device cpu, or install torch for CUDA and a driver (for a card of AMD's "
+        "torch for ROCm, as dovetail doctor says)"
+    )
+
+    def is_here(self) -> bool:
+        return torch.version.hip is None
 
     def open(self, name: str) -> Device | None:
-        if (found := re.fullmatch(r"cuda(?::(\d+))?", name)) is None:
+        if (index := self.own(name, len(devices()), self.remedy)) is None:
             return None
-        index = int(found[1] or 0)
-        open_gpu(index)
+        _make_products_exact()
         HELD.add_cache(torch.cuda.empty_cache)
-        return Device(
-            self,
-            f"cuda:{index}",
-            torch.device("cuda", index),
-            library(index),
-            "fp16",
-            partial(capture, index),
-        )
+        place = torch.device(self.type, index)
+        return Device(self, str(place), place, self.library(index), "fp16", self.capture(place))
+
+    def library(self, index: int) -> str:
+        """Return the version of torch and CUDA, and the chip."""
+        name = torch.cuda.get_device_name(index).replace(" ", "-")
+        return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{name}"
+
+    def capture(self, device: torch.device) -> Capture | None:
+        """Return what captures functions as graphs on a GPU; None: nothing can there."""
+        return partial(capture, torch.cuda, torch.cuda.CUDAGraph, device, **CAPTURING)
 
     def best(self) -> str | None:
-        return "cuda:0" if is_there() else None
+        return f"{self.type}:0" if self.is_here() and devices() else None
 
     def free_bytes(self, device: torch.device) -> int:
-        return free_bytes(device)
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
 
     def transfer(self, device: torch.device) -> CudaTransfer:
         return CudaTransfer(device.index)
@@ -258,8 +200,8 @@ class _Cuda(DeviceKind):
             f"has {found[0]}.{found[1]}"
         )
 
-    def program(self, device: torch.device, source: str) -> Functions | str:
+    def program(self, device: torch.device, source: str) -> Program | str:
         return program(device, source)
 
 
-CUDA = _Cuda()
+CUDA = Cuda()

@@ -22,6 +22,11 @@ EXHAUSTED = (
     "DefaultCPUAllocator",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
+    "MPS backend out of memory",
 )
 """Words in the messages of errors for which torch has no class."""
 PAUSE_S = 60.0

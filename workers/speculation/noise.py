@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.noise import GOLDEN, MULTIPLIERS, position_word
+from dovetail.workers.devices import has_fp64
 
 SIGN = 1 << 63
 
@@ -34,11 +35,12 @@ def _mix(x: Tensor) -> Tensor:
 def gumbel_noise(
     key: bytes, position: int, size: int, device: torch.device | None = None
 ) -> Tensor:
-    """The noise [V] (float32) of the tokens 0..size-1 at an absolute position."""
-    return _gumbel(
-        torch.arange(1, size + 1, dtype=torch.int64, device=device),
-        _signed(position_word(key, position)),
-    ).to(torch.float32)
+    """The noise [V] (float32) of the tokens 0..size-1 at an absolute position. The host computes
+    it for a device that has no float64."""
+    where = device if device is None or has_fp64(device) else None
+    counters = torch.arange(1, size + 1, dtype=torch.int64, device=where)
+    noise = _gumbel(counters, _signed(position_word(key, position))).to(torch.float32)
+    return noise if device is None else noise.to(device)
 
 
 def gumbel_noise_of(key: bytes, positions: Sequence[int], tokens: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from torch import Tensor
 from dovetail.protocol.errors import TreeError
 from dovetail.protocol.noise import KEY_BYTES, uniform
 from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.workers.devices import in_fp64
 from dovetail.workers.speculation.growth import Floats, Ints, Nodes
 from dovetail.workers.speculation.noise import gumbel_noise, gumbel_noise_of
 from dovetail.workers.speculation.sampling import LARGEST_MARGIN, choose
@@ -127,7 +128,7 @@ class Draws:
         log-probabilities; -inf where no more can be drawn.
         """
         values, ids = logits.float().topk(min(CANDIDATES, logits.shape[1]))
-        probabilities = values.double().softmax(-1).float().cpu()
+        probabilities = in_fp64(values).softmax(-1).float().cpu()
         candidates = ids.to(torch.int32).cpu()
         for node, tokens, distribution in zip(
             nodes.tolist(), candidates.numpy(), probabilities.numpy(), strict=True
@@ -232,7 +233,7 @@ def rejection_walk(
     margins: list[float] = []
     node = ROOT
     while True:
-        target = processed(node + 1).double().softmax(-1).cpu().numpy()
+        target = in_fp64(processed(node + 1)).softmax(-1).cpu().numpy()
         children = tree.children.get(node, {})
         remaining = Remaining(target, *(drawn.distribution(node) if children else UNDRAWN))
         child, margin = _accept(remaining, children, choices)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import Sampling
+from dovetail.workers.devices import in_fp64
 from dovetail.workers.speculation.history import History
 
 MASKED = float("-inf")
@@ -131,16 +132,17 @@ def _nucleus(z: Tensor, top_p: float) -> Tensor:
     first; they are nearly always enough.
     """
     size = z.shape[-1]
-    total = z.double().logsumexp(-1, keepdim=True)
-    values, before = z, z
+    exact = in_fp64(z)
+    total = exact.logsumexp(-1, keepdim=True)
+    values, before = z, exact
     for most in (*(s for s in NUCLEUS_SIZES if s < size), size):
         values = z.topk(most).values
-        probabilities = (values.double() - total).exp()
+        probabilities = (in_fp64(values) - total).exp()
         upto = probabilities.cumsum(-1)
         before = upto - probabilities
         if bool((upto[..., -1] >= top_p).all()):
             break
-    kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
+    kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1).to(z.device)
     least = values.gather(-1, kept - 1)
     above, equal = z > least, z == least
     return above | (equal & (equal.cumsum(-1) <= kept - above.sum(-1, keepdim=True)))

@@ -118,8 +118,8 @@ class Observation:
         tokens = self.children[self.children != NO_CHILD]
         logs = (
             (divided[:, torch.from_numpy(tokens.astype(np.int64)).to(z.device)] - total[:, None])
-            .double()
             .cpu()
+            .double()
             .numpy()
         )
         hit = np.flatnonzero(tokens == self.choice)

@@ -58,6 +58,6 @@ class Accelerated(ProcessGroup):
 
     def agree(self, spent_s: float) -> float:
         gathered = self._accelerator.gather(
-            torch.tensor([spent_s], dtype=torch.float64, device=self.device)
+            torch.tensor([spent_s], dtype=torch.float32, device=self.device)
         )
         return float(gathered[0].item())

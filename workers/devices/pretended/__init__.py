@@ -8,7 +8,8 @@ and within a captured graph any wait for the device. Graphs are recorded operati
 replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
 torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
 is elementwise. What is asked of it is counted (`counted`); a test may say where its memory ends
-(`capped`) and which compute capability it has (`capable`).
+(`capped`), which compute capability it has (`capable`), and what it lacks that cards of other
+makers have not (`lacking`, `PROFILES`).
 
 Copies are made as late as the events that are waited for allow (`streams.py`, `pinned.py`), and
 graphs share their memory: what one returned is spoilt when another is replayed. Everything else is
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices import cpu
-from dovetail.workers.devices.base import Device, DeviceKind
+from dovetail.workers.devices.base import Device, DeviceKind, Transfer
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.pretended import counts
-from dovetail.workers.devices.pretended.card import CARD, capable
+from dovetail.workers.devices.pretended.card import CARD, PROFILES, capable, lacking
 from dovetail.workers.devices.pretended.counts import Counts, counted
 from dovetail.workers.devices.pretended.graphs import capture
 from dovetail.workers.devices.pretended.memory import MEMORY, capped
@@ -41,6 +42,7 @@ __all__ = [
     "MEMORY",
     "POSSIBLE",
     "PRETENDED",
+    "PROFILES",
     "USES",
     "Counts",
     "Elsewhere",
@@ -52,6 +54,7 @@ __all__ = [
     "counted",
     "counts",
     "device",
+    "lacking",
     "recording",
 ]
 
@@ -66,20 +69,27 @@ class _Pretended(DeviceKind):
             return None
         place = device()
         HELD.add_cache(MEMORY.empty_cache)
-        return Device(self, str(place), place, f"{cpu.library()}-{NAME}", "fp16", capture)
+        captures = capture if CARD.has("graphs") else None
+        return Device(self, str(place), place, f"{cpu.library()}-{NAME}", "fp16", captures)
 
     def pinned(self, size: int) -> Tensor:
         memory = super().pinned(size)
-        pin(memory)
+        if CARD.has("pinned"):
+            pin(memory)
         return memory
 
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        super().send(source, target)
-        return sent(source)
+        done = super().send(source, target)
+        return sent(source) if CARD.has("pinned") else done
+
+    def has_fp64(self, device: torch.device) -> bool:
+        return CARD.has("fp64")
 
     def against_int4(self, device: torch.device) -> str:
         if CARD.multiplies_int4:
             return ""
+        if not CARD.has("int4"):
+            return f"torch has no int4 products for {device}"
         return (
             f"torch's int4 products need a GPU of compute capability 8.0 or more, and {device} "
             f"has {CARD.capability}"
@@ -88,8 +98,8 @@ class _Pretended(DeviceKind):
     def free_bytes(self, device: torch.device) -> int:
         return MEMORY.free_bytes()
 
-    def transfer(self, device: torch.device) -> PretendedTransfer:
-        return PretendedTransfer()
+    def transfer(self, device: torch.device) -> Transfer:
+        return PretendedTransfer() if CARD.has("streams") else super().transfer(device)
 
 
 PRETENDED = _Pretended()

@@ -1,34 +1,56 @@
-"""The card that is pretended, by its compute capability.
+"""The card that is pretended: by its compute capability, and by what it lacks of other makers'.
 
 torch's int4 products take the matrix units for bf16 that came with 8.0, and there is no code of
-them for anything older (aten/src/ATen/native/cuda/int4mm.cu). What else a card lacks is not known
-here, nor how fast anything is.
+them for anything older (aten/src/ATen/native/cuda/int4mm.cu). Cards of other makers lack more,
+`PROFILES`: Apple's has neither numbers of 64 bits (fp64) nor graphs, pinned memory or a stream of
+copies, Arc of the A series no fp64, and graphs since torch 2.11 only. How fast anything is is not
+known here.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 VARIABLE = "DOVETAIL_PRETENDED_CAPABILITY"
 """The environment variable of the capability, such as 6.1: processes that a test starts have it
 too."""
+LACKS = "DOVETAIL_PRETENDED_LACKS"
+"""The environment variable of what the card lacks, such as fp64,graphs."""
+PARTS = ("fp64", "graphs", "pinned", "streams", "int4")
+PROFILES = {
+    "amd": frozenset({"int4"}),
+    "intel": frozenset({"fp64", "graphs", "int4"}),
+    "apple": frozenset(PARTS),
+}
+"""The parts that GPUs of a maker may lack, all of them at once."""
 INT4_SINCE = 8.0
 INT4 = (torch.ops.aten._convert_weight_to_int4pack, torch.ops.aten._weight_int4pack_mm)
 
 
 class Card:
-    """A card by its compute capability."""
+    """A card by its compute capability, and the `PARTS` that it lacks."""
 
-    def __init__(self, capability: float) -> None:
-        self.capability = capability
+    def __init__(self, capability: float, lacks: Collection[str] = ()) -> None:
+        self.capability, self.lacks = capability, frozenset(lacks)
+
+    def has(self, part: str) -> bool:
+        """Return whether it has one of `PARTS`."""
+        assert part in PARTS
+        return part not in self.lacks
 
     @property
     def multiplies_int4(self) -> bool:
         """Return whether torch has int4 products for it."""
-        return self.capability >= INT4_SINCE
+        return self.capability >= INT4_SINCE and self.has("int4")
+
+    def check_result(self, result: Tensor) -> None:
+        """`RuntimeError` for a tensor that a card without numbers of 64 bits cannot hold."""
+        if result.dtype == torch.float64 and not self.has("fp64"):
+            raise RuntimeError("the pretended card has no float64: use float32 instead")
 
     def check(self, packet: Any) -> None:
         """`RuntimeError` for an operation that torch does not have for the card."""
@@ -39,7 +61,9 @@ class Card:
             )
 
 
-CARD = Card(float(os.environ.get(VARIABLE, "9.0")))
+CARD = Card(
+    float(os.environ.get(VARIABLE, "9.0")), [*filter(None, os.environ.get(LACKS, "").split(","))]
+)
 
 
 @contextmanager
@@ -53,3 +77,16 @@ def capable(capability: float) -> Iterator[None]:
     finally:
         CARD.capability = before
         os.environ[VARIABLE] = str(before)
+
+
+@contextmanager
+def lacking(parts: Collection[str]) -> Iterator[None]:
+    """Pretend a card that lacks some of `PARTS` within the block, in this process and in those that
+    it starts."""
+    before, CARD.lacks = CARD.lacks, frozenset(parts)
+    os.environ[LACKS] = ",".join(parts)
+    try:
+        yield
+    finally:
+        CARD.lacks = before
+        os.environ[LACKS] = ",".join(before)

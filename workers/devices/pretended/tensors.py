@@ -127,6 +127,7 @@ def _done(
     results = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor)]
     graph = recording()
     for part in results:
+        CARD.check_result(part)
         MEMORY.take_for(part, captured=graph is not None)
     if graph is not None:
         graph.append(Recorded(call, held[0], held[1], results))

@@ -1,0 +1,143 @@
+"""Accelerators as torch knows them all alike, by `torch.accelerator`: streams, events, pinned
+memory, and trials of what a device may lack. Knows no maker.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUP, TILES = 64, 4
+"""The group of int4 weights that one scale is for, and the tiles of torch's layout that are tried;
+`models/substitutes/quantised.py` takes these, too."""
+SHAPES = ((6, 64), (80, 64), (32, 64))
+"""Those of rows, of a matrix and of keys by which a device is proved."""
+CLOSE = 5e-3
+"""The largest error of a device, as a share of the largest number, that is no fault of it: fp16 has
+11 bits, and no product may be worse than that."""
+TOLERANCE = 2e-2
+"""The largest error of an int4 product in bf16, as a share of its largest number: sums of 128
+products of numbers with 8 bits."""
+
+
+class Streams:
+    """The way to a device that has streams: one of its own for copies, and events between it and
+    the stream that computes. A `Transfer`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies = torch.Stream(device)
+
+    def pin(self, memory: Tensor) -> None:
+        """Do nothing: torch locks no pages of memory that is there already but CUDA's, and a copy
+        from others is slower."""
+
+    def buffer(self, size: int) -> Tensor:
+        """Return uint8 [size] of the device, whose memory goes to nobody else before the last copy
+        into it is done."""
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        buffer.record_stream(self._copies)
+        return buffer
+
+    def copy(self, source: Tensor, target: Tensor, after: torch.Event) -> torch.Event:
+        """Put a copy into the stream of copies, behind `after`."""
+        self._copies.wait_event(after)
+        with self._copies:
+            target.copy_(source, non_blocking=True)
+        return self._copies.record_event()
+
+    def computed(self) -> torch.Event:
+        """Return the end of what has been put into the stream that computes."""
+        return self._computes().record_event()
+
+    def wait(self, mark: torch.Event) -> None:
+        """Have the stream that computes go on behind the mark; the host does not wait."""
+        self._computes().wait_event(mark)
+
+    def _computes(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+
+def pinned(size: int) -> Tensor:
+    """Return zeros uint8 [size] in pinned memory of the accelerator."""
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+
+def copied(source: Tensor, target: Tensor, device: torch.device) -> Callable[[], None]:
+    """Put a copy from or to pinned memory into the stream that computes, and return what waits for
+    its end."""
+    target.copy_(source, non_blocking=True)
+    return partial(_wait, torch.accelerator.current_stream(device).record_event())
+
+
+def _wait(event: torch.Event) -> None:
+    """Have the host wait for an event, which has passed most of the time."""
+    if not event.query():
+        event.synchronize()
+
+
+def wrong_numbers(device: torch.device) -> str:
+    """Return what a device computes otherwise than the host, of the operations that drafts are made
+    of; empty if nothing."""
+    try:
+        ours, theirs = _sample(torch.device("cpu")), _sample(device)
+    except RuntimeError as error:
+        return f"torch cannot compute a draft there ({_line(error)})"
+    for name, expected in ours.items():
+        found = theirs[name].cpu()
+        if found.is_floating_point():
+            apart = float((found.float() - expected.float()).abs().max())
+            if not apart <= CLOSE * float(expected.float().abs().max()):
+                return f"its {name} are wrong by {apart:.1e}"
+        elif not torch.equal(found, expected):
+            return f"its {name} are wrong"
+    return ""
+
+
+def _sample(device: torch.device) -> dict[str, Tensor]:
+    """Compute the same small numbers on any device."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, keys = (torch.randn(shape, generator=generator).to(device) for shape in SHAPES)
+    memory, slots = keys.clone(), torch.tensor([5, 2, 7]).to(device)
+    memory.index_copy_(0, slots, x[:3])
+    mask = torch.zeros(len(x), len(keys), device=device)
+    mask.scatter_(1, slots.expand(len(x), -1), -torch.inf)
+    products = torch.nn.functional.linear(x, weight)
+    return {
+        "products": products,
+        "products of 16 bits": torch.nn.functional.linear(x.half(), weight.half()).float(),
+        "attention": (x @ memory.t() + mask).softmax(-1) @ memory,
+        "ranking": products.topk(4).indices,
+        "codes": (slots << 33 | 5) * 3,
+        "bytes": products.view(torch.int32).view(torch.uint8).view(torch.float32),
+    }
+
+
+@cache
+def tried_int4(device: torch.device) -> str:
+    """Return why torch's int4 products are not to be used on a device, after a small one has been
+    computed there; empty if it is right."""
+    generator, outputs, inputs = torch.Generator().manual_seed(1), 16, 2 * GROUP
+    codes = torch.randint(0, 16, (outputs, inputs), generator=generator)
+    scales, zeros = torch.rand(2, inputs // GROUP, outputs, generator=generator).bfloat16()
+    x = torch.randn(5, inputs, generator=generator).bfloat16()
+    parts = (codes.view(outputs, -1, GROUP) - 8.0) * scales.t().float()[..., None]
+    expected = x.float() @ (parts + zeros.t().float()[..., None]).view(outputs, inputs).t()
+    nibbles = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+    aten: Any = torch.ops.aten
+    try:
+        packed = aten._convert_weight_to_int4pack(nibbles.to(device), TILES)
+        pairs = torch.stack([scales, zeros], dim=2).to(device)
+        found = aten._weight_int4pack_mm(x.to(device), packed, GROUP, pairs).float().cpu()
+    except RuntimeError as error:
+        return f"torch has no int4 products for {device} ({_line(error)})"
+    apart = float((found - expected).abs().max() / expected.abs().max())
+    if not apart <= TOLERANCE:
+        return f"torch's int4 products are wrong on {device}, by {apart:.1e} of the largest number"
+    return ""
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

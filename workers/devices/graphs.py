@@ -1,0 +1,79 @@
+"""Graphs of a device: functions of fixed shapes that are captured once and replayed as one launch,
+through the module of torch that the device has, `torch.cuda` or `torch.xpu`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from dovetail.workers.devices.base import Capture
+from dovetail.workers.devices.memory import HELD
+
+ResultT = TypeVar("ResultT")
+WARM_UPS = 3
+"""Runs before a capture: libraries choose their kernels and take their memory in the first ones,
+which a capture must not see."""
+
+
+def capture(
+    module: Any,
+    new: Callable[[], Any],
+    device: torch.device,
+    function: Callable[[], ResultT],
+    **mode: Any,
+) -> Callable[[], ResultT]:
+    """Capture `function`, which reads and writes the same tensors of a device each time and asks it
+    nothing, as a graph; returns what replays it.
+
+    The result is always the same tensors, with new numbers after each replay. They are good until
+    another graph is replayed, because all graphs of a device share their memory. `module`: of
+    torch; `new`: makes a graph; `mode`: of `module.graph`.
+    """
+    with module.device(device):
+        side = module.Stream()
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            for _ in range(WARM_UPS):
+                function()
+        module.current_stream().wait_stream(side)
+        graph, pool = new(), _first_graph(module, new, device, *mode.items()).pool()
+        with module.graph(graph, pool=pool, **mode):
+            result = function()
+
+    def replay() -> ResultT:
+        with module.device(device):
+            graph.replay()
+        return result
+
+    return replay
+
+
+@cache
+def _first_graph(
+    module: Any, new: Callable[[], Any], device: torch.device, *mode: tuple[str, Any]
+) -> Any:
+    """Return a graph whose memory all graphs of a device share, since they are replayed one after
+    the other. It stays: a pool without a graph is closed for good."""
+    graph, number = new(), torch.zeros(1, device=device)
+    with module.graph(graph, **dict(mode)):
+        number + 1.0
+    return graph
+
+
+def proved(capture: Capture, device: torch.device) -> Capture | None:
+    """Return a capture if a small graph on a device gives the right numbers twice; else None, and
+    the reason is said once."""
+    given = torch.zeros(64, device=device)
+    try:
+        replay = capture(lambda: (given + given.flip(0)) * 2.0)
+        for number in (3.0, 5.0):
+            given.copy_(torch.arange(64) + number)
+            if not (replay() == 2.0 * (63.0 + 2.0 * number)).all().item():
+                raise RuntimeError("a graph that was replayed gave wrong numbers")
+    except (RuntimeError, TypeError, AttributeError) as error:  # of torch, whatever it lacks here
+        why = " ".join(str(error).split())[:200]
+        HELD.tell(f"{device}: graphs are not used, and passes are computed as they come: {why}")
+        return None
+    return capture

@@ -1,0 +1,48 @@
+"""Apple's GPUs, by `torch.mps`: one a machine, in the memory of the host. Copies come in the order
+of what is computed; there are no numbers of 64 bits and no graphs.
+"""
+
+import torch
+
+from dovetail.workers.devices import cpu
+from dovetail.workers.devices.accelerator import tried_int4
+from dovetail.workers.devices.base import Device, DeviceKind
+from dovetail.workers.devices.memory import HELD
+
+
+class _Mps(DeviceKind):
+    """The GPU of a Mac."""
+
+    type = "mps"
+    names = "mps"
+    remedy = "GPU of Apple's; use device cpu, or torch for macOS on Apple silicon"
+    unproved = "dovetail was never run on a GPU of Apple's"
+
+    def open(self, name: str) -> Device | None:
+        if self.own(name, self.count(), self.remedy) is None:
+            return None
+        HELD.add_cache(torch.mps.empty_cache)
+        library = f"torch-{torch.__version__}-mps"
+        return Device(self, self.type, torch.device(self.type, 0), library, "fp16")
+
+    def count(self) -> int:
+        """Return 1 where torch finds a GPU, else 0."""
+        return int(torch.backends.mps.is_available())
+
+    def best(self) -> str | None:
+        return self.type if self.count() else None
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return what Metal recommends less what it has taken, and no more than what the host has
+        free: it is the same memory."""
+        free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return max(0, min(free, cpu.free_bytes()))
+
+    def has_fp64(self, device: torch.device) -> bool:
+        return False
+
+    def against_int4(self, device: torch.device) -> str:
+        return tried_int4(device)
+
+
+MPS = _Mps()

@@ -1,0 +1,48 @@
+"""AMD GPUs, which builds of torch for ROCm call cuda:N and answer for as `torch.cuda`.
+
+What the host asks of them is what it asks of NVIDIA's: streams, events, pinned memory and graphs
+have the same names there (HIP). What is compiled for NVIDIA's GPUs is not there.
+"""
+
+import torch
+
+from dovetail.workers.devices.accelerator import tried_int4
+from dovetail.workers.devices.base import Capture, Program
+from dovetail.workers.devices.cuda import Cuda
+from dovetail.workers.devices.graphs import proved
+
+
+class _Rocm(Cuda):
+    """AMD GPUs, by their index."""
+
+    remedy = (
+        "AMD GPU; use device cpu, or install AMD's driver (amdgpu, and membership of the groups "
+        "render and video)"
+    )
+    unproved = "dovetail was never run on a GPU of AMD's"
+
+    def is_here(self) -> bool:
+        return torch.version.hip is not None
+
+    def library(self, index: int) -> str:
+        """Return the version of torch and ROCm, and the chip."""
+        properties = torch.cuda.get_device_properties(index)
+        chip = f"{properties.name}-{getattr(properties, 'gcnArchName', '')}".replace(" ", "-")
+        return f"torch-{torch.__version__}-rocm{torch.version.hip}-{chip}"
+
+    def capture(self, device: torch.device) -> Capture | None:
+        usual = super().capture(device)
+        return usual and proved(usual, device)
+
+    def against_int4(self, device: torch.device) -> str:
+        """torch has these products for CDNA 2 and newer (gfx90a and up), and says so when one is
+        asked for."""
+        return tried_int4(device)
+
+    def program(self, device: torch.device, source: str) -> Program | str:
+        return (
+            f"dovetail compiles functions of its own for NVIDIA's GPUs alone, and {device} is AMD's"
+        )
+
+
+ROCM = _Rocm()

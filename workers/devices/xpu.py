@@ -1,0 +1,83 @@
+"""Intel GPUs, by `torch.xpu`: Arc, integrated ones from Meteor Lake on, and Data Center GPU Max."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.workers.devices import accelerator, cpu
+from dovetail.workers.devices.accelerator import Streams, tried_int4
+from dovetail.workers.devices.base import Capture, Device, DeviceKind
+from dovetail.workers.devices.graphs import capture, proved
+from dovetail.workers.devices.memory import HELD
+
+
+class _Xpu(DeviceKind):
+    """Intel GPUs, by their index."""
+
+    type = "xpu"
+    names = "xpu:N"
+    remedy = (
+        "Intel GPU; use device cpu, or install torch for XPU (pip install torch --index-url "
+        "https://download.pytorch.org/whl/xpu) and Intel's driver"
+    )
+    unproved = "dovetail was never run on a GPU of Intel's"
+
+    def open(self, name: str) -> Device | None:
+        if (index := self.own(name, self.count(), self.remedy)) is None:
+            return None
+        HELD.add_cache(torch.xpu.empty_cache)
+        place = torch.device(self.type, index)
+        return Device(self, str(place), place, self.library(index), "fp16", self.capture(place))
+
+    def count(self) -> int:
+        """Return the number of GPUs that torch finds."""
+        return torch.xpu.device_count() if torch.xpu.is_available() else 0
+
+    def library(self, index: int) -> str:
+        """Return the version of torch, and the chip and its driver."""
+        found: Any = torch.xpu.get_device_properties(index)
+        chip = f"{found.name}-{found.driver_version}".replace(" ", "-")
+        return f"torch-{torch.__version__}-xpu-{chip}"
+
+    def capture(self, device: torch.device) -> Capture | None:
+        """Return what captures functions as graphs, which torch has since 2.11; None: nothing can
+        there."""
+        new = getattr(torch.xpu, "XPUGraph", None)
+        return new and proved(partial(capture, torch.xpu, new, device), device)
+
+    def best(self) -> str | None:
+        return f"{self.type}:0" if self.count() else None
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Some drivers do not tell what is free; then it is what this process has not taken. An
+        integrated GPU has the host's memory."""
+        found: Any = torch.xpu.get_device_properties(device)
+        try:
+            free = torch.xpu.mem_get_info(device)[0]
+        except RuntimeError:
+            free = found.total_memory - torch.xpu.memory_reserved(device)
+        shared = getattr(found, "is_integrated_gpu", False)
+        return min(free, cpu.free_bytes()) if shared else free
+
+    def transfer(self, device: torch.device) -> Streams:
+        return Streams(device)
+
+    def pinned(self, size: int) -> Tensor:
+        return accelerator.pinned(size)
+
+    def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        return accelerator.copied(source, target, target.device)
+
+    def has_fp64(self, device: torch.device) -> bool:
+        """Arc of the A series has none, nor have most integrated ones."""
+        found: Any = torch.xpu.get_device_properties(device)
+        return bool(found.has_fp64)
+
+    def against_int4(self, device: torch.device) -> str:
+        return tried_int4(device)
+
+
+XPU = _Xpu()
