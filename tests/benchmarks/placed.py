@@ -3,10 +3,12 @@ and tells what that took beside what placement counted.
 
 Anonymous memory counts, above what the process held before: torch alone is hundreds of megabytes,
 and the pages of a checkpoint are the system's to take back. On a GPU it is what torch has reserved
-there.
+there, and the target is placed twice: what the first time leaves of itself in the host's memory is
+that of libraries, of CUDA's context and of a proof that is remembered.
 """
 
 import argparse
+import ctypes
 import gc
 import threading
 from collections.abc import Iterator, Mapping
@@ -30,6 +32,7 @@ from dovetail.protocol.settings import (
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices import open_device
+from dovetail.workers.devices.pretended import MEMORY
 from dovetail.workers.models.backends.placement import CACHED_ROWS, Placement
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.memory import release_memory
@@ -37,6 +40,8 @@ from dovetail.workers.serving.spread import spread_of
 from dovetail.workers.verifier import Verifier
 from support.opening import opening
 
+M_MMAP_THRESHOLD, LARGE = -3, 1 << 16
+"""glibc's parameter, and a size in bytes."""
 STATUS = Path("/proc/self/status")
 LOOK_S = 0.002
 NODES = 288
@@ -68,12 +73,14 @@ class Peak:
 
 
 def anonymous_bytes() -> int:
+    """Return this process's own memory, without that of the pretended device."""
+    elsewhere = MEMORY.used
     line = next(
         line
         for line in STATUS.read_text(encoding="ascii").splitlines()
         if line.startswith("RssAnon:")
     )
-    return 1024 * int(line.split()[1])
+    return 1024 * int(line.split()[1]) - elsewhere
 
 
 def prepare(
@@ -81,12 +88,20 @@ def prepare(
 ) -> tuple[Any, Any]:
     """`warm_up`: a small model that is loaded first, so that libraries are in memory and what they
     keep of their own is not counted."""
-    load_language_model(str(warm_up), weights="fp32", device="cpu", backend="kernels")
     if device != "cpu":
-        _warm_device(warm_up, weights, device)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)  # what is freed is the system's again
+    load_language_model(str(warm_up), weights="fp32", device="cpu", backend="kernels")
     release_memory()
 
     def place(layers: int | None, resident: int | None, vram: str) -> Mapping[str, Any]:
+        if device != "cpu":
+            once(layers, resident, vram)
+            gc.collect()
+            release_memory()
+            _forget_most(device)
+        return once(layers, resident, vram)
+
+    def once(layers: int | None, resident: int | None, vram: str) -> Mapping[str, Any]:
         split = SplitSettings(device=device, layers="auto" if layers is None else layers)
         target = TargetSettings(
             model=str(folder),
@@ -111,7 +126,6 @@ def prepare(
             work(Verifier(model, Spans()), model.context, model.vocabulary_size)
         placement = spread.placement
         assert isinstance(placement, Placement)
-        on_gpu = torch.cuda.max_memory_reserved() if device != "cpu" else None
         told = {
             "placement": str(placement),
             "device_bytes": placement.device_bytes,
@@ -121,28 +135,26 @@ def prepare(
             **told,
             "loaded_bytes": loaded,
             "peak_bytes": peak.bytes - before,
-            "reserved_bytes": on_gpu,
+            "reserved_bytes": _most(device),
         }
 
     return {}, {"place": place}
 
 
-def _warm_device(warm_up: Path, weights: str, device: str) -> None:
-    """Have a small model computed on a device, whose context and libraries take memory of the
-    host."""
-    target = TargetSettings(
-        model=str(warm_up), weights=weights, split=SplitSettings(device=device, layers="auto")
-    )
-    spread = spread_of(target, MemorySettings(), open_device("cpu", 1), 1)
-    assert spread is not None
-    model = load_language_model(
-        str(warm_up), weights=weights, device="cpu", stage=spread.stage, cache=spread.cache
-    )
-    work(Verifier(model, Spans()), model.context, model.vocabulary_size)
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+def _most(device: str) -> int | None:
+    """Return the most that was taken of a device's memory; None: it is the host's."""
+    if device == "cpu":
+        return None
+    return MEMORY.most if device == "pretended" else torch.cuda.max_memory_reserved()
+
+
+def _forget_most(device: str) -> None:
+    """Count the most that is taken of a device from now on."""
+    if device == "pretended":
+        MEMORY.most = MEMORY.used
+    else:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def work(verifier: Verifier, context: int, size: int) -> None:
