@@ -1,11 +1,10 @@
 """Checks of this machine: each says what was found, and the remedy."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dovetail.launch.console.terminal import counted
+from dovetail.launch.machine.check import Check
 from dovetail.launch.machine.cores import lay_out
 from dovetail.launch.machine.facts import (
     HUGE_PAGES,
@@ -14,10 +13,9 @@ from dovetail.launch.machine.facts import (
     LEAST_SHARED,
     SHARED_MEMORY,
     Facts,
-    Gpu,
 )
+from dovetail.launch.machine.gpu_checks import build_of, examine_gpus
 from dovetail.launch.machine.topology import cpus_for, format_numbers
-from dovetail.launch.machine.wheels import build_for, driver_for, has_code_for, install_command
 
 INSTRUCTIONS = (
     "avx2",
@@ -50,16 +48,6 @@ LOST = (
     "int8 weights, half weights of BF16 checkpoints, a third of the speed, and that a token "
     "has the same bytes in every pass and on every processor"
 )
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at; `advice` is what to do, empty where nothing is."""
-
-    name: str
-    ok: bool
-    found: str
-    advice: str = ""
 
 
 def examine(facts: Facts) -> Iterator[Check]:
@@ -117,78 +105,12 @@ def _torch(facts: Facts) -> Iterator[Check]:
             "install it again: pip install --force-reinstall 'torch>=2.8,<2.14'",
         )
         return
-    build = f"for CUDA {facts.inventory['cuda']}" if facts.inventory["cuda"] else "for CPUs"
     yield Check(
         "torch",
         True,
-        f"{facts.inventory['torch']}, {build}, computes on this CPU with "
+        f"{facts.inventory['torch']}, {build_of(facts.inventory)}, computes on this CPU with "
         f"{facts.inventory['cpu_capability']}",
     )
-
-
-def _gpus(facts: Facts) -> Iterator[Check]:
-    if facts.driver_problem:
-        yield Check(
-            "GPU driver",
-            False,
-            facts.driver_problem,
-            "reinstall the NVIDIA driver, or restart after an update of it; in a container pass "
-            "the GPU on (--gpus all)",
-        )
-    for index, gpu in enumerate(facts.gpus):
-        yield from _gpu(facts, index, gpu)
-    for index, products in enumerate(facts.inventory.get("products", ())):
-        yield _products(index, products)
-    if not facts.gpus and not facts.driver_problem:
-        yield Check("GPU", True, "none: target and draft share the CPU")
-
-
-def _products(index: int, products: Mapping[str, Any]) -> Check:
-    """Return which products of weights are ours on a card, and why others are torch's."""
-    name = f"GPU {index}'s products"
-    if missing := products["missing"]:
-        lost = "torch's products alone are used, which widen 16-bit weights in memory"
-        return Check(name, False, f"{missing}; {lost}", "mend it for speed; all works without")
-    return Check(name, True, "; ".join(products["said"]))
-
-
-def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:
-    """Return whether torch has code for a card, and the driver is new enough for torch."""
-    release, cuda = str(facts.inventory.get("torch", "")), str(facts.inventory.get("cuda", ""))
-    name, found = (
-        f"GPU {index}",
-        f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
-        f"{gpu.memory_mib} MiB, driver {gpu.driver or 'unknown'}",
-    )
-    build = (
-        build_for(gpu.capability, release=release, driver=gpu.driver)
-        if facts.machine == "x86_64"
-        else ""
-    )
-    remedy = (
-        install_command(build, release=release)
-        if build
-        else "no build of torch that dovetail runs with has code for this card: use device cpu"
-    )
-    least = driver_for(cuda)
-    if "broken" in facts.inventory:
-        yield Check(name, True, found)
-    elif not cuda:
-        yield Check(
-            name, False, f"{found}; this build of torch is for CPUs and cannot use it", remedy
-        )
-    elif not has_code_for(facts.inventory["architectures"], gpu.capability):
-        have = " ".join(facts.inventory["architectures"])
-        yield Check(
-            name, False, f"{found}; torch {release} has no code for it, only for {have}", remedy
-        )
-    elif least is not None and gpu.driver is not None and gpu.driver < least:
-        newer = f"update the driver to {least} or newer" + (
-            f", or take another build: {remedy}" if build else ""
-        )
-        yield Check(name, False, f"{found}; torch {release} needs driver {least} or newer", newer)
-    else:
-        yield Check(name, True, f"{found}; torch has code for it")
 
 
 def _cores(facts: Facts) -> Iterator[Check]:
@@ -363,7 +285,7 @@ CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
     _processor,
     _kernels,
     _torch,
-    _gpus,
+    examine_gpus,
     _cores,
     _memory_nodes,
     _huge_pages,

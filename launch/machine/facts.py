@@ -16,6 +16,7 @@ from typing import Any
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.files.directory import profile_path, writable_profile_path
 from dovetail.launch.machine.binding import memory_refusal
+from dovetail.launch.machine.cards import Card, read_cards
 from dovetail.launch.machine.topology import Topology, read_topology
 from dovetail.launch.machine.wheels import Capability, parse_capability
 from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
@@ -55,6 +56,8 @@ class Facts:
     """The result of `calibration/inventory.py` in workers; with the key `broken` alone where that
     could not run."""
     gpus: Sequence[Gpu] = ()
+    cards: Sequence[Card] = ()
+    """Those of AMD and Intel."""
     driver_problem: str = ""
     huge_pages: str = "madvise"
     memory_bytes: int = 0
@@ -91,6 +94,7 @@ def gather() -> Facts:
         else "",
         inventory=_inventory(),
         gpus=gpus,
+        cards=read_cards(),
         driver_problem=driver_problem,
         huge_pages=_chosen(HUGE_PAGES),
         memory_bytes=memory_bytes(),

@@ -1,4 +1,4 @@
-"""Which build of PyTorch has code for which NVIDIA GPU, and which driver it needs.
+"""Which build of PyTorch has code for which GPU, and which driver it needs.
 
 The table is PyTorch's own (RELEASE.md of pytorch/pytorch, CUDA support matrix, releases 2.8 to
 2.13, x86-64): builds for CUDA 12.6 are the only ones with code for Maxwell and Pascal, and from
@@ -13,11 +13,23 @@ Capability = tuple[int, int]
 MAXWELL, TURING, BLACKWELL = (5, 0), (7, 5), (10, 0)
 """Builds for CUDA 12.6 have code from Maxwell to Hopper (9.0), those for 13.0 from Turing on;
 Blackwell needs 13.0, or 12.8."""
-RELEASES = {"cu126": ((2, 8), (2, 13)), "cu128": ((2, 8), (2, 11)), "cu130": ((2, 9), (2, 13))}
+RELEASES = {
+    "cu126": ((2, 8), (2, 13)),
+    "cu128": ((2, 8), (2, 11)),
+    "cu130": ((2, 9), (2, 13)),
+    "rocm6.4": ((2, 8), (2, 9)),
+    "rocm7.1": ((2, 10), (2, 13)),
+    "xpu": ((2, 8), (2, 13)),
+}
 """Build -> the first and the last of the releases that we run with for which it is published."""
 LEAST_DRIVER = {12: 525, 13: 580}
 """CUDA's major version -> the least driver (NVIDIA, CUDA Compatibility, minor version
 compatibility)."""
+ROCM = ("rocm6.4", "rocm7.1")
+"""The builds for AMD's GPUs."""
+LIKE_GFX1030 = ("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
+"""AMD's chips that no build has code for, and that have the instructions of gfx1030, which all have
+(LLVM, User Guide for AMDGPU Backend)."""
 INDEX = "https://download.pytorch.org/whl"
 
 
@@ -53,15 +65,19 @@ def build_for(capability: Capability, *, release: str, driver: int | None) -> st
     return "cu130" if newest else "cu128" if capability >= BLACKWELL else "cu126"
 
 
+def fits(build: str, release: str) -> bool:
+    """Return whether a build is published for a release of torch, such as 2.13.0."""
+    first, last = RELEASES[build]
+    return first <= _release(release) <= last
+
+
 def install_command(build: str, *, release: str) -> str:
     """Return what to type to get a build: of the release that is there where it exists, else of any
     that fits."""
     first, last = RELEASES[build]
     exact = f"torch=={release.partition('+')[0]}"
     wanted = (
-        exact
-        if first <= _release(release) <= last
-        else f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+        exact if fits(build, release) else f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
     )
     return f"pip install --force-reinstall '{wanted}' --index-url {INDEX}/{build}"
 

@@ -75,7 +75,7 @@ def _cross_check(
     return {
         "cores": busy_cores(first, last, worker.cores),
         "process": busy_process(first, last, state.pid, state.threads),
-        "gpu": fmean(card.busy for card in cards) if cards else None,
+        "gpu": _mean([card.busy for card in cards]),
     }
 
 
@@ -143,16 +143,22 @@ def others_of(evidence: Evidence) -> dict[str, Any] | None:
     }
 
 
+def _mean(shares: Sequence[float | None]) -> float | None:
+    """Return the mean of what is known; None where nothing is."""
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
+
+
 def gpus_told(evidence: Evidence) -> dict[str, Any]:
     names = dict.fromkeys(name for sample in evidence.samples for name in sample.gpus)
     found = {}
     for name in names:
         cards = [sample.gpus[name] for sample in evidence.samples if name in sample.gpus]
-        most = max(card.used_bytes for card in cards)
+        used = [card.used_bytes for card in cards if card.used_bytes is not None]
         found[name] = {
             "name": cards[0].name,
-            "busy": fmean(card.busy for card in cards),
-            "most_used_bytes": most,
+            "busy": _mean([card.busy for card in cards]),
+            "most_used_bytes": max(used, default=None),
             "link_gb_s": cards[0].link_gb_s,
         }
     return found

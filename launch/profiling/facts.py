@@ -170,6 +170,9 @@ def _card(watch: Watch) -> Card | None:
         Card(device, gpu.name, gpu.memory_bytes - gpu.used_bytes, gpu.link_gb_s)
         for device, gpu in cards.items()
         if DEVICE.fullmatch(device)
+        and gpu.memory_bytes is not None
+        and gpu.used_bytes is not None
+        and not gpu.integrated
     ]
     return max(found, key=lambda card: card.free_bytes, default=None)
 
@@ -182,7 +185,7 @@ def _idle_gpu(watch: Watch, drafts: Sequence[WorkerState]) -> str:
         (
             f"{name} {gpu.name}"
             for name, gpu in watch.samplers.taken[-1].gpus.items()
-            if gpu.busy < QUIET
+            if gpu.busy is not None and gpu.busy < QUIET and not gpu.integrated
         ),
         "",
     )

@@ -8,32 +8,28 @@ nothing of tokens or rounds.
 import contextlib
 import importlib
 import importlib.util
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
+from dovetail.launch.machine.cards import CARD_CLASSES, LANE_GB_S, Card, read_cards
+
 ROOT = Path("/")
 POWERCAP = "sys/class/powercap"
 NODES = "sys/devices/system/node"
 DEVICES = "sys/bus/pci/devices"
-NVIDIA, AMD = "0x10de", "0x1002"
-"""Numbers of the PCI SIG."""
-CARD_CLASSES = ("0x03", "0x12")
-"""Display controllers and processing accelerators."""
-GUESTS = ("dev/dxg", "dev/nvidia0", "dev/kfd")
+NVIDIA = "0x10de"
+"""The number of the PCI SIG."""
+GUESTS = ("dev/dxg", "dev/nvidia0")
 """Ways to a card that is on no bus of ours."""
 NO_CARD = "no such card is on this machine's bus"
-IMPORT_S = 20.0
-"""Time limit for importing a vendor's library."""
-LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""The rate of a lane of PCIe one way by generation, 10^9 bytes a second: 8/10 of 2.5 and 5 GT/s,
-128/130 of 8, 16 and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
+LANES_GT_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
+"""The rate of a lane by the generation of PCIe, GT/s."""
 
 
 class Absent(Exception):
@@ -54,14 +50,16 @@ class Gpu:
     """The figures of a card. None: it does not say."""
 
     name: str
-    busy: float
+    busy: float | None
     """Share of the driver's last window, which is coarse: up to a second."""
-    used_bytes: int
-    memory_bytes: int
+    used_bytes: int | None
+    memory_bytes: int | None
     energy_j: float | None
     """Since the driver was loaded."""
     link_gb_s: float | None
     """The rate that its slot carries one way at best."""
+    integrated: bool = False
+    """True if it is a part of the processor."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,8 @@ class Nvml:
             self._ask(ask, handle)
             for ask in (nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth)
         )
-        link = LANE_GB_S[generation] * lanes if generation in LANE_GB_S and lanes else None
+        rate = LANE_GB_S.get(LANES_GT_S.get(generation, 0.0))
+        link = rate * lanes if rate is not None and lanes else None
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         energy_j = None if energy_mj is None else energy_mj / 1e3
         return Gpu(
@@ -212,65 +211,47 @@ class Nvml:
             return None
 
 
-class Amd:
-    """AMD's cards, by amdsmi, whose import fails loudly where the driver's library is missing."""
+class SysfsCards:
+    """AMD's and Intel's cards, as the kernel shows them (`machine/cards.py`), by the names that
+    torch has for them.
 
-    def __init__(self) -> None:
-        if importlib.util.find_spec("amdsmi") is None:
-            if not cards_of(AMD):
-                raise Absent(NO_CARD)
-            raise Absent("amdsmi is not installed (it comes with ROCm)")
-        tried = subprocess.run(
-            [sys.executable, "-c", "import amdsmi"],
-            capture_output=True,
-            timeout=IMPORT_S,
-            check=False,
-        )
-        if tried.returncode:
-            raise Absent("amdsmi is installed and cannot be imported: libamd_smi.so is missing")
-        self._smi: Any = importlib.import_module("amdsmi")
-        try:
-            self._smi.amdsmi_init()
-            self._handles = self._smi.amdsmi_get_processor_handles()
-        except self._smi.AmdSmiException as error:
-            raise Absent(f"amdsmi finds no card: {error}") from None
-        if not self._handles:
-            raise Absent("amdsmi finds no card")
-        try:
-            self.read()
-        except (
-            self._smi.AmdSmiException,
-            KeyError,
-            TypeError,
-        ) as error:  # what a card does not tell is left out, or is the text N/A
-            raise Absent(f"amdsmi does not tell how busy the card is: {error!r}") from None
+    An Intel card does not tell how busy it is, but how long it was powered down: its share is that
+    of the time between two readings in which it was not, and None in the first.
+    """
+
+    def __init__(self, root: Path = ROOT, *, beside_nvidia: bool = False) -> None:
+        """`beside_nvidia`: cuda:N are NVIDIA's cards, and AMD's are called amd:N."""
+        names = {"AMD": "amd" if beside_nvidia else "cuda", "Intel": "xpu"}
+        counts = dict.fromkeys(names, 0)
+        self._cards: dict[str, Card] = {}
+        for card in read_cards(root):
+            if card.driver:
+                self._cards[f"{names[card.maker]}:{counts[card.maker]}"] = card
+                counts[card.maker] += 1
+        if not self._cards:
+            raise Absent(NO_CARD)
+        self._idle: dict[str, tuple[float, float]] = {}
+        """Name -> when a card was read last, and how long it had been powered down; seconds."""
 
     def read(self) -> Mapping[str, Gpu]:
-        return {f"amd:{index}": self._card(handle) for index, handle in enumerate(self._handles)}
+        return {name: self._read(name, card) for name, card in self._cards.items()}
 
-    def _card(self, handle: Any) -> Gpu:
-        smi = self._smi
-        busy = smi.amdsmi_get_gpu_activity(handle)["gfx_activity"] / 100
-        memory = smi.amdsmi_get_gpu_vram_usage(handle)
-        joules = self._energy_j(handle)
-        name = str(smi.amdsmi_get_gpu_asic_info(handle)["market_name"])
+    def _read(self, name: str, card: Card) -> Gpu:
+        busy, idle_s, now_s = card.busy(), card.idle_s(), time.monotonic()
+        if busy is None and idle_s is not None:
+            before = self._idle.get(name)
+            self._idle[name] = now_s, idle_s
+            if before is not None and now_s > before[0]:
+                busy = min(1.0, max(0.0, 1.0 - (idle_s - before[1]) / (now_s - before[0])))
         return Gpu(
-            name,
+            card.name,
             busy,
-            int(memory["vram_used"]) << 20,
-            int(memory["vram_total"]) << 20,
-            joules,
+            card.used_bytes(),
+            card.memory_bytes,
             None,
+            card.link_gb_s,
+            card.integrated,
         )
-
-    def _energy_j(self, handle: Any) -> float | None:
-        """Return the energy used so far; None in a virtual machine, whose guest cannot read it."""
-        try:
-            energy = self._smi.amdsmi_get_energy_count(handle)
-        except self._smi.AmdSmiException:
-            return None
-        ticks = energy.get("energy_accumulator", energy.get("power"))
-        return ticks * energy["counter_resolution"] / 1e6 if isinstance(ticks, int) else None
 
 
 class Samplers:
@@ -283,10 +264,9 @@ class Samplers:
         self.absent: dict[str, str] = {}
         """Reading -> why there is none."""
         self._rapl = self._open("energy of the processors (RAPL)", lambda: Rapl(root))
-        cards = [
-            self._open(name, kind)
-            for name, kind in (("NVIDIA cards (NVML)", Nvml), ("AMD cards (amdsmi)", Amd))
-        ]
+        nvidia = self._open("NVIDIA cards (NVML)", Nvml)
+        others = partial(SysfsCards, root, beside_nvidia=nvidia is not None)
+        cards = (nvidia, self._open("AMD and Intel cards (sysfs)", others))
         self._cards: list[GpuSampler] = [card for card in cards if card is not None]
         self._taken: list[Sample] = []
 

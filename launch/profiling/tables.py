@@ -85,9 +85,11 @@ def machine_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{', '.join(node['workers']) or 'no worker'}",
         )
     for name, gpu in told["gpus"].items():
+        used = gpu["most_used_bytes"]
         yield (
             f"{name} {gpu['name']}",
-            f"{share(gpu['busy'])} busy by its driver, {gpu['most_used_bytes'] / 1e9:.1f} GB "
+            f"{share(gpu['busy'])} busy by its driver, "
+            f"{number(None if used is None else used / 1e9, 1)} GB "
             f"in use, bus {number(gpu['link_gb_s'], 1)} GB/s",
         )
     for name, joules in told["energy"]["joules"].items():

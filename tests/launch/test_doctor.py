@@ -8,44 +8,17 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.machine.examination import Check, examine
-from dovetail.launch.machine.facts import Facts, Gpu, read_gpus, sizes_in
+from dovetail.launch.machine.check import Check
+from dovetail.launch.machine.examination import examine
+from dovetail.launch.machine.facts import Gpu, read_gpus, sizes_in
 from dovetail.launch.machine.topology import Node, Topology, read_topology
+from support.healthy import AMPERE, HEALTHY, VOLTA, inventory
 from support.sysfs import GIB, TWO_SOCKETS, write_machine
-
-INVENTORY: dict[str, Any] = {
-    "torch": "2.13.0+cu130",
-    "cuda": "13.0",
-    "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
-    "capabilities": [],
-    "products": [],
-    "cpu_capability": "AVX512",
-    "kernels_missing": "",
-    "isas": ["plain", "avx2"],
-    "kernels_failures": [],
-}
-HEALTHY = Facts(
-    machine="x86_64",
-    flags=frozenset({"avx2", "fma", "f16c", "avx512f"}),
-    topology=Topology((Node(0, ((0,), (1,), (2,), (3,)), 16 * GIB),)),
-    online_cores=4,
-    memory_refusal="",
-    inventory=INVENTORY,
-    memory_bytes=16 * GIB,
-    free_bytes=12 * GIB,
-    profile="profile.json: nothing measured yet",
-)
-VOLTA = Gpu("Tesla V100", (7, 0), 580, 16384)
-AMPERE = Gpu("RTX A2000", (8, 6), 590, 6138)
 
 
 def check(name: str, **changes: Any) -> Check:
     """The check of that name on a healthy machine with some facts changed."""
     return next(c for c in examine(dataclasses.replace(HEALTHY, **changes)) if c.name == name)
-
-
-def inventory(**changes: Any) -> dict[str, Any]:
-    return {**INVENTORY, **changes}
 
 
 def test_a_healthy_machine_has_nothing_to_change() -> None:

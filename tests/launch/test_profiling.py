@@ -34,7 +34,6 @@ from dovetail.launch.profiling.forecast import Forecast, Offer, Prices, Tree, of
 from dovetail.launch.profiling.rounds import Waterfall
 from dovetail.launch.profiling.samplers import (
     Absent,
-    Amd,
     Gpu,
     Nvml,
     Rapl,
@@ -693,16 +692,6 @@ def nvmlDeviceGetMaxPcieLinkGeneration(handle): return 4
 def nvmlDeviceGetMaxPcieLinkWidth(handle): return 16
 """
 """What is asked of NVIDIA's library, under its names (nvidia-ml-py)."""
-AMDSMI = """
-class AmdSmiException(Exception): pass
-def amdsmi_init(): pass
-def amdsmi_get_processor_handles(): return ["handle"]
-def amdsmi_get_gpu_activity(handle): return {{"gfx_activity": {busy}}}
-def amdsmi_get_gpu_vram_usage(handle): return {{"vram_used": 3 << 10, "vram_total": 8 << 10}}
-def amdsmi_get_gpu_asic_info(handle): return {{"market_name": "Card"}}
-def amdsmi_get_energy_count(handle): {energy}
-"""
-"""The same of AMD's (ROCm's amdsmi)."""
 
 
 @pytest.fixture
@@ -730,35 +719,12 @@ def test_a_card_of_nvidia_says_what_it_does_and_what_it_does_not_tell_is_none(
     }
 
 
-@pytest.mark.parametrize(
-    ("energy", "joules"),
-    [
-        ('return {"energy_accumulator": 200, "counter_resolution": 15.3}', 200 * 15.3e-6),
-        ("raise AmdSmiException('a guest')", None),
-    ],
-)
-def test_a_card_of_amd_says_what_it_does_and_what_it_does_not_tell_is_none(
-    library: Callable[[str, str], None], energy: str, joules: float | None
-) -> None:
-    library("amdsmi", AMDSMI.format(busy=40, energy=energy))
-    (card,) = Amd().read().values()
-    assert (card.busy, card.used_bytes, card.memory_bytes, card.energy_j) == (
-        0.4,
-        3 << 30,
-        8 << 30,
-        None if joules is None else pytest.approx(joules),
-    )
-
-
 def test_a_card_that_does_not_say_how_busy_it_is_is_absent_with_the_reason(
     library: Callable[[str, str], None],
 ) -> None:
     library("pynvml", NVML.format(busy="raise NVMLError('a part of a card')", energy="return 0"))
     with pytest.raises(Absent, match="does not tell how busy the card is: a part of a card"):
         Nvml()
-    library("amdsmi", AMDSMI.format(busy="'N/A'", energy="return {}"))
-    with pytest.raises(Absent, match="does not tell how busy the card is"):
-        Amd()
 
 
 def test_busy_shares_are_of_the_time_between_two_samples() -> None:

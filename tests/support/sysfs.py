@@ -53,6 +53,62 @@ def write_machine(
     return root
 
 
+def write_card(
+    root: Path, place: str, vendor: int, device: int, *, driver: str = "", **files: str
+) -> Path:
+    """The folder of a graphics card of that place on the bus, such as 0000:03:00.0, with its files
+    by their names, `__` for a slash."""
+    folder = root / "sys/devices" / place
+    write(folder / "vendor", f"0x{vendor:04x}")
+    write(folder / "device", f"0x{device:04x}")
+    write(folder / "class", "0x030000")
+    for name, text in files.items():
+        write(folder / name.replace("__", "/"), text)
+    for link, target in (
+        (root / "sys/bus/pci/devices" / place, folder),
+        *([(folder / "driver", root / "sys/bus/pci/drivers" / driver)] if driver else []),
+        *([(root / f"sys/class/drm/card{place[5:7]}/device", folder)] if driver else []),
+    ):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        target.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    return folder
+
+
+RX_6700 = {
+    "driver": "amdgpu",
+    "mem_info_vram_total": str(10 << 30),
+    "mem_info_vram_used": str(1 << 30),
+    "gpu_busy_percent": "40",
+    "max_link_speed": "16.0 GT/s PCIe",
+    "max_link_width": "16",
+}
+ARC_A380 = {"driver": "xe", "tile0__physical_vram_size_bytes": str(6 << 30)}
+PCI_IDS = """# a comment
+1002  Advanced Micro Devices, Inc. [AMD/ATI]
+\t73df  Navi 22 [Radeon RX 6700/6700 XT/6750 XT / 6800M/6850M XT]
+\t\t1002 0e36  Radeon RX 6700 XT
+8086  Intel Corporation
+\t4692  Alder Lake-S GT1 [UHD Graphics 730]
+\t56a5  DG2 [Arc A380]
+"""
+
+
+def write_cards(root: Path) -> Path:
+    """The files of a machine with an RX 6700, an Arc A380 and a processor's own graphics."""
+    write(root / "usr/share/misc/pci.ids", PCI_IDS)
+    write_card(root, "0000:03:00.0", 0x1002, 0x73DF, **RX_6700)
+    write(
+        root / "sys/class/kfd/kfd/topology/nodes/1/properties",
+        f"cpu_cores_count 0\ngfx_target_version 100301\nlocation_id {3 << 8}\n",
+    )
+    arc = write_card(root, "0000:04:00.0", 0x8086, 0x56A5, **ARC_A380)
+    for part, idle_ms in (("gt0", 9_000), ("gt1", 10_000)):
+        write(arc / f"tile0/{part}/gtidle/idle_residency_ms", str(idle_ms))
+    write_card(root, "0000:00:02.0", 0x8086, 0x4692, driver="i915")
+    return root
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + ("" if text.endswith("\n") else "\n"), encoding="ascii")

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from dovetail.workers import kernels
+from dovetail.workers import devices, kernels
 from dovetail.workers.devices import cuda, kind_of
+from dovetail.workers.devices.cuda import CUDA
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
 from dovetail.workers.models.backends.device.choice import Products
@@ -42,14 +43,25 @@ def take_inventory() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
+        "hip": torch.version.hip or "",
+        "xpu": getattr(torch.version, "xpu", None) or "",
         "architectures": cuda.architectures(),
         "capabilities": cuda.capabilities(),
-        "products": [products_of(place) for place in cuda.devices()],
+        "found": [*found()],
+        "products": [products_of(torch.device(name)) for name in CUDA.found()],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernels_missing": kernels.why_not() or "",
         "isas": [isa.name.lower() for isa in kernels.isas()] if kernels.available() else [],
         "kernels_failures": list(kernel_failures()) if kernels.available() else [],
     }
+
+
+def found() -> Iterator[dict[str, str]]:
+    """Yield the GPUs that torch finds: name, chip, and a few words where dovetail was never run on
+    one."""
+    for kind in devices.KINDS:
+        for name in kind.found():
+            yield {"name": name, "chip": kind.chip(torch.device(name)), "unproved": kind.unproved}
 
 
 def products_of(device: torch.device) -> dict[str, Any]:

@@ -114,9 +114,17 @@ class DeviceKind(ABC):
         """Return the device of that name, and set up the process for it; None: the name is not one
         of this kind. `SettingsError` where there is no such device."""
 
+    def found(self) -> Sequence[str]:
+        """Return the names of the GPUs of this kind that torch finds."""
+        return ()
+
+    def chip(self, device: torch.device) -> str:
+        """Return what a GPU calls itself."""
+        return str(device)
+
     def best(self) -> str | None:
         """Return the name of the device on which a draft is fastest; None: there is none."""
-        return None
+        return next(iter(self.found()), None)
 
     @abstractmethod
     def free_bytes(self, device: torch.device) -> int:

@@ -32,9 +32,11 @@ def _make_products_exact() -> None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Return what this build of torch has GPU code for, such as sm_80 and compute_90; nothing in a
-    build for CPUs. Asked of the build, so that no GPU is needed."""
-    flags: str | None = torch._C._cuda_getArchFlags() if torch.version.cuda is not None else None
+    """Return what this build of torch has GPU code for, such as sm_80 and compute_90, or gfx1030;
+    nothing in a build for CPUs. Asked of the build, so that no GPU is needed."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return ()
+    flags: str | None = torch._C._cuda_getArchFlags()
     return tuple((flags or "").split())
 
 
@@ -46,12 +48,6 @@ def capabilities() -> tuple[str, ...]:
         "{}.{}".format(*torch.cuda.get_device_capability(index))
         for index in range(torch.cuda.device_count())
     )
-
-
-def devices() -> Sequence[torch.device]:
-    """Return the GPUs that torch finds."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.device("cuda", index) for index in range(count)]
 
 
 def capability(index: int) -> tuple[int, int]:
@@ -156,7 +152,7 @@ class Cuda(DeviceKind):
         return torch.version.hip is None
 
     def open(self, name: str) -> Device | None:
-        if (index := self.own(name, len(devices()), self.remedy)) is None:
+        if (index := self.own(name, len(self.found()), self.remedy)) is None:
             return None
         _make_products_exact()
         HELD.add_cache(torch.cuda.empty_cache)
@@ -165,15 +161,20 @@ class Cuda(DeviceKind):
 
     def library(self, index: int) -> str:
         """Return the version of torch and CUDA, and the chip."""
-        name = torch.cuda.get_device_name(index).replace(" ", "-")
+        name = self.chip(torch.device(self.type, index)).replace(" ", "-")
         return f"torch-{torch.__version__}-cuda{torch.version.cuda}-{name}"
 
     def capture(self, device: torch.device) -> Capture | None:
         """Return what captures functions as graphs on a GPU; None: nothing can there."""
         return partial(capture, torch.cuda, torch.cuda.CUDAGraph, device, **CAPTURING)
 
-    def best(self) -> str | None:
-        return f"{self.type}:0" if self.is_here() and devices() else None
+    def found(self) -> Sequence[str]:
+        if not self.is_here() or not torch.cuda.is_available():
+            return ()
+        return [f"{self.type}:{index}" for index in range(torch.cuda.device_count())]
+
+    def chip(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
 
     def free_bytes(self, device: torch.device) -> int:
         free: int = torch.cuda.mem_get_info(device)[0]

@@ -2,6 +2,8 @@
 of what is computed; there are no numbers of 64 bits and no graphs.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from dovetail.workers.devices import cpu
@@ -19,18 +21,17 @@ class _Mps(DeviceKind):
     unproved = "dovetail was never run on a GPU of Apple's"
 
     def open(self, name: str) -> Device | None:
-        if self.own(name, self.count(), self.remedy) is None:
+        if self.own(name, len(self.found()), self.remedy) is None:
             return None
         HELD.add_cache(torch.mps.empty_cache)
         library = f"torch-{torch.__version__}-mps"
         return Device(self, self.type, torch.device(self.type, 0), library, "fp16")
 
-    def count(self) -> int:
-        """Return 1 where torch finds a GPU, else 0."""
-        return int(torch.backends.mps.is_available())
+    def found(self) -> Sequence[str]:
+        return [self.type] if torch.backends.mps.is_available() else []
 
-    def best(self) -> str | None:
-        return self.type if self.count() else None
+    def chip(self, device: torch.device) -> str:
+        return "a GPU of Apple's"
 
     def free_bytes(self, device: torch.device) -> int:
         """Return what Metal recommends less what it has taken, and no more than what the host has

@@ -1,6 +1,6 @@
 """Intel GPUs, by `torch.xpu`: Arc, integrated ones from Meteor Lake on, and Data Center GPU Max."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,18 @@ class _Xpu(DeviceKind):
     unproved = "dovetail was never run on a GPU of Intel's"
 
     def open(self, name: str) -> Device | None:
-        if (index := self.own(name, self.count(), self.remedy)) is None:
+        if (index := self.own(name, len(self.found()), self.remedy)) is None:
             return None
         HELD.add_cache(torch.xpu.empty_cache)
         place = torch.device(self.type, index)
         return Device(self, str(place), place, self.library(index), "fp16", self.capture(place))
 
-    def count(self) -> int:
-        """Return the number of GPUs that torch finds."""
-        return torch.xpu.device_count() if torch.xpu.is_available() else 0
+    def found(self) -> Sequence[str]:
+        count = torch.xpu.device_count() if torch.xpu.is_available() else 0
+        return [f"{self.type}:{index}" for index in range(count)]
+
+    def chip(self, device: torch.device) -> str:
+        return str(torch.xpu.get_device_properties(device).name)
 
     def library(self, index: int) -> str:
         """Return the version of torch, and the chip and its driver."""
@@ -47,9 +50,6 @@ class _Xpu(DeviceKind):
         there."""
         new = getattr(torch.xpu, "XPUGraph", None)
         return new and proved(partial(capture, torch.xpu, new, device), device)
-
-    def best(self) -> str | None:
-        return f"{self.type}:0" if self.count() else None
 
     def free_bytes(self, device: torch.device) -> int:
         """Some drivers do not tell what is free; then it is what this process has not taken. An
