@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
-from dovetail.workers.models.backends.device.fixed import Inputs, form_of
-from dovetail.workers.models.backends.device.packed import Packed
+from dovetail.workers.models.backends.device.fixed import Inputs, Packed, form_of
 from dovetail.workers.models.segment import Paths, Segment
 
 HERE = torch.device("cpu")

@@ -14,7 +14,7 @@ from dovetail.workers.devices.pretended import (
     capture,
     device,
 )
-from dovetail.workers.models.backends.device.packed import Packed
+from dovetail.workers.models.backends.device.fixed import Packed
 from dovetail.workers.models.backends.stages.streaming import Ring
 
 pytestmark = pytest.mark.skipif(
@@ -75,6 +75,15 @@ def test_pinned_memory_is_not_written_before_it_has_been_copied(there: torch.dev
     source += 1
     with pytest.raises(RuntimeError, match="was written before its copy"):
         wait()
+
+
+def test_what_is_copied_back_is_there_once_it_has_been_waited_for(there: torch.device) -> None:
+    source, target = torch.full((4,), 7, dtype=torch.uint8, device=there), PRETENDED.pinned(4)
+    wait = PRETENDED.fetch(source, target)
+    source.zero_()
+    assert target.tolist() == [255] * 4
+    wait()
+    assert target.tolist() == [7] * 4
 
 
 def test_what_a_graph_returned_is_gone_when_another_is_replayed(there: torch.device) -> None:

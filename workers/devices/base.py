@@ -145,6 +145,12 @@ class DeviceKind(ABC):
         target.copy_(source)
         return lambda: None
 
+    def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        """Have a device copy what it has computed into `pinned` memory; return what waits until it
+        is there."""
+        target.copy_(source)
+        return lambda: None
+
     def has_fp64(self, device: torch.device) -> bool:
         """Return whether a device has numbers of 64 bits; without them the host computes what needs
         them."""

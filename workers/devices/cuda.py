@@ -126,6 +126,14 @@ class CudaTransfer:
         return event
 
 
+def _copied(source: Tensor, target: Tensor, device: torch.device) -> Callable[[], None]:
+    """Begin a copy from or to locked pages; return what waits for its end."""
+    target.copy_(source, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(device))
+    return partial(_wait, copied)
+
+
 def _wait(event: torch.cuda.Event) -> None:
     """Have the host wait for an event, which has passed most of the time."""
     if not event.query():  # type: ignore[no-untyped-call]
@@ -187,10 +195,10 @@ class Cuda(DeviceKind):
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        target.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(target.device))
-        return partial(_wait, copied)
+        return _copied(source, target, target.device)
+
+    def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        return _copied(source, target, source.device)
 
     def against_int4(self, device: torch.device) -> str:
         """The products take the matrix units of compute capability 8."""

@@ -71,6 +71,9 @@ class _Xpu(DeviceKind):
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
         return accelerator.copied(source, target, target.device)
 
+    def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        return accelerator.copied(source, target, source.device)
+
     def has_fp64(self, device: torch.device) -> bool:
         """Arc of the A series has none, nor have most integrated ones."""
         found: Any = torch.xpu.get_device_properties(device)

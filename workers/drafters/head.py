@@ -52,6 +52,7 @@ from dovetail.workers.drafters.head_levels import (
     Found,
     Level,
     adapts_shapes,
+    best_of,
     compute_rows,
     open_levels,
 )
@@ -272,7 +273,7 @@ class HeadDrafter(Grower[HeadSession]):
         predicted = yield from self._read_true(
             session, predicted=True, contrast=self._contrast and shape.depth == 2
         )
-        session.note_ranking(THE_ROOT, session.waiting_time.children, predicted)
+        session.note_ranking(THE_ROOT, best_of(predicted))
         if not isinstance(predicted, Found):
             session.states[0] = predicted.states[0]
         if predicted.contrast is not None:
@@ -336,8 +337,7 @@ class HeadDrafter(Grower[HeadSession]):
         that was foretold, keeps those of them that are among the best."""
         tree = session.tree
         again = tree.children_of(nodes) > 0
-        best = None if session.ranked is None else session.ranked.of(nodes, width)
-        children = session.ranking.children(logits, tree, nodes, len(session.log), width, best)
+        children = session.children_of(logits, nodes, width)
         if not again.any():
             return tree.add_children(nodes, *children)
         added = tree.rank_again(nodes, *children)
@@ -350,7 +350,7 @@ class HeadDrafter(Grower[HeadSession]):
         a tree of `depth` levels."""
         tree, cache = session.tree, session.cache
         parents, levels = tree.parents[nodes], tree.levels[nodes]
-        first, width = tree.rows_used, session.waiting_time.children
+        first = tree.rows_used
         tree.give_rows(nodes)
         paths = Paths.behind(cache.length, *tree.lineage(nodes))
         level = Level(
@@ -361,9 +361,7 @@ class HeadDrafter(Grower[HeadSession]):
             above=1 + tree.rows_of(parents).astype(np.int64),
             into=1 + first,
             contrast=self._contrast and bool((levels == depth - 2).any()),
-            ranking=session.ranking.for_device(tree, nodes, len(session.log), width)
-            if session.levels.ranks
-            else None,
+            ranking=session.ranking_of(nodes) if session.levels.ranks else None,
         )
         found: Predicted = yield session.levels.ask(level)
         session.levels.take(level, found)
@@ -371,7 +369,7 @@ class HeadDrafter(Grower[HeadSession]):
             session.contrasts.update(
                 (int(nodes[i]), found.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
             )
-        session.note_ranking(nodes, width, found)
+        session.note_ranking(nodes, best_of(found))
         return found.logits
 
     def take(self, session: HeadSession, reading: Reading) -> int:

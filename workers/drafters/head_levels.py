@@ -21,12 +21,17 @@ from torch import Tensor
 
 from dovetail.protocol.settings import TreeSettings
 from dovetail.workers.drafters.passes import Rows, joined, wanted_rows
-from dovetail.workers.drafters.ranking import DeviceRanking
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.fixed import Form, Inputs, fixed_pass, form_of
+from dovetail.workers.models.backends.device.fixed import Form, fixed_pass, form_of
+from dovetail.workers.models.backends.device.ranked import (
+    DeviceRanking,
+    Fetched,
+    RankedInputs,
+    RankingShape,
+)
 from dovetail.workers.models.segment import Cache, Segment
-from dovetail.workers.speculation.growth import Nodes, best_of
+from dovetail.workers.speculation.growth import Nodes
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """A function of fixed shapes -> one that does the same again, into the same tensors."""
@@ -87,12 +92,15 @@ class FreeLevels:
 
 @dataclass(frozen=True)
 class Found(Predicted):
-    """The predictions of a level, and the children that a device has ranked by them, which are good
-    until the next level of the session."""
+    """The predictions of a level, and the children that a device has ranked by them."""
 
-    best: Tensor | None = None
-    """int32 [2, at least N, at least K]: the children as `growth.best_of` returns them; None: the
-    host ranks them."""
+    best: Fetched | None = None
+    """None: the host ranks them."""
+
+
+def best_of(found: Predicted) -> Fetched | None:
+    """Return the children that a device has ranked; None: it has ranked none."""
+    return found.best if isinstance(found, Found) else None
 
 
 @dataclass(frozen=True)
@@ -102,50 +110,16 @@ class LevelRows(Rows):
     level: Level | None = None
 
 
-@dataclass(frozen=True)
-class RankingShape:
-    """The shape of a ranking."""
-
-    vocabulary_size: int
-    width: int
-    noisy: bool
-
-    @classmethod
-    def of(cls, ranking: DeviceRanking) -> "RankingShape":
-        """Return the shape of a ranking, its width the next power of two."""
-        width = min(1 << (ranking.width - 1).bit_length(), ranking.vocabulary_size)
-        return cls(ranking.vocabulary_size, width, ranking.noise is not None)
-
-
-class LevelInputs(Inputs):
-    """The inputs of a level."""
+class LevelInputs(RankedInputs):
+    """The inputs of a level of a head."""
 
     def __init__(
         self, form: Form, ranks: RankingShape | None, device: torch.device, *, features: int
     ) -> None:
         """`features`: the width of features for true rows; 0: the rows are those of a tree."""
-        rows = (form.rows,)
-        numbers = dict.fromkeys(("tokens", "above", "into", "wanted"), (torch.long, rows))
-        scales = dict.fromkeys(("temperatures", "sharpenings"), (torch.float32, rows))
-        super().__init__(form, {**numbers, **scales}, device)
-        width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
+        names = ("tokens", "above", "into", "wanted")
+        super().__init__(form, dict.fromkeys(names, (torch.long, (form.rows,))), ranks, device)
         self.features = torch.zeros(form.rows, features, device=device)
-        self.noise = torch.zeros(form.rows, width, device=device)
-        """[T, V] on the device alone; [T, 0] for a greedy ranking."""
-        self.children = torch.zeros(
-            2, form.rows, 0 if ranks is None else ranks.width, dtype=torch.int32, device=device
-        )
-        """The result of the ranking, as `growth.best_of` returns it; it stays while other graphs
-        are replayed."""
-
-    def rank(self, logits: Tensor, ranks: RankingShape) -> None:
-        """Write the children that logits [T, V] give into `children`."""
-        count, z = len(logits), logits[:, : ranks.vocabulary_size]
-        if ranks.noisy:
-            heated = (z - z.amax(-1, keepdim=True)) / self["temperatures"][:count].unsqueeze(1)
-            z = heated + self.noise[:count]
-        sharpened = z / self["sharpenings"][:count].unsqueeze(1)
-        self.children[:, :count].copy_(best_of(sharpened, ranks.width))
 
 
 class FixedLevels:
@@ -201,19 +175,15 @@ class FixedLevels:
             "into": np.arange(level.into, level.into + wanted),
             "wanted": np.full(1, count - 1),
         }
-        if ranking is not None:
-            rows |= {"temperatures": ranking.temperatures, "sharpenings": ranking.sharpenings}
-        fixed.inputs.send(level.segment, rows)
+        fixed.inputs.ask(level.segment, rows, ranking)
         if level.features is not None:
             fixed.inputs.features[:count] = level.features
-        if ranking is not None and ranking.noise is not None:
-            torch.stack(list(ranking.noise), out=fixed.inputs.noise[:wanted])
         found = fixed.replay()
         return Found(
             found.logits[:wanted].clone(),
             self.states[level.into : level.into + wanted],
             None if found.contrast is None else found.contrast[:wanted].clone(),
-            None if ranks is None else fixed.inputs.children,
+            None if ranks is None else fixed.inputs.fetch(0, wanted),
         )
 
     def _open(

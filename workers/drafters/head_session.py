@@ -4,39 +4,21 @@ to be read."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
-from dovetail.workers.drafters.head_levels import Found, Kind, Level, Levels
+from dovetail.workers.drafters.head_levels import Kind, Level, Levels
 from dovetail.workers.drafters.passes import Rows
-from dovetail.workers.drafters.session import THE_ROOT, GrowingSession
-from dovetail.workers.heads.head import Predicted
+from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefix_cache import check_prefix
-from dovetail.workers.speculation.growth import Nodes
 
 SLACK_SHARE = 8
 """A full window loses this part of itself at once, so that a row is moved so many times at most."""
-MOST_TRUE = 16
-"""The most true rows that are computed in fixed shapes, where levels are."""
 LEAST_WINDOW_SHARE = 2
 """A session goes on from a window that has lost rows if at least this part of it is left; rows that
 were dropped cannot be computed again."""
-
-
-@dataclass(frozen=True)
-class RankedChildren:
-    """The children of nodes as a device has ranked them, not yet read by the host."""
-
-    nodes: Nodes
-    width: int
-    best: Tensor
-
-    def of(self, nodes: Nodes, width: int) -> Tensor | None:
-        """Return them if they are those of these nodes, and so many of each; else None."""
-        return self.best if width == self.width and np.array_equal(nodes, self.nodes) else None
 
 
 @dataclass(kw_only=True)
@@ -51,7 +33,6 @@ class HeadSession(GrowingSession):
     waiting: list[Tensor] = field(default_factory=list)
     """Features [n, W] of the positions behind the true rows."""
     dropped: int = 0
-    ranked: RankedChildren | None = None
 
     @property
     def states(self) -> Tensor:
@@ -90,7 +71,6 @@ class HeadSession(GrowingSession):
         if not (predicted and count <= MOST_TRUE and self.levels.ranks):
             segment, kind = Segment(cache, cache.length, count), Kind(true=True, contrast=contrast)
             return Rows(tokens, positions, segment, int(predicted), kind, features)
-        width = self.waiting_time.children
         level = Level(
             tokens,
             positions,
@@ -98,15 +78,10 @@ class HeadSession(GrowingSession):
             above=THE_ROOT,
             into=0,
             contrast=contrast,
-            ranking=self.ranking.for_device(self.tree, THE_ROOT, len(self.log), width),
+            ranking=self.ranking_of(THE_ROOT),
             features=features,
         )
         return self.levels.ask(level)
-
-    def note_ranking(self, nodes: Nodes, width: int, found: Predicted) -> None:
-        """Note the children of `nodes`, `width` of each, if a device has ranked them."""
-        best = found.best if isinstance(found, Found) else None
-        self.ranked = None if best is None else RankedChildren(nodes, width, best)
 
     def commit(self, count: int) -> None:
         """Make true rows of the first `count` behind them, whose features need not wait any

@@ -12,8 +12,8 @@ How a tree grows is the grower's business.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.spans import Spans
-from dovetail.workers.drafters.passes import EMPTY, Rows, Steps, joined, read_alone, wanted_rows
+from dovetail.workers.drafters.passes import EMPTY, Rows, joined, read_alone, wanted_rows
 from dovetail.workers.drafters.ranking import Ranking
-from dovetail.workers.drafters.session import GrowingSession
+from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
 from dovetail.workers.drafters.tree import CHUNK, Grower
+from dovetail.workers.models.backends.device.ranked import Ranked
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefill import TURN_TAIL, next_stop
@@ -43,6 +44,10 @@ are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 / 5
 temperature 1; the sharper, the more nodes are grown for it (388 a round at 0.3, 329 at 1.0)."""
 SUBSTITUTE_SHARPENING = 0.2
 """The sharpening of a target's own substitute: SubSpec's, section 4.2."""
+
+Passes = Generator[Rows, Ranked, Ranked]
+"""Yields rows, is sent what follows them, and returns what follows the last ones."""
+Steps = Generator[Rows, Ranked, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -191,22 +196,39 @@ class Drafter(Grower[DraftSession]):
         cache.keep([cache.length + row for row in (*accepted, *survivors)], len(accepted))
 
     def _read_log(self, session: DraftSession, shape: Shape) -> Steps:
-        return self._read_missing(session)
+        few = self.model.captures and session.missing_rows <= MOST_TRUE
+        found = yield from (self._read_few(session) if few else self._read_missing(session))
+        session.note_ranking(THE_ROOT, found.best)
+        return found.logits
 
-    def _read_missing(self, session: DraftSession, rows: int | None = None) -> Steps:
-        """Compute the missing rows of the log, or the first `rows` of them. Return the logits
-        [1, V] after the last one."""
-        cache, logits = session.cache, EMPTY
+    def _read_few(self, session: DraftSession) -> Passes:
+        """Compute the missing rows of the log as a level is computed."""
+        cache, tokens = session.cache, session.log[session.cache.length :]
+        start, count = cache.length, len(tokens)
+        found = yield Rows(
+            torch.tensor(tokens),
+            torch.arange(start, start + count),
+            Segment(cache, start, count, Paths.growing(start, count)),
+            wanted=1,
+            ranking=session.ranking_of(THE_ROOT),
+        )
+        cache.keep(range(start, start + count), count)
+        return found
+
+    def _read_missing(self, session: DraftSession, rows: int | None = None) -> Passes:
+        """Compute the missing rows of the log, or the first `rows` of them. Return what follows the
+        last one."""
+        cache, found = session.cache, Ranked(EMPTY, None)
         told = len(session.log)
         stop = told if rows is None else cache.length + rows
         while missing := session.log[cache.length : min(stop, next_stop(cache, told, CHUNK))]:
             start, count = cache.length, len(missing)
             tokens, positions = torch.tensor(missing), torch.arange(start, start + count)
-            logits = yield Rows(tokens, positions, Segment(cache, start, count), wanted=1)
+            found = yield Rows(tokens, positions, Segment(cache, start, count), wanted=1)
             cache.keep(range(start, start + count), count)
             if cache.length == told - TURN_TAIL:
                 cache.checkpoint()
-        return logits
+        return found
 
     def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Steps:
         """The rows of `nodes` go behind those of the tree."""
@@ -218,18 +240,36 @@ class Drafter(Grower[DraftSession]):
         )
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 1 + tree.levels[nodes].astype(np.int64))
-        logits: Tensor = yield Rows(tokens, positions, segment, wanted=len(nodes))
-        return logits
+        return (
+            yield from self._ranked(session, nodes, Rows(tokens, positions, segment, len(nodes)))
+        )
 
-    def compute(self, parts: Sequence[Rows]) -> Sequence[Tensor]:
+    def _ranked(self, session: DraftSession, nodes: Nodes, part: Rows) -> Steps:
+        """Compute the rows of `nodes`, whose children are ranked where passes are captured."""
+        ranking = session.ranking_of(nodes) if self.model.captures else None
+        found = yield replace(part, ranking=ranking)
+        session.note_ranking(nodes, found.best)
+        return found.logits
+
+    def compute(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
         """Compute parts in one pass; where levels are captured, each of which is of one session, in
         a pass for each part."""
-        if len(parts) > 1 and getattr(self.model.back_end, "captures", False):
-            return [logits for part in parts for logits in self.compute([part])]
+        if not self.model.captures:
+            return self._as_they_come(parts)
+        return [self._level(part) for part in parts]
+
+    def _level(self, part: Rows) -> Ranked:
+        """Compute a part by a captured pass, if it is a level."""
+        found = self.model.level(
+            part.tokens, part.positions, part.segment, wanted=part.wanted, ranking=part.ranking
+        )
+        return self._as_they_come([part])[0] if found is None else found
+
+    def _as_they_come(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
         logits = self.model.forward(
             joined([part.tokens for part in parts]),
             joined([part.positions for part in parts]),
             [part.segment for part in parts],
             rows=wanted_rows(parts),
         )
-        return torch.split(logits, [part.wanted for part in parts])
+        return [Ranked(its, None) for its in torch.split(logits, [part.wanted for part in parts])]

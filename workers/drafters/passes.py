@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.memory import is_out_of_memory, without_graphs
+from dovetail.workers.models.backends.device.ranked import DeviceRanking
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.speculation.growth import Nodes
 
@@ -142,6 +143,9 @@ class Rows:
     kind: Hashable = None
     features: Tensor = EMPTY
     """[N, W], for a head."""
+    ranking: DeviceRanking | None = None
+    """The ranking of the children of the wanted rows, for a pass that is captured; None: it is the
+    host's."""
 
     @property
     def count(self) -> int:

@@ -15,13 +15,13 @@ from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling
 from dovetail.workers import kernels
 from dovetail.workers.kernels import ranking
+from dovetail.workers.models.backends.device.ranked import DeviceRanking, Fetched
 from dovetail.workers.speculation.growth import (
     Floats,
     GrowingTree,
     Ints,
     Nodes,
     likeliest,
-    on_host,
 )
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import Draws
@@ -38,20 +38,6 @@ from dovetail.workers.speculation.score_calibration import (
     class_of,
     fixed,
 )
-
-
-@dataclass(frozen=True)
-class DeviceRanking:
-    """The ranking of the children of N nodes that a device is asked for: by z = (logits /
-    temperature + noise) / sharpening, row by row."""
-
-    width: int
-    vocabulary_size: int
-    temperatures: Floats
-    """[N], which a greedy ranking does not read."""
-    sharpenings: Floats
-    noise: Sequence[Tensor] | None
-    """A row [V] for each node; None: the ranking is greedy."""
 
 
 @dataclass
@@ -140,7 +126,7 @@ class Ranking:
 
     def for_device(
         self, tree: GrowingTree, nodes: Nodes, root: int, width: int
-    ) -> "DeviceRanking | None":
+    ) -> DeviceRanking | None:
         """Return the ranking of the children of `nodes` for the device that computes their logits;
         None: it is the host's, because logits are processed or children are drawn."""
         if self.looking_back is not None or self.processed or self.draws is not None:
@@ -175,12 +161,11 @@ class Ranking:
         nodes: Nodes,
         root: int,
         width: int,
-        best: Tensor | None = None,
+        best: Fetched | None = None,
     ) -> tuple[Ints, Floats]:
         """Return the likeliest tokens after `nodes`, best first, or tokens drawn: ids and gains
-        [N, K] by logits [N, V]. Below the root stands position `root`. `best`: the
-        result of `growth.best_of` on a device that was asked by `for_device`; None: the host
-        ranks."""
+        [N, K] by logits [N, V]. Below the root stands position `root`. `best`: what a
+        device has found that was asked by `for_device`; None: the host ranks."""
         logits = logits[:, : self.vocabulary_size]
         if self.looking_back is not None:
             logits = self.looking_back.process(
@@ -195,8 +180,8 @@ class Ranking:
         if best is None:
             tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
         else:
-            tokens, gains = on_host(best)
-            tokens, gains = tokens[: len(nodes), :width], gains[: len(nodes), :width]
+            tokens, gains = best.take()
+            tokens, gains = tokens[:, :width], gains[:, :width]
         if self.score_calibration is not None:
             self.expected.note(tree, nodes, logits, noise, tokens, gains)
         return tokens, gains

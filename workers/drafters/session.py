@@ -4,13 +4,15 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from dovetail.protocol.messages import MAX_PASSES
 from dovetail.protocol.settings import TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.ranking import Ranking
+from dovetail.workers.models.backends.device.ranked import DeviceRanking, Fetched
 from dovetail.workers.models.segment import Cache
-from dovetail.workers.speculation.growth import GrowingTree, Nodes
+from dovetail.workers.speculation.growth import Floats, GrowingTree, Ints, Nodes
 from dovetail.workers.speculation.policy import Policy
 from dovetail.workers.speculation.prices import Chance, Recent
 from dovetail.workers.speculation.proposal import FREE, Price, Shape
@@ -20,6 +22,23 @@ MAX_TREE_ROWS = 4096
 have."""
 PROPOSALS_AHEAD = 8
 """A tree that grows ahead has rows for so many proposals."""
+
+
+@dataclass(frozen=True)
+class RankedChildren:
+    """The children of nodes as a device has ranked them."""
+
+    nodes: Nodes
+    width: int
+    best: Fetched
+
+    def of(self, nodes: Nodes, width: int) -> Fetched | None:
+        """Return them if they are those of these nodes, and so many of each; else None."""
+        return self.best if width == self.width and np.array_equal(nodes, self.nodes) else None
+
+
+MOST_TRUE = 16
+"""The most rows of the log that are computed as a level is, where levels are captured."""
 
 NO_NODES: Nodes = np.zeros(0, np.intp)
 THE_ROOT: Nodes = np.array([ROOT], np.intp)
@@ -67,6 +86,8 @@ class GrowingSession:
     waiting_time: WaitingTime = field(default_factory=WaitingTime)
     waits: Recent = field(default_factory=Recent)
     """The times between a proposal and the next order."""
+    ranked: RankedChildren | None = None
+    """The children that a device has ranked in the last pass; None: it has ranked none."""
 
     @property
     def readable(self) -> bool:
@@ -87,6 +108,22 @@ class GrowingSession:
     def free_rows(self) -> int:
         """Return how many more nodes can have a row."""
         return self.cache.capacity - self.cache.length - self.tree.rows_used
+
+    def ranking_of(self, nodes: Nodes) -> DeviceRanking | None:
+        """Return the ranking of the children of `nodes` for a device; None: it is the host's."""
+        width = self.waiting_time.children
+        return self.ranking.for_device(self.tree, nodes, len(self.log), width)
+
+    def note_ranking(self, nodes: Nodes, best: Fetched | None) -> None:
+        """Note the children of `nodes`, if a device has ranked them."""
+        width = self.waiting_time.children
+        self.ranked = None if best is None else RankedChildren(nodes, width, best)
+
+    def children_of(self, logits: Tensor, nodes: Nodes, width: int) -> tuple[Ints, Floats]:
+        """Return the likeliest tokens after `nodes` and their gains [N, K], by a device that has
+        ranked them or by logits [N, V]."""
+        best = None if self.ranked is None else self.ranked.of(nodes, width)
+        return self.ranking.children(logits, self.tree, nodes, len(self.log), width, best)
 
     def within_reach(self, shape: Shape) -> Shape:
         """`shape` without the levels that the sequence has no place for (the bonus takes one)."""

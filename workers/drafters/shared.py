@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession
-from dovetail.workers.drafters.passes import Rows, Steps
+from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession, Steps
+from dovetail.workers.drafters.passes import Rows
+from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.side_by_side import Growth
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.recurrent.lent import LentStates
@@ -191,9 +191,9 @@ class SharedDrafter(Drafter):
         assert isinstance(session, SharedSession)
         position = len(session.log) - 1
         segment = Segment(session.over, session.first, 1, Paths.of(position, [[session.first]]))
-        logits: Tensor = yield Rows(
-            torch.tensor(session.log[-1:]), torch.tensor([position]), segment, wanted=1
-        )
+        tokens = torch.tensor(session.log[-1:])
+        part = Rows(tokens, torch.tensor([position]), segment, wanted=1)
+        logits = yield from self._ranked(session, THE_ROOT, part)
         session.rooted = True
         return logits
 
@@ -212,5 +212,5 @@ class SharedDrafter(Drafter):
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(position + tree.levels[nodes].astype(np.int64))
         segment = Segment(session.over, start + used, len(nodes), paths)
-        logits: Tensor = yield Rows(tokens, positions, segment, wanted=len(nodes))
-        return logits
+        part = Rows(tokens, positions, segment, wanted=len(nodes))
+        return (yield from self._ranked(session, nodes, part))

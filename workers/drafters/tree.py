@@ -321,9 +321,7 @@ class Grower(ABC, Generic[SessionT]):
     def _add_children(self, session: SessionT, logits: Tensor, nodes: Nodes, width: int) -> int:
         """Put children of `nodes`, after which the model has `logits` [N, V], into the tree; how
         many there were."""
-        return session.tree.add_children(
-            nodes, *session.ranking.children(logits, session.tree, nodes, len(session.log), width)
-        )
+        return session.tree.add_children(nodes, *session.children_of(logits, nodes, width))
 
 
 def _with_distributions(proposal: Proposal, drawn: ProposalProbabilities) -> Proposal:

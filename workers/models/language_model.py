@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import Routing
+from dovetail.workers.models.backends.device.levels import Captured
+from dovetail.workers.models.backends.device.ranked import DeviceRanking, Ranked
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
@@ -147,6 +149,28 @@ class LanguageModel:
         does not have."""
         self._check_positions(positions)
         return self._back_end.compute(tokens, positions, segments, rows, Kept()).float()
+
+    @property
+    def captures(self) -> bool:
+        """Return whether levels of trees are captured, each of one session."""
+        return isinstance(self._back_end, Captured) and self._back_end.captures
+
+    @torch.inference_mode()
+    def level(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segment: Segment,
+        *,
+        wanted: int,
+        ranking: DeviceRanking | None = None,
+    ) -> Ranked | None:
+        """Return what follows the last rows of one session, as many as are wanted, by a captured
+        pass, with their children if these are to be ranked there; None: such a pass is not
+        captured, and `forward` computes it."""
+        if not isinstance(self._back_end, Captured):
+            return None
+        return self._back_end.level(tokens, positions, segment, wanted, ranking)
 
     @torch.inference_mode()
     def forward_with_states(

@@ -366,20 +366,10 @@ def likeliest(
     """
     z = tempered(logits.float(), temperature) if temperature > 0.0 else logits.float()
     z = z if noise is None else z + torch.stack(list(noise))
-    return on_host(best_of(z / sharpening, width))
-
-
-def best_of(z: Tensor, width: int) -> Tensor:
-    """Return the ids of the `width` largest numbers in each row of z [N, V], best first, and the
-    bits of log_softmax(z) there: int32 [2, N, K]."""
+    z = z / sharpening
     values, ids = z.topk(min(width, z.shape[1]))
     gains = values - z.logsumexp(-1, keepdim=True)
-    return torch.stack((ids.to(torch.int32), gains.view(torch.int32)))
-
-
-def on_host(best: Tensor) -> tuple[Ints, Floats]:
-    """Return the ids and gains [N, K] that `best_of` found, by one transfer from the device."""
-    tokens, bits = best.cpu().unbind()
+    tokens, bits = torch.stack((ids.to(torch.int32), gains.view(torch.int32))).cpu().unbind()
     return tokens.numpy(), bits.view(torch.float32).numpy()
 
 

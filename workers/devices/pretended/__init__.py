@@ -30,7 +30,7 @@ from dovetail.workers.devices.pretended.card import CARD, PROFILES, capable, lac
 from dovetail.workers.devices.pretended.counts import Counts, counted
 from dovetail.workers.devices.pretended.graphs import capture
 from dovetail.workers.devices.pretended.memory import MEMORY, capped
-from dovetail.workers.devices.pretended.pinned import pin, sent
+from dovetail.workers.devices.pretended.pinned import fetched, pin, sent
 from dovetail.workers.devices.pretended.recording import Recorded, recording
 from dovetail.workers.devices.pretended.registration import POSSIBLE, device
 from dovetail.workers.devices.pretended.rules import NAME
@@ -79,8 +79,22 @@ class _Pretended(DeviceKind):
         return memory
 
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        done = super().send(source, target)
-        return sent(source) if CARD.has("pinned") else done
+        if not CARD.has("pinned"):
+            return super().send(source, target)
+        target.copy_(source, non_blocking=True)
+        return sent(source)
+
+    def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        if not CARD.has("pinned"):
+            return super().fetch(source, target)
+        target.copy_(source, non_blocking=True)
+        arrive = fetched(target)
+
+        def wait() -> None:
+            counts.add(synchronisations=1)
+            arrive()
+
+        return wait
 
     def has_fp64(self, device: torch.device) -> bool:
         return CARD.has("fp64")

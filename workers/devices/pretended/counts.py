@@ -52,6 +52,13 @@ class Counts:
         """Return the counts in the order in which they stand above."""
         return astuple(self)
 
+    def add(self, more: "Counts") -> None:
+        """Add other counts to these."""
+        self.launches += more.launches
+        self.copies_in += more.copies_in
+        self.copies_out += more.copies_out
+        self.synchronisations += more.synchronisations
+
     def __sub__(self, other: "Counts") -> "Counts":
         return Counts(*(one - less for one, less in zip(self.all(), other.all(), strict=True)))
 
@@ -78,11 +85,9 @@ def add(
     *, launches: int = 0, copies_in: int = 0, copies_out: int = 0, synchronisations: int = 0
 ) -> None:
     """Add to every count that this thread has open."""
+    more = Counts(launches, copies_in, copies_out, synchronisations)
     for counts in _open():
-        counts.launches += launches
-        counts.copies_in += copies_in
-        counts.copies_out += copies_out
-        counts.synchronisations += synchronisations
+        counts.add(more)
 
 
 def count(

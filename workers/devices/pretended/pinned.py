@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+SPOILT = 0xFF
+"""Bytes of a target before its copy: no numbers as floats, and -1 as integers."""
 _pinned: dict[int, int] = {}
 """Address -> bytes."""
 _sent: dict[int, Tensor] = {}
@@ -41,6 +43,18 @@ def _wait(memory: Tensor) -> None:
     before = _sent.pop(memory.data_ptr(), None)
     if before is not None and not torch.equal(before, memory):
         raise RuntimeError("pinned memory was written before its copy had been waited for")
+
+
+def fetched(memory: Tensor) -> Callable[[], None]:
+    """Spoil pinned memory that a device has just been asked to write; return what waits until it
+    has."""
+    content = memory.clone()
+    memory.view(torch.uint8).fill_(SPOILT)
+    return partial(_arrive, memory, content)
+
+
+def _arrive(memory: Tensor, content: Tensor) -> None:
+    memory.copy_(content)
 
 
 def _forget(address: int) -> None:

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.pretended import counts
-from dovetail.workers.devices.pretended.pinned import pin
+from dovetail.workers.devices.pretended.pinned import SPOILT, pin
 from dovetail.workers.devices.pretended.registration import device
 from dovetail.workers.devices.pretended.tensors import Elsewhere
 from dovetail.workers.devices.pretended.uses import USES
-
-SPOILT = 0xFF
-"""Bytes of a target before its copy: no numbers as floats, and -1 as integers."""
 
 
 @dataclass(eq=False)

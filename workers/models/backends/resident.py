@@ -19,7 +19,7 @@ from dovetail.workers.models.backends.blob import Lying, Matrix
 from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.fixed import SLOTS
-from dovetail.workers.models.backends.device.levels import Levels, has_fixed_shapes
+from dovetail.workers.models.backends.device.levels import Captured, Levels, has_fixed_shapes
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
 from dovetail.workers.models.backends.stages.cache import part_of
@@ -43,7 +43,7 @@ class RoundingEngine(TorchEngine):
         return self.products.lay_out(lying, memory, rounded=True)
 
 
-class ResidentDraft(Staged):
+class ResidentDraft(Captured, Staged):
     """All layers, norm and head on one device. A `BackEnd`; logits stay on the device."""
 
     def __init__(
@@ -52,16 +52,10 @@ class ResidentDraft(Staged):
         super().__init__(model, kind, context=context, staging=staging, cache=cache)
         assert staging.draft is not None
         self._capture: Capture | None = staging.draft.capture
-        self._levels: Levels | None = None
 
     def _open_engine(self, staging: Staging) -> TorchEngine:
         assert staging.transfer is not None
         return RoundingEngine(staging.transfer.device)
-
-    @property
-    def captures(self) -> bool:
-        """Return whether levels of a tree are captured."""
-        return self._levels is not None
 
     def finish(self, model: Any) -> None:
         super().finish(model)
@@ -70,7 +64,7 @@ class ResidentDraft(Staged):
         plans = stage.layout.plans
         if self._capture is None or not self.direct or not all(map(has_fixed_shapes, plans)):
             return
-        self._levels = Levels(
+        self.levels = Levels(
             capture=self._capture,
             device=engine.device,
             hidden=model.config.hidden_size,
@@ -89,12 +83,17 @@ class ResidentDraft(Staged):
         rows: Tensor | None,
         kept: Kept,
     ) -> Tensor:
-        own = [replace(segment, cache=part_of(segment.cache, 0)) for segment in segments]
-        if self._levels is None or kept.wanted or not self._levels.cover(own):
-            logits = super().compute(tokens, positions, segments, rows, kept)
-            return logits.to(self.engine.device)
-        logits = self._levels.compute(self._embedded(tokens).float(), positions, own[0])
-        return logits if rows is None else logits[rows.to(logits.device)]
+        if not kept.wanted:
+            level = self.level_of(tokens, positions, segments, rows)
+            if level is not None:
+                return level
+        return super().compute(tokens, positions, segments, rows, kept).to(self.engine.device)
+
+    def _own(self, segment: Segment) -> Segment:
+        return replace(segment, cache=part_of(segment.cache, 0))
+
+    def _states(self, tokens: Tensor) -> Tensor:
+        return self._embedded(tokens).float()
 
     def _logits(self, states: Tensor) -> Tensor:
         assert isinstance(self._head, DeviceHead)

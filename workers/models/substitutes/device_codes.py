@@ -24,7 +24,7 @@ from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends.blob import Lying, Matrix, gather, hollow, named
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
-from dovetail.workers.models.backends.device.levels import Levels
+from dovetail.workers.models.backends.device.levels import Captured, Levels
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.packing import pack_and_drop
@@ -85,7 +85,7 @@ class ResidentSubstitute(CodedLayers, ResidentDraft):
         super().finish(model)
 
 
-class DeviceSubstitute(CodedLayers):
+class DeviceSubstitute(Captured, CodedLayers):
     """The layers of a target in codes on the target's device. A `BackEnd`, whose caches are those
     of the target's own stage."""
 
@@ -119,7 +119,6 @@ class DeviceSubstitute(CodedLayers):
         self._embed = target._model.get_input_embeddings()
         self._coded: list[RoundedLayer] = []
         self._plans: list[LayerPlan] = []
-        self.levels: Levels | None = None
         if capture is not None:
             self.levels = Levels(
                 capture=capture,
@@ -163,11 +162,11 @@ class DeviceSubstitute(CodedLayers):
         kept: Kept,
     ) -> Tensor:
         """Logits [R, V] of a pass, on the device."""
-        states = self._embedded(tokens).float()
-        if self.levels is not None and self.levels.cover(segments) and not kept.wanted:
-            logits = self.levels.compute(states, positions, segments[0])
-            return logits if rows is None else logits[rows.to(self.device)]
-        states = states.to(self.device)
+        if not kept.wanted:
+            level = self.level_of(tokens, positions, segments, rows)
+            if level is not None:
+                return level
+        states = self._states(tokens).to(self.device)
         seen = self._engine.see(positions, segments)
         for index, layer in enumerate(self._coded):
             kept.keep(index, states)
@@ -175,6 +174,9 @@ class DeviceSubstitute(CodedLayers):
         if LAST in kept.wanted:
             kept.keep_last(self._norm(states))
         return self._logits(states if rows is None else states[rows.to(self.device)])
+
+    def _states(self, tokens: Tensor) -> Tensor:
+        return self._embedded(tokens).float()
 
     def _logits(self, states: Tensor) -> Tensor:
         head, states = self._head, self._norm(states)

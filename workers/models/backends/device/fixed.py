@@ -6,7 +6,8 @@ multiples of `SLOTS`. The device makes the mask from the paths. Knows rows and s
 draft computes from them.
 """
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.workers.devices import Capture
+from dovetail.workers.devices import Capture, kind_of
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.packed import Packed, Shapes
 from dovetail.workers.models.segment import Segment
 
 SLOTS = 512
@@ -25,6 +25,9 @@ SLOTS = 512
 such number or two, and each is captured once."""
 PATHS, LONGER = 16, 4
 """Slots of the shortest path that rows are padded to, and the factor to the next length."""
+ALIGNMENT = 16
+"""Bytes: every tensor of a pass's inputs begins at a multiple of it."""
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ResultT = TypeVar("ResultT")
 InputsT = TypeVar("InputsT", bound="Inputs")
 
@@ -54,6 +57,50 @@ def form_of(segment: Segment, least_rows: int = 1) -> Form:
         min(-(-stop // SLOTS) * SLOTS, cache.rows.shape[3]),
         path,
     )
+
+
+class Packed:
+    """Zeros of some types and shapes by their names, on the host and on a device, one behind the
+    other in one buffer: one copy brings all of them there, and the host does not wait for it."""
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        self._kind = kind_of(device)
+        size = sum(_size(*shape) for shape in shapes.values())
+        self._source = self._kind.pinned(size)
+        self._target = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._here = {name: part.numpy() for name, part in _parts(self._source, shapes).items()}
+        self._there = _parts(self._target, shapes)
+        self._wait = _nothing
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor on the device."""
+        return self._there[name]
+
+    def open(self) -> Mapping[str, NDArray[np.generic]]:
+        """Return the tensors on the host, to be written, once what was sent before is copied."""
+        self._wait()
+        return self._here
+
+    def send(self) -> None:
+        """Have the device copy all numbers before it computes anything that it is asked for
+        later."""
+        self._wait = self._kind.send(self._source, self._target)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT
+
+
+def _parts(buffer: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    parts = torch.split(buffer, [_size(*shape) for shape in shapes.values()])
+    return {
+        name: part[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        for part, (name, (dtype, shape)) in zip(parts, shapes.items(), strict=True)
+    }
 
 
 class Inputs:

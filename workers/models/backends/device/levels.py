@@ -14,7 +14,13 @@ from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.fixed import Form, Inputs, fixed_pass, form_of
+from dovetail.workers.models.backends.device.fixed import Form, fixed_pass, form_of
+from dovetail.workers.models.backends.device.ranked import (
+    DeviceRanking,
+    Ranked,
+    RankedInputs,
+    RankingShape,
+)
 from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.segment import Segment
 
@@ -63,18 +69,34 @@ class Levels:
         cache, count = segments[0].cache, segments[0].count
         return count <= MOST_ROWS and isinstance(cache, ArenaCache) and cache.states is None
 
-    def compute(self, states: Tensor, positions: Tensor, segment: Segment) -> Tensor:
-        """states [T, hidden], positions [T], both on the CPU -> logits [T, V] on the device: one
-        copy there, and one launch."""
+    def compute(
+        self,
+        states: Tensor,
+        positions: Tensor,
+        segment: Segment,
+        wanted: int,
+        ranking: DeviceRanking | None = None,
+    ) -> Ranked:
+        """states [T, hidden], positions [T], both on the CPU -> what follows the last rows, as many
+        as are wanted: one copy there, one launch, and one copy back if there is a ranking."""
         cache, form = segment.cache, form_of(segment)
         assert isinstance(cache, ArenaCache)
-        level = fixed_pass(cache, self, form, partial(self._open, cache, form), self.capture)
-        level.inputs.send(segment, {"states": states.numpy(), "positions": positions.numpy()})
-        return level.replay()[: segment.count].clone()
+        ranks = None if ranking is None else RankingShape.of(ranking)
+        make = partial(self._open, cache, form, ranks)
+        level = fixed_pass(cache, (self, ranks), form, make, self.capture)
+        inputs, first = level.inputs, segment.count - wanted
+        rows = {"states": states.numpy(), "positions": positions.numpy()}
+        inputs.ask(segment, rows, ranking, first)
+        logits = level.replay()
+        best = None if ranks is None else inputs.fetch(first, wanted)
+        return Ranked(logits[first : segment.count].to(torch.float32, copy=True), best)
 
-    def _open(self, cache: ArenaCache, form: Form) -> tuple[Inputs, Callable[[], Tensor]]:
+    def _open(
+        self, cache: ArenaCache, form: Form, ranks: RankingShape | None
+    ) -> tuple[RankedInputs, Callable[[], Tensor]]:
         """Return the inputs of a pass, and what computes it."""
-        inputs = Inputs(form, {"states": (torch.float32, (form.rows, self.hidden))}, self.device)
+        shapes = {"states": (torch.float32, (form.rows, self.hidden))}
+        inputs = RankedInputs(form, shapes, ranks, self.device)
         written, windows = cache.rows, {plan.window for plan in self.plans}
         seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in self.plans}
 
@@ -90,6 +112,55 @@ class Levels:
             passing = inputs["states"].clone()
             for layer in self.layers:
                 layer(seen, passing)
-            return self.logits(passing)
+            logits = self.logits(passing)
+            if ranks is not None:
+                inputs.rank(logits.float(), ranks)
+            return logits
 
         return inputs, run
+
+
+class Captured:
+    """The part of a back end that computes levels."""
+
+    levels: Levels | None = None
+    """None: all passes are computed as they come."""
+
+    @property
+    def captures(self) -> bool:
+        """Return whether levels of a tree are captured."""
+        return self.levels is not None
+
+    def level(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segment: Segment,
+        wanted: int,
+        ranking: DeviceRanking | None = None,
+    ) -> Ranked | None:
+        """Return what follows the last rows of a level, as many as are wanted; None: the pass is no
+        level."""
+        own = self._own(segment)
+        if self.levels is None or not self.levels.cover([own]):
+            return None
+        return self.levels.compute(self._states(tokens), positions, own, wanted, ranking)
+
+    def level_of(
+        self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None
+    ) -> Tensor | None:
+        """Return the logits [R, V] of a pass if it is a level; else None."""
+        if len(segments) > 1:
+            return None
+        level = self.level(tokens, positions, segments[0], len(tokens))
+        if level is None or rows is None:
+            return None if level is None else level.logits
+        return level.logits[rows.to(level.logits.device)]
+
+    def _own(self, segment: Segment) -> Segment:
+        """Return a segment with the cache that the layers write."""
+        return segment
+
+    def _states(self, tokens: Tensor) -> Tensor:
+        """Return the states float32 [T, hidden] that enter the first layer, on the CPU."""
+        raise NotImplementedError
