@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "cuda"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
 MOST_ARGUMENTS = 18
+UNITS = {"vectors": "", "matrices": "#define DT_MATRIX_UNITS\n"}
+"""What stands before a source for cards without units for matrices, and for those with them."""
 
 
 class Emulated:

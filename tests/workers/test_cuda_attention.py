@@ -14,7 +14,7 @@ from dovetail.workers.models.backends.device.attention import CONTEST, SOURCE, o
 from dovetail.workers.models.backends.device.choice import Products
 from support.emulated import Emulated, emulated
 
-ARCHITECTURES = (61, 75, 86, 89, 120)
+ARCHITECTURES = (61, 75, 86, 89, 90, 120)
 """See `test_cuda_products.py`."""
 CPU = torch.device("cpu")
 COMPILER = nvrtc.find("")

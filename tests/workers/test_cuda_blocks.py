@@ -40,11 +40,11 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import write_tiny
 from support.cases import everyday
-from support.emulated import Emulated, emulated, given_to_pretended
+from support.emulated import UNITS, Emulated, emulated, given_to_pretended
 from support.gguf_files import BLOCKED, write_gguf
 from support.kernels import needs_kernels
 
-ARCHITECTURES = (61, 75, 86, 89, 120)
+ARCHITECTURES = (61, 75, 86, 89, 90, 120)
 """See `test_cuda_products.py`."""
 CPU = torch.device("cpu")
 COMPILER = nvrtc.find("")
@@ -60,14 +60,15 @@ FORMATS_IN = f"{own_blocks.__module__}.FORMATS"
 @needs_kernels
 @pytest.mark.parametrize("type", everyday(FORMATS, Q4_K, 10))
 @pytest.mark.parametrize("order", everyday(["forwards", "backwards"], "backwards"))
+@pytest.mark.parametrize("units", UNITS)
 def test_a_row_has_the_bytes_of_the_kernels(
-    monkeypatch: pytest.MonkeyPatch, type: int, order: str
+    monkeypatch: pytest.MonkeyPatch, type: int, order: str, units: str
 ) -> None:
     if order == "backwards":
         monkeypatch.setenv("DT_BACKWARDS", "1")
     matrix = random_blocks([Part(type, 20)], 1280, torch.linspace(-1, 1, 20), 1)
     memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)
-    own = own_blocks(emulated(SOURCE), Lying.of(matrix), memory)
+    own = own_blocks(emulated(UNITS[units] + SOURCE), Lying.of(matrix), memory)
     assert against_kernels(own, matrix, CPU) == ""
 
 
@@ -152,7 +153,7 @@ def test_layers_in_blocks_are_computed_on_a_device_from_the_bytes_of_the_file(
     expected, found = decode(whole), decode(split)
     assert float((found - expected).abs().max() / expected.abs().max()) < 0.03
     assert {name for name in launches if name.startswith("blocks_")}
-    assert "round_blocks" in launches
+    assert "round_32" in launches
     assert "blocks" in products_on(device()).mark
 
 
@@ -172,7 +173,7 @@ def test_a_draft_in_blocks_is_computed_from_them_and_its_levels_are_captured(
     expected = decode(load_language_model(str(file), weights="stored", device="cpu"))
     found = decode(engine.model)
     assert float((found - expected).norm() / expected.norm()) < ROUNDED
-    assert launches.count("round_blocks") > 0
+    assert launches.count("round_32") > 0
 
 
 @pytest.mark.slow

@@ -20,18 +20,25 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import Lying, Matrix
 from dovetail.workers.models.backends.device import choice, trial
 from dovetail.workers.models.backends.device.choice import CONTESTS, STORED, TIMED_ROWS, Products
-from dovetail.workers.models.backends.device.own import SOURCE, own_codes, own_matrix
+from dovetail.workers.models.backends.device.own import (
+    CODES_SOURCE,
+    SOURCE,
+    own_codes,
+    own_matrix,
+    source_of,
+)
 from dovetail.workers.models.substitutes import coded
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from support.cases import everyday
-from support.emulated import Emulated, emulated, library_file
+from support.emulated import UNITS, Emulated, emulated, library_file
 from support.kernels import needs_kernels
 
-ARCHITECTURES = (61, 75, 86, 89, 120)
-"""GTX 10xx and P40; GTX 16xx, RTX 20xx and T4; RTX 30xx; RTX 40xx; RTX 50xx."""
+ARCHITECTURES = (61, 75, 86, 89, 90, 120)
+"""GTX 10xx and P40; GTX 16xx, RTX 20xx and T4; RTX 30xx; RTX 40xx; H100; RTX 50xx."""
 ROWS = (1, 3, 4, 5, 16, 17, 33, 70)
-BITS, CODE_SHAPES = (8, 4, 3, 2), ((40, 100), (17, 1100))
+BITS, CODE_SHAPES = (8, 4, 3, 2), ((40, 100), (17, 1100), (16, 2500))
 SHAPES = ((37, 130), (100, 33), (16, 3))
+BOTH = SOURCE + CODES_SOURCE.removeprefix(source_of())
 CPU = torch.device("cpu")
 COMPILER = nvrtc.find("")
 needs_compiler = pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
@@ -76,13 +83,15 @@ def test_a_row_has_the_bytes_that_the_kernels_give_it(kind: Kind, shape: tuple[i
 @needs_kernels
 @pytest.mark.parametrize("bits", everyday(BITS, 4, 3))
 @pytest.mark.parametrize("shape", CODE_SHAPES)
+@pytest.mark.parametrize("units", UNITS)
 def test_a_row_over_codes_has_the_bytes_that_the_kernels_give_it(
-    bits: int, shape: tuple[int, int]
+    bits: int, shape: tuple[int, int], units: str
 ) -> None:
     codes, bias = coded._random(bits, shape, 5), torch.linspace(-1, 1, shape[0])
     for offset in (bias, None):
         matrix = coded.pack_codes([codes], [offset])
-        own, x = own_codes(emulated(SOURCE), *lying(matrix)), inputs(20, shape[1])
+        own = own_codes(emulated(UNITS[units] + CODES_SOURCE), *lying(matrix))
+        x = inputs(20, shape[1])
         whole = matrix.linear(x)
         for rows in (1, 3, 8, 9, 20):
             assert own(x[:rows]).numpy().tobytes() == whole[:rows].numpy().tobytes(), rows
@@ -101,7 +110,9 @@ def test_the_threads_of_a_block_may_go_on_in_any_order(
     for bits in BITS:
         codes = coded.pack_codes([coded._random(bits, CODE_SHAPES[1], 5)], [None])
         x = inputs(rows, CODE_SHAPES[1][1])
-        assert torch.equal(own_codes(emulated(SOURCE), *lying(codes))(x), codes.linear(x))
+        for units in UNITS.values():
+            own = own_codes(emulated(units + CODES_SOURCE), *lying(codes))
+            assert torch.equal(own(x), codes.linear(x))
 
 
 @needs_kernels
@@ -247,16 +258,21 @@ def test_a_product_is_captured_in_a_graph_as_a_gpu_captures_it() -> None:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
     """A driver that runs our functions on the CPU; see `support/cuda/driver.cpp`."""
-    monkeypatch.setattr(nvidia_driver, "DRIVER", str(library_file(SOURCE)))
+    monkeypatch.setattr(nvidia_driver, "DRIVER", str(library_file(BOTH)))
     nvidia_driver._driver.cache_clear()
-    yield CDLL(str(library_file(SOURCE)))
+    yield CDLL(str(library_file(BOTH)))
     nvidia_driver._driver.cache_clear()
 
 
 @needs_kernels
-def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
+@pytest.mark.parametrize(("architecture", "early"), [(86, False), (90, True)])
+def test_the_driver_is_asked_for_what_was_meant(
+    driver: CDLL, architecture: int, early: bool
+) -> None:
     """Products through the driver's own interface: contexts, streams, names, arguments."""
-    functions = load_functions(b"\x7fELF\0 and more", 0, "a chip", lambda: (7 << 40) + 1, 4)
+    functions = load_functions(
+        b"\x7fELF\0 and more", 0, "a chip", lambda: (7 << 40) + 1, 4, architecture
+    )
     assert isinstance(functions, Functions)
     for kind in (Kind.FP16, Kind.INT8):
         matrix, x = packed(kind, 100, 33), inputs(5, 33)
@@ -267,13 +283,14 @@ def test_the_driver_is_asked_for_what_was_meant(driver: CDLL) -> None:
     assert torch.equal(own_codes(functions, *lying(codes))(x), codes.linear(x))
     driver.stream_of_last.restype = c_int64
     assert driver.stream_of_last() == (7 << 40) + 1
+    assert bool(driver.last_was_early()) is early
     assert driver.contexts_left() == 0
     functions.launch("round_rows", (0, 1), 32, (None, None, None, 33))  # of no rows
 
 
 @needs_kernels
 def test_a_launch_takes_the_context_that_a_thread_has(driver: CDLL) -> None:
-    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0, 4)
+    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0, 4, 86)
     assert isinstance(functions, Functions)
     matrix, x = packed(Kind.FP16, 100, 33), inputs(5, 33)
     own = own_matrix(functions, *lying(matrix))
@@ -289,13 +306,13 @@ def test_a_launch_takes_the_context_that_a_thread_has(driver: CDLL) -> None:
 
 def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
     refused = "NVIDIA's driver: {}: error {}"
-    assert load_functions(b"", 0, "", lambda: 0, 4) == refused.format(
+    assert load_functions(b"", 0, "", lambda: 0, 4, 86) == refused.format(
         "cuModuleLoadData", "200, device kernel image is invalid"
     )
-    assert load_functions(b"\x7fELF\0", 1, "", lambda: 0, 4) == refused.format(
+    assert load_functions(b"\x7fELF\0", 1, "", lambda: 0, 4, 86) == refused.format(
         "cuDeviceGet", "101, invalid device ordinal"
     )
-    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0, 4)
+    functions = load_functions(b"\x7fELF\0", 0, "", lambda: 0, 4, 86)
     assert isinstance(functions, Functions)
     with pytest.raises(DriverError, match="named symbol not found"):
         functions.launch("nothing", (1, 1), 32, ())
@@ -303,7 +320,7 @@ def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
     driver.refuse(1)
     products = Products(CPU, lambda _: functions)
     assert products.owner(CONTESTS[Kind.FP16]) is None
-    assert products.said[Kind.FP16].endswith("cuLaunchKernel: error 1, refused")
+    assert products.said[Kind.FP16].endswith("cuLaunchKernelEx: error 1, refused")
     driver.refuse(0)
     assert driver.contexts_left() == 0
 
@@ -312,10 +329,10 @@ def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(COMPILER, str)
-    code = COMPILER.compile(SOURCE, architecture)
+    code = COMPILER.compile(BOTH, architecture)
     assert isinstance(code, bytes), code
     assert code.startswith(b"\x7fELF")
-    for name in ("fp16_4", "int8_32", "round_rows", "codes4", "round_groups"):
+    for name in ("fp16_4", "int8_32", "round_rows", "codes4", "round_64"):
         assert name.encode() in code
 
 

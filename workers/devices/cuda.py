@@ -62,7 +62,8 @@ def program(device: torch.device, source: str) -> Functions | str:
     if isinstance(compiler, str):
         return compiler
     major, minor = capability(device.index)
-    code = compiled_for(compiler, source, 10 * major + minor)
+    architecture = 10 * major + minor
+    code = compiled_for(compiler, source, architecture)
     if isinstance(code, str):
         return code
     torch.empty(1, device=device)  # makes the context in which torch computes
@@ -72,6 +73,7 @@ def program(device: torch.device, source: str) -> Functions | str:
         CUDA.library(device.index),
         partial(torch._C._cuda_getCurrentRawStream, device.index),
         torch.cuda.get_device_properties(device).multi_processor_count,
+        architecture,
     )
 
 

@@ -12,7 +12,7 @@
 #define __global__
 #define __device__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct Index {
     unsigned x, y, z;
@@ -74,11 +74,12 @@ struct Fiber {
     std::vector<char> stack = std::vector<char>(STACK_BYTES);
     bool waiting, done;  // waiting: at a barrier
     unsigned turn;       // of exchanges
+    unsigned takes;      // of a chain
 };
 
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
-static unsigned current, exchanged[2][1024];
+static unsigned current, exchanged[2][1024][6], arrivals[32];
 static void (*function)(int64_t, ...);
 static const int64_t* arguments;
 
@@ -110,11 +111,33 @@ static bool advance(unsigned threads, bool backwards) {
     return left;
 }
 
-static unsigned exchange(unsigned value, unsigned from) {
-    unsigned* const place = exchanged[fibers[current].turn++ % 2];  // the next exchange has another one, as some threads are there before others have read
-    place[current] = value;
+// Show others COUNT numbers, and see theirs: [thread][number].
+template <int COUNT>
+static const unsigned (*show(const unsigned (&values)[COUNT]))[6] {
+    auto* const place = exchanged[fibers[current].turn++ % 2];  // the next exchange has another one, as some threads are there before others have read
+    for (int i = 0; i < COUNT; i++) place[current][i] = values[i];
     pause();
-    return place[from];
+    return place;
+}
+
+static unsigned exchange(unsigned value, unsigned from) { return show<1>({value})[from][0]; }
+
+// sums [16 x 8] += codes [16 x 16 STEPS] times values of a warp, whose lane 4 i + j has four codes of each of the rows i and i + 8 at inputs 4 j (and 16 + 4 j),
+// as many values of column i, and the sums of those rows with columns 2 j and 2 j + 1.
+template <bool SIGNED, int STEPS>
+static void multiply(int* sums, const unsigned* first, const unsigned* second, const unsigned* values) {
+    unsigned own[6] = {};
+    for (int i = 0; i < STEPS; i++) own[i] = first[i], own[2 + i] = second[i], own[4 + i] = values[i];
+    const unsigned(*const all)[6] = show(own);
+    const unsigned warp = current / 32 * 32, row = current % 32 / 4, column = current % 4 * 2;
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned lane = 0; lane < 4; lane++)
+            for (int step = 0; step < STEPS; step++)
+                for (int at = 0; at < 32; at += 8) {
+                    const unsigned code = all[warp + 4 * row + lane][2 * (i / 2) + step] >> at & 255u;
+                    const unsigned value = all[warp + 4 * (column + i % 2) + lane][4 + step] >> at & 255u;
+                    sums[i] += (SIGNED ? (int)(int8_t)code : (int)code) * (int)(int8_t)value;
+                }
 }
 
 }  // namespace cpu
@@ -127,6 +150,23 @@ static inline void __syncthreads() {
 static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int by) { return cpu::exchange(value, threadIdx.x ^ (unsigned)by); }
 static inline unsigned __shfl_sync(unsigned, unsigned value, int lane) { return cpu::exchange(value, threadIdx.x / 32 * 32 + (unsigned)lane); }
 
+template <bool SIGNED>
+static void multiply_32(int* sums, const unsigned* first, const unsigned* second, const unsigned* values) {
+    cpu::multiply<SIGNED, 2>(sums, first, second, values);
+}
+template <bool SIGNED>
+static void multiply_16(int* sums, unsigned first, unsigned second, unsigned value) {
+    cpu::multiply<SIGNED, 1>(sums, &first, &second, &value);
+}
+
+// A warp waits until all threads of another one have handed over to it once more.
+static inline void hand_over_chain(int warp) { cpu::arrivals[warp]++; }
+static inline void wait_for_chain(int warp) {
+    cpu::Fiber& fiber = cpu::fibers[cpu::current];
+    fiber.takes++;
+    while (cpu::arrivals[warp] < 32 * fiber.takes) cpu::pause();
+}
+
 // Run a kernel that takes up to 18 addresses or integers.
 extern "C" void launch(void* function, const int64_t* arguments, int64_t columns, int64_t rows, int64_t threads) {
     const bool backwards = getenv("DT_BACKWARDS") != nullptr;
@@ -136,6 +176,7 @@ extern "C" void launch(void* function, const int64_t* arguments, int64_t columns
     for (int64_t y = 0; y < rows; y++)
         for (int64_t x = 0; x < columns; x++) {
             blockIdx = {(unsigned)x, (unsigned)y, 0};
+            for (unsigned& count : cpu::arrivals) count = 0;
             for (int64_t i = 0; i < threads; i++) {
                 cpu::Fiber& fiber = cpu::fibers[i];
                 getcontext(&fiber.context);
@@ -143,7 +184,7 @@ extern "C" void launch(void* function, const int64_t* arguments, int64_t columns
                 fiber.context.uc_stack.ss_size = fiber.stack.size();
                 fiber.context.uc_link = &cpu::scheduler;
                 fiber.waiting = fiber.done = false;
-                fiber.turn = 0;
+                fiber.turn = fiber.takes = 0;
                 makecontext(&fiber.context, cpu::run_thread, 0);
             }
             while (cpu::advance((unsigned)threads, backwards)) {

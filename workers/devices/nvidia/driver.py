@@ -3,7 +3,19 @@ computes, and launched on its streams. Knows machine code and addresses, not wha
 
 import hashlib
 from collections.abc import Callable, Sequence
-from ctypes import CDLL, addressof, byref, c_char_p, c_int, c_uint64, c_void_p
+from ctypes import (
+    CDLL,
+    Structure,
+    addressof,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_uint,
+    c_uint64,
+    c_void_p,
+    pointer,
+)
 from functools import cache
 from threading import Lock
 
@@ -20,12 +32,38 @@ ARGUMENTS = {
     "cuCtxPopCurrent_v2": (c_void_p,),
     "cuModuleLoadData": (c_void_p, c_char_p),
     "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
-    "cuLaunchKernel": (c_void_p, *(c_int,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
 }
+EARLY = 90
+"""The compute capability, times ten, from which a kernel may start before the one in front of it on
+its stream has ended (programmatic dependent launch); ours wait for it in `start_early`."""
 
 
 class DriverError(RuntimeError):
     """The driver refused something."""
+
+
+class _Attribute(Structure):
+    """`CUlaunchAttribute`."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_char * 60))
+
+
+class _Launch(Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("attribute_count", c_uint),
+    )
+
+
+_STARTS_EARLY = _Attribute(id=6, value=1)
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed."""
 
 
 class _Function:
@@ -51,11 +89,16 @@ class Functions:
         key: str,
         stream: Callable[[], int],
         units: int,
+        architecture: int,
     ) -> None:
         self.about, self.key, self.units = about, key, units
         self._driver, self._module, self._context, self._stream = driver, module, context, stream
         self._functions: dict[str, _Function] = {}
         self._current = c_void_p()
+        self._next = _Launch(block=(0, 1, 1), grid=(0, 0, 1))
+        if architecture >= EARLY:
+            self._next.attributes, self._next.attribute_count = addressof(_STARTS_EARLY), 1
+        self._address = pointer(self._next)
         self._lock = Lock()
 
     def launch(
@@ -93,10 +136,11 @@ class Functions:
         if (function := self._functions.get(name)) is None:
             function = self._functions[name] = _Function(self._find(name), len(arguments))
         function.numbers[:] = [_number(argument) for argument in arguments]
+        self._next.grid[:2] = grid
+        self._next.block[0], self._next.stream = threads, stream
         _check(
-            *(self._driver, "cuLaunchKernel", function.handle),
-            *(*grid, 1, threads, 1, 1, 0),
-            *(stream, function.places, None),
+            *(self._driver, "cuLaunchKernelEx", self._address),
+            *(function.handle, function.places, None),
         )
 
     def _find(self, name: str) -> c_void_p:
@@ -106,11 +150,16 @@ class Functions:
 
 
 def load_functions(
-    code: bytes, index: int, about: str, stream: Callable[[], int], units: int
+    code: bytes,
+    index: int,
+    about: str,
+    stream: Callable[[], int],
+    units: int,
+    architecture: int,
 ) -> Functions | str:
     """Return machine code loaded for GPU `index`; or why it cannot be. `about`: the libraries and
     the chip. `stream`: the stream on which torch computes now, as the driver knows it. `units`:
-    multiprocessors of the GPU."""
+    multiprocessors of the GPU. `architecture`: its compute capability, times ten."""
     driver = _driver()
     if isinstance(driver, str):
         return driver
@@ -127,7 +176,7 @@ def load_functions(
             _check(driver, "cuCtxPopCurrent_v2", byref(c_void_p()))
     except DriverError as error:
         return str(error)
-    return Functions(driver, module, context, about, key, stream, units)
+    return Functions(driver, module, context, about, key, stream, units, architecture)
 
 
 @cache

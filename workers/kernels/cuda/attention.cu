@@ -7,24 +7,11 @@
 // What is hidden changes no chain, so that a row's numbers follow from what it sees, in the order of slots: not from its neighbours, nor from the slots
 // between. Three functions, one after the other, with the scores in memory between them. Rows are query heads of one key head, one head behind the other.
 //
-// Compiled as products.cu is.
-
-typedef long long Int;
+// Compiled behind numbers.cu, as products.cu is.
 
 constexpr int SLOTS = 64, ROWS = 8;  // of a block
 constexpr int THREADS = 128, VALUE_THREADS = 160, COLUMNS = 64;
 constexpr float HIDDEN = -3.0e38f;   // scores below are of slots that are not seen
-
-static __device__ int smaller(Int a, Int b) { return (int)(a < b ? a : b); }
-static __device__ float larger(float a, float b) { return a > b ? a : b; }
-
-#ifdef __CUDACC__
-static __device__ float half_to_float(unsigned bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
-    return value;
-}
-#endif
 
 // e^x for x <= 0 (native/lanes.h): x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 in r. Below -87 exactly 0.
 static __device__ float exp_of(float x) {
@@ -50,6 +37,7 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
     constexpr int STRIDE = MOST / 2 + 1;  // words of a key: those of neighbouring slots lie in other banks
     __shared__ unsigned key_tile[SLOTS * STRIDE];
     __shared__ float query_tile[ROWS][MOST];
+    start_early();
     const int thread = (int)threadIdx.x, words = (int)(width / 2), slot = thread % SLOTS, first = thread / SLOTS * (ROWS / 2);
     const Int first_slot = (Int)blockIdx.x * SLOTS, row_blocks = (rows + ROWS - 1) / ROWS;
     const Int head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * ROWS;
@@ -94,6 +82,7 @@ DT_SCORES(256)
 // Scores of a row become weights, in place; a block a row. `sinks` [heads] of this row's head, or null; `sink_weights`: what becomes of them.
 extern "C" __global__ void __launch_bounds__(THREADS) weights_of(float* scores, const float* sinks, float* sink_weights, Int slots, Int rows_of_head) {
     __shared__ float of_warps[THREADS / 32];
+    start_early();
     float* const own = scores + (Int)blockIdx.x * slots;
     const float sink = sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[blockIdx.x / rows_of_head];
     float most = sink;
@@ -117,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
     __shared__ uint4 value_tile[SLOTS * CHUNKS];
     __shared__ uint4 weight_tile[ROWS * SLOTS / 4];
     __shared__ float totals[ROWS];
+    start_early();
     const unsigned* const value_words = (const unsigned*)value_tile;
     float* const weight_numbers = (float*)weight_tile;
     const int thread = (int)threadIdx.x, word = thread % 32, warp = thread / 32;

@@ -3,21 +3,11 @@
 //
 // A row has the same bytes whatever its neighbours are: its sums are added up in an order that depends on its width alone. Every rounding is spelled out.
 //
-// Compiled as products.cu is.
-
-typedef long long Int;
+// Compiled behind numbers.cu, as products.cu is.
 
 constexpr int NORM_THREADS = 512, TURN_THREADS = 128, GATE_THREADS = 256;
 constexpr int WARP = 32, HELD = 16;  // numbers of a thread of a norm
 constexpr float MOST_HALF = 65504.0f;
-
-#ifdef __CUDACC__
-static __device__ unsigned short half_of(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-#endif
 
 static __device__ float sum_of_warp(float value) {
     for (int by = WARP / 2; by > 0; by /= 2) value = __fadd_rn(value, __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(value), by)));
@@ -40,6 +30,7 @@ static __device__ float inverse_root(float mean, Int epsilon) { return __fdiv_rn
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const float* x, const float* weight, const float* bias, float* y, Int width, Int centred,
                                                                      Int epsilon) {
     __shared__ float of_warps[2][NORM_THREADS / WARP];
+    start_early();
     const Int first = (Int)blockIdx.x * width, thread = threadIdx.x;
     float values[HELD], weights[HELD], mean = 0.0f, sum = 0.0f;
 #pragma unroll
@@ -85,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS) turn_rows(const float
                                                                      const float* key_weight, const Int* slots, float* query, void* keys, void* values,
                                                                      Int apart, Int rows, Int heads, Int kv_heads, Int width, Int half, Int epsilon,
                                                                      Int halves) {
+    start_early();
     const Int row = blockIdx.x, head = (Int)blockIdx.y * (TURN_THREADS / WARP) + threadIdx.x / WARP, all = heads + 2 * kv_heads;
     if (head >= all) return;
     const int lane = (int)(threadIdx.x % WARP);
@@ -114,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS) turn_rows(const float
 
 // y [rows, units] = silu(gate) up, of x [rows, 2 units], the gates first.
 extern "C" __global__ void __launch_bounds__(GATE_THREADS) gate_rows(const float* x, float* y, Int units) {
+    start_early();
     const Int row = blockIdx.x, unit = (Int)blockIdx.y * GATE_THREADS + threadIdx.x;
     if (unit >= units) return;
     const float gate = x[row * 2 * units + unit], up = x[row * 2 * units + units + unit];
@@ -122,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(GATE_THREADS) gate_rows(const float
 
 // y = x in 16 bits, `brains`: bf16; the largest number of the type stands for those beyond it.
 extern "C" __global__ void __launch_bounds__(GATE_THREADS) narrow_rows(const float* x, unsigned short* y, Int size, Int brains) {
+    start_early();
     const Int i = (Int)blockIdx.x * GATE_THREADS + threadIdx.x;
     if (i >= size) return;
     const float most = brains ? __uint_as_float(0x7f7f0000u) : MOST_HALF;

@@ -19,7 +19,7 @@ from dovetail.workers.models.backends.device.choice import (
     choice_on,
     products_on,
 )
-from dovetail.workers.models.backends.device.own import SOURCE, own_codes
+from dovetail.workers.models.backends.device.own import CODES_SOURCE, own_codes
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import BITS, Codes, from_bytes
@@ -163,7 +163,7 @@ CONTESTS = {
     bits: Contest(
         kind,
         f"product multiplies {kind.name.lower()} weights",
-        SOURCE,
+        CODES_SOURCE,
         partial(_against, bits),
         partial(_pairs, bits),
     )

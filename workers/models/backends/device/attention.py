@@ -19,11 +19,11 @@ from dovetail.workers.models.backends.device.choice import (
     Function,
     Products,
 )
-from dovetail.workers.models.backends.device.own import FOLDER, bits_of
+from dovetail.workers.models.backends.device.own import bits_of, source_of
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.cache import HALF
 
-SOURCE = (FOLDER / "attention.cu").read_text(encoding="utf-8")
+SOURCE = source_of("attention")
 ROWS, SLOTS, COLUMNS = 8, 64, 64
 """Rows, slots and columns of values of a block."""
 THREADS, VALUE_THREADS = 128, 160

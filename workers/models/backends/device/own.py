@@ -1,6 +1,6 @@
 """Products of ours on a GPU, over the packed matrices of the kernels as they lie there: a row has
 the bytes that the kernels give it on the CPU, whatever its neighbours are
-(`kernels/cuda/products.cu`).
+(`kernels/cuda/products.cu`, `rounded.cu`).
 
 Nothing is laid out anew and nothing is widened in memory: a weight of 16 bits moves 2 bytes. Knows
 matrices and their bytes; whether a product is used, `choice.py` decides.
@@ -82,15 +82,27 @@ WIDE = Block(3, 1, 1, 4, 64)
 """The block of few rows where every multiprocessor has `ENOUGH` of these: it reads whole panels,
 which lie in one piece."""
 ENOUGH = 2
-SOURCE = (FOLDER / "products.cu").read_text(encoding="utf-8") + "".join(
+
+
+def source_of(*names: str) -> str:
+    """Return the CUDA C++ of some files of `kernels/cuda`, behind what all functions begin with."""
+    texts = ((FOLDER / f"{name}.cu").read_text(encoding="utf-8") for name in ("numbers", *names))
+    return "\n".join(texts)
+
+
+SOURCE = source_of("products") + "".join(
     block.defined(kind) for kind in (Kind.FP16, Kind.BF16, Kind.INT8) for block in (*BLOCKS, WIDE)
+)
+CODES_SOURCE = source_of("formats", "rounded") + "".join(
+    f"DT_ROUNDED(codes{bits}, {GROUP}, {bits}, {1 << bits - 1}, false, HALF_AND_MORE, false, 0)\n"
+    for bits in (8, 4, 3, 2)
 )
 WORDS = 4
 """Rows of x begin at multiples of so many words."""
 ROW_THREADS, GROUP_THREADS = 512, 128
 """Threads of a block that rounds a row, or groups of rows, a warp each."""
-CODE_ROWS, CODE_THREADS = 8, 256
-"""Rows and threads of a block over codes."""
+RELAY_ROWS, RELAY_THREADS = 8, 256
+"""Rows and threads of a block over codes, of a substitute or of a GGUF file."""
 WARP = 32
 
 
@@ -157,6 +169,40 @@ def own_matrix(program: Program, lying: Lying, memory: Tensor) -> OwnMatrix:
 
 
 @dataclass(frozen=True)
+class RoundedRows:
+    """Rows in int8 as our products over codes read them (`kernels/cuda/rounded.cu`)."""
+
+    values: Tensor
+    """int8 [T, groups, inputs of a group]; steps of four inputs are in an order of their own."""
+    abouts: Tensor
+    """[T, groups, 4]: scales and sums."""
+
+
+def rounded_rows(program: Program, x: Tensor, width: int) -> RoundedRows:
+    """Return x [T, k] fp32 rounded to 8 bits, `width` inputs with a scale: 64, or 32."""
+    (rows, k), x = x.shape, x.contiguous()
+    groups = -(-k // width)
+    values = x.new_empty(rows, groups, width, dtype=torch.int8)
+    abouts = x.new_empty(rows, groups, 4)
+    grid = (-(-rows * groups // (GROUP_THREADS // WARP)), 1)
+    arguments = (x, values, abouts, k, groups, rows)
+    program.launch(f"round_{width}", grid, GROUP_THREADS, arguments)
+    return RoundedRows(values, abouts)
+
+
+def multiply(
+    program: Program, name: str, packed: Tensor, x: RoundedRows, bias: Tensor | None, y: Tensor
+) -> None:
+    """Write x W^T + bias to y [T, n], which may be some columns of a wider matrix. `name`: the
+    function for the format of `packed`."""
+    rows, groups, _ = x.abouts.shape
+    count = y.shape[1]
+    grid = (-(-count // VECTOR), -(-rows // RELAY_ROWS))
+    arguments = (packed, x.values, x.abouts, bias, y, count, y.stride(0), groups, rows)
+    program.launch(name, grid, RELAY_THREADS, arguments)
+
+
+@dataclass(frozen=True)
 class OwnCodes:
     """A matrix of codes on a GPU, and its product."""
 
@@ -170,23 +216,10 @@ class OwnCodes:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] fp32 -> x W^T + bias [T, n] fp32, the rows of x rounded to 8 bits."""
-        rows, groups, x = x.shape[0], -(-self.k // GROUP), x.float().contiguous()
-        words = x.new_empty(rows, groups, GROUP // STEP, dtype=torch.int32)
-        abouts, y = x.new_empty(rows, groups, 4), x.new_empty(rows, self.n)
-        if not rows:
-            return y
-        self.program.launch(
-            "round_groups",
-            (-(-rows * groups // (GROUP_THREADS // WARP)), 1),
-            GROUP_THREADS,
-            (x, words, abouts, self.k, groups, rows),
-        )
-        self.program.launch(
-            f"codes{self.bits}",
-            (-(-self.n // VECTOR), -(-rows // CODE_ROWS)),
-            CODE_THREADS,
-            (self.packed, words, abouts, self.bias, y, self.n, groups, rows),
-        )
+        y = x.new_empty(x.shape[0], self.n, dtype=torch.float32)
+        if len(x):
+            rows = rounded_rows(self.program, x.float(), GROUP)
+            multiply(self.program, f"codes{self.bits}", self.packed, rows, self.bias, y)
         return y
 
 

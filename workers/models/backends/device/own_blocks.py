@@ -1,5 +1,5 @@
 """Products of ours on a GPU over the blocks of GGUF files, as the kernels have packed them
-(`kernels/cuda/blocks.cu`): a row has the bytes that the kernels give it on the CPU, whatever its
+(`kernels/cuda/rounded.cu`): a row has the bytes that the kernels give it on the CPU, whatever its
 neighbours are.
 
 torch has no product for blocks: where ours is not proved, a model with such weights is not computed
@@ -35,14 +35,17 @@ from dovetail.workers.models.backends.device.choice import (
     against_kernels,
     products_on,
 )
-from dovetail.workers.models.backends.device.own import FOLDER, OwnMatrix, own_matrix
 from dovetail.workers.models.backends.device.own import SOURCE as PRODUCTS
+from dovetail.workers.models.backends.device.own import (
+    OwnMatrix,
+    multiply,
+    own_matrix,
+    rounded_rows,
+    source_of,
+)
 from dovetail.workers.models.backends.device.products import Product, product
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 
-ROWS, THREADS = 8, 256
-"""Rows that a thread block computes, and its threads."""
-ROUND_THREADS, WARP = 128, 32
 HALF, HALF_AND_MORE, POWER, BYTE, BYTE_AND_LESS, BYTES, BYTES_AND_LESS = range(7)
 """`Scales` of `kernels/native/blocks.h`."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -109,15 +112,17 @@ def _defined(type: int, own: Format) -> str:
         int.from_bytes(bytes(number & 255 for number in own.numbers[at : at + 4]), "little")
         for at in range(0, len(own.numbers), 4)
     ]
-    parts = (KINDS[type].name, own.bits, own.middle, str(own.signed).lower(), own.scales)
-    table = (str(bool(words)).lower(), *(f"{word}u" for word in words))
-    return f"DT_BLOCKS({', '.join(map(str, (*parts, *table)))})\n"
+    parts = (_name(type), WIDTH, own.bits, own.middle, str(own.signed).lower(), own.scales)
+    table = (str(bool(words)).lower(), *(f"{word}u" for word in words or [0]))
+    return f"DT_ROUNDED({', '.join(map(str, (*parts, *table)))})\n"
 
 
-SOURCE = (
-    PRODUCTS
-    + (FOLDER / "blocks.cu").read_text(encoding="utf-8")
-    + "".join(_defined(type, own) for type, own in FORMATS.items())
+SOURCE = "\n".join(
+    [
+        PRODUCTS,
+        source_of("formats", "rounded").removeprefix(source_of()),
+        *(_defined(type, own) for type, own in FORMATS.items()),
+    ]
 )
 
 
@@ -146,30 +151,18 @@ class OwnBlocks:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] fp32 -> x W^T + bias [T, n] fp32, the rows of x rounded to 8 bits where they
         meet blocks."""
-        rows, blocks, x = len(x), self.k // WIDTH, x.contiguous()
-        y = x.new_empty(rows, self.n)
-        if not rows:
+        y = x.new_empty(len(x), self.n)
+        if not len(x):
             return y
-        values = x.new_empty(rows, self.k, dtype=torch.int8)
-        abouts = x.new_empty(rows, blocks, 4)
-        if any(part.plain is None for part in self.parts):
-            grid = (-(-rows * blocks // (ROUND_THREADS // WARP)), 1)
-            arguments = (x, values, abouts, self.k, blocks, rows)
-            self.program.launch("round_blocks", grid, ROUND_THREADS, arguments)
+        rounded = None
         for part in self.parts:
             own = slice(part.first, part.first + part.count)
             if part.plain is not None:
                 y[:, own] = part.plain(x)
                 continue
-            self.program.launch(
-                part.name,
-                (-(-part.count // VECTOR), -(-rows // ROWS)),
-                THREADS,
-                (
-                    *(part.packed, values, abouts, None if self.bias is None else self.bias[own]),
-                    *(y[:, own], part.count, self.n, blocks, rows),
-                ),
-            )
+            rounded = rounded or rounded_rows(self.program, x, WIDTH)
+            bias = None if self.bias is None else self.bias[own]
+            multiply(self.program, part.name, part.packed, rounded, bias, y[:, own])
         return y
 
 

@@ -24,11 +24,11 @@ from dovetail.workers.kernels.layer_plan import (
 )
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function
-from dovetail.workers.models.backends.device.own import FOLDER, bits_of
+from dovetail.workers.models.backends.device.own import bits_of, source_of
 from dovetail.workers.models.backends.device.products import Product, narrowed
 from dovetail.workers.models.cache import HALF, rounded
 
-SOURCE = (FOLDER / "parts.cu").read_text(encoding="utf-8")
+SOURCE = source_of("parts")
 NORM_THREADS, TURN_THREADS, GATE_THREADS, WARP = 512, 128, 256, 32
 MOST_WIDTH = 16 * NORM_THREADS
 """The widest row that our norm takes: 16 numbers a thread (`HELD` in parts.cu)."""

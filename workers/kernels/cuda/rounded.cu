@@ -1,0 +1,305 @@
+// y = x W^T + bias on a GPU over a W of integer codes, for rows of x in int8: the codes of a
+// substitute, in groups of 64 inputs, and the blocks of GGUF files, of 32 inputs. Both are read as
+// the CPU's kernels have them in memory (native/grouped.inl, native/blocks.h), and y has the bytes
+// that those kernels give: exact sums within a group, and one chain of fma over groups, ascending.
+//
+// A block of threads computes 16 outputs for 8 rows. Its warps take turns at DEPTH groups each: a
+// warp computes the exact sums of its groups while the others do likewise, then waits for the
+// chain, goes on with it, and hands it over to the next warp. Weights are on their way while the
+// groups before them are computed. On matrix units a lane has 2 outputs and 2 rows, elsewhere 1 and
+// 4; the bytes are the same.
+//
+// Which formats there are, models/backends/device/own.py and own_blocks.py say, by DT_ROUNDED lines
+// behind this source. Compiled behind numbers.cu and formats.cu, as products.cu is.
+
+constexpr int RELAY_ROWS = 8, WARPS = 8, RELAY_THREADS = 32 * WARPS;
+constexpr int DEPTH = LANE_OUTPUTS == 2 ? 4 : 2;  // groups of a warp at a time
+
+#if defined(__CUDACC__) && defined(DT_MATRIX_UNITS)
+// sums [16 x 8] += codes [16 x 32 or 16] times values [32 or 16 x 8], by a warp: m16n8k32 and
+// m16n8k16, whose manual says which numbers a lane holds.
+#define DT_MULTIPLY(SHAPE, TYPE, CODES, VALUES, ...)                                      \
+    asm("mma.sync.aligned." SHAPE ".row.col.s32." TYPE ".s8.s32 {%0, %1, %2, %3}, " CODES \
+        ", " VALUES ", {%0, %1, %2, %3};"                                                 \
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])                      \
+        : __VA_ARGS__)
+template <bool SIGNED>
+static __device__ void multiply_32(int* sums, const unsigned* first, const unsigned* second,
+                                   const unsigned* values) {
+    if constexpr (SIGNED)
+        DT_MULTIPLY("m16n8k32", "s8", "{%4, %5, %6, %7}", "{%8, %9}", "r"(first[0]), "r"(second[0]),
+                    "r"(first[1]), "r"(second[1]), "r"(values[0]), "r"(values[1]));
+    else
+        DT_MULTIPLY("m16n8k32", "u8", "{%4, %5, %6, %7}", "{%8, %9}", "r"(first[0]), "r"(second[0]),
+                    "r"(first[1]), "r"(second[1]), "r"(values[0]), "r"(values[1]));
+}
+template <bool SIGNED>
+static __device__ void multiply_16(int* sums, unsigned first, unsigned second, unsigned value) {
+    if constexpr (SIGNED)
+        DT_MULTIPLY("m16n8k16", "s8", "{%4, %5}", "{%6}", "r"(first), "r"(second), "r"(value));
+    else DT_MULTIPLY("m16n8k16", "u8", "{%4, %5}", "{%6}", "r"(first), "r"(second), "r"(value));
+}
+#endif
+
+#ifdef __CUDACC__
+static __device__ void wait_for_chain(int warp) {
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + warp) : "memory");
+}
+static __device__ void hand_over_chain(int warp) {
+    asm volatile("bar.arrive %0, 64;" ::"r"(1 + warp) : "memory");
+}
+#endif
+
+// ---- rows of x
+
+constexpr int ROUND_THREADS = 128;
+
+// x [rows, k] -> for each row and group WIDTH / 4 words of four int8, zeros behind the last input,
+// every fourth step side by side, which a lane reads at once; and about the group its scale, that
+// times the sum of the int8, the sum, and the sum of the first half. A warp a row and group.
+template <int WIDTH>
+static __device__ void round_row(const float* x, signed char* values, uint4* abouts, Int k,
+                                 Int groups, Int rows) {
+    constexpr int STEPS = WIDTH / 4, NUMBERS = WIDTH / 32;
+    start_early();
+    const int lane = (int)(threadIdx.x % 32), step = NUMBERS * lane / 4;
+    const Int which = (Int)blockIdx.x * (ROUND_THREADS / 32) + threadIdx.x / 32;
+    if (which >= rows * groups) return;
+    const Int row = which / groups, at = which % groups * WIDTH + NUMBERS * lane;
+    float own[NUMBERS];
+    unsigned most = 0;
+#pragma unroll
+    for (int i = 0; i < NUMBERS; i++) {
+        own[i] = at + i < k ? x[row * k + at + i] : 0.0f;
+        const unsigned size = magnitude(own[i]);
+        most = size > most ? size : most;
+    }
+    const RowScale scale = row_scale(largest_of_warp(most));
+    signed char* const to =
+        values + which * WIDTH + (step % 4 * (STEPS / 4) + step / 4) * 4 + NUMBERS * lane % 4;
+    int half = 0;
+#pragma unroll
+    for (int i = 0; i < NUMBERS; i++) {
+        to[i] = (signed char)rounded(own[i], scale.to);
+        half += (int)to[i];
+    }
+    for (int by = 8; by > 0; by /= 2) half += (int)__shfl_xor_sync(0xffffffffu, (unsigned)half, by);
+    const int whole = half + (int)__shfl_xor_sync(0xffffffffu, (unsigned)half, 16);
+    if (lane == 0)
+        abouts[which] = make_uint4(__float_as_uint(scale.from),
+                                   __float_as_uint(__fmul_rn(scale.from, __int2float_rn(whole))),
+                                   (unsigned)whole, (unsigned)half);
+}
+
+#define DT_ROUND(WIDTH)                                                                    \
+    extern "C" __global__ void __launch_bounds__(ROUND_THREADS) round_##WIDTH(             \
+        const float* x, signed char* values, uint4* abouts, Int k, Int groups, Int rows) { \
+        round_row<WIDTH>(x, values, abouts, k, groups, rows);                              \
+    }
+
+DT_ROUND(64)
+DT_ROUND(32)
+
+// ---- their products
+
+// What a group adds to the chains of a lane: its sums, scaled, and what is added to each weight;
+// and of each row the factors of both.
+template <class F>
+struct Links {
+    float sums[LANE_OUTPUTS][LANE_ROWS], factors[LANE_ROWS];
+    float more[F::HALVES][LANE_OUTPUTS], of_more[F::HALVES][LANE_ROWS];
+
+    __device__ void add_to(float (*chains)[LANE_ROWS]) const {
+#pragma unroll
+        for (int o = 0; o < LANE_OUTPUTS; o++)
+#pragma unroll
+            for (int r = 0; r < LANE_ROWS; r++) {
+                float& chain = chains[o][r];
+                chain = __fmaf_rn(sums[o][r], factors[r], chain);
+                if constexpr (F::MORE)
+#pragma unroll
+                    for (int h = 0; h < F::HALVES; h++)
+                        chain = __fmaf_rn(more[h][o], of_more[h][r], chain);
+            }
+    }
+};
+
+// exact [HALVES][LANE_OUTPUTS * LANE_ROWS] += the products of a group. `values`: of the group and
+// of the lane's row on matrix units, else of each of its rows.
+template <class F>
+static __device__ void multiply(const F& weights, const unsigned* const* values, const Lane& lane,
+                                const unsigned* table, int (*exact)[LANE_OUTPUTS * LANE_ROWS]) {
+#ifdef DT_MATRIX_UNITS
+    constexpr int MINE = F::STEPS / 4;
+    unsigned first[MINE], second[MINE], own[MINE];
+#pragma unroll
+    for (int j = 0; j < MINE; j++) {
+        first[j] = weights.codes(0, j, lane.quarter, table);
+        second[j] = weights.codes(1, j, lane.quarter, table);
+    }
+    if constexpr (MINE == 4) {
+        const uint4 four = *(const uint4*)values[0];
+        own[0] = four.x, own[1] = four.y, own[2] = four.z, own[3] = four.w;
+    } else {
+        const uint2 two = *(const uint2*)values[0];
+        own[0] = two.x, own[1] = two.y;
+    }
+    if constexpr (F::HALVES == 2) {
+        multiply_16<F::SIGNED>(exact[0], first[0], second[0], own[0]);
+        multiply_16<F::SIGNED>(exact[1], first[1], second[1], own[1]);
+    } else
+#pragma unroll
+        for (int j = 0; j < MINE; j += 2)
+            multiply_32<F::SIGNED>(exact[0], first + j, second + j, own + j);
+#else
+    unsigned codes[F::STEPS];
+#pragma unroll
+    for (int step = 0; step < F::STEPS; step++) codes[step] = weights.codes(0, step, 0, table);
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++)
+#pragma unroll
+        for (int four = 0; four < F::STEPS / 4; four++) {
+            const uint4 found = ((const uint4*)values[r])[four];
+            const unsigned own[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int place = 4 * four + i,
+                          step = place % (F::STEPS / 4) * 4 + place / (F::STEPS / 4);
+                int& sum = exact[step / (F::STEPS / F::HALVES)][r];
+                sum = F::SIGNED ? dot_signed(own[i], codes[step], sum)
+                                : dot_codes(own[i], codes[step], sum);
+            }
+        }
+#endif
+}
+
+template <class F>
+static __device__ void relay(const char* packed, const char* values, const uint4* abouts,
+                             const float* bias, float* y, Int n, Int apart, Int all_groups,
+                             Int rows, const unsigned* table) {
+    __shared__ float handed[WARPS][LANE_OUTPUTS * LANE_ROWS][32];
+    const int warp = (int)threadIdx.x / 32, in_warp = (int)threadIdx.x % 32;
+    const int groups = (int)all_groups, last = groups - 1;
+    const Lane lane = lane_of(in_warp);
+    const Int first_row = (Int)blockIdx.y * RELAY_ROWS;
+    const int count = smaller(RELAY_ROWS, rows - first_row);
+    const char* const vector = packed + (Int)blockIdx.x * F::vector_bytes(all_groups);
+    F weights[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)  // what lies beyond the last group is not waited for
+        weights[i].load(vector, smaller(warp * DEPTH + i, last), lane);
+    start_early();
+
+    // Rows that are not there are the last one's, and left out at the end.
+    const uint4* about[LANE_ROWS];
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++)
+        about[r] =
+            abouts + (first_row + smaller(lane.row + r * lane.rows_apart, count - 1)) * all_groups;
+#ifdef DT_MATRIX_UNITS
+    constexpr int READ = 1;  // a lane brings the values of another row than those that it adds up
+    const char* const from[READ] = {
+        values + (first_row + smaller(lane.output / 2, count - 1)) * all_groups * F::WIDTH +
+        lane.quarter * F::STEPS};
+#else
+    constexpr int READ = LANE_ROWS;
+    const char* from[READ];
+#pragma unroll
+    for (int r = 0; r < READ; r++)
+        from[r] = values + (first_row + smaller(lane.row + r * lane.rows_apart, count - 1)) *
+                               all_groups * F::WIDTH;
+#endif
+    float chains[LANE_OUTPUTS][LANE_ROWS] = {};
+    for (int tile = warp * DEPTH; tile < groups; tile += WARPS * DEPTH) {
+        Links<F> links[DEPTH];
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            const int group = smaller(tile + i, last);
+            Links<F>& link = links[i];
+            int exact[F::HALVES][LANE_OUTPUTS * LANE_ROWS];
+#pragma unroll
+            for (int r = 0; r < LANE_ROWS; r++) {
+                const uint4 found = about[r][group];
+                const int whole = (int)found.z, half = (int)found.w;
+                link.factors[r] = __uint_as_float(found.x);
+                if constexpr (F::HALVES == 1) link.of_more[0][r] = __uint_as_float(found.y);
+                else {
+                    link.of_more[0][r] = __fmul_rn(link.factors[r], __int2float_rn(half));
+                    link.of_more[1][r] = __fmul_rn(link.factors[r], __int2float_rn(whole - half));
+                }
+#pragma unroll
+                for (int o = 0; o < LANE_OUTPUTS; o++) {
+                    exact[0][o * LANE_ROWS + r] = -F::MIDDLE * (F::HALVES == 1 ? whole : half);
+                    if constexpr (F::HALVES == 2)
+                        exact[1][o * LANE_ROWS + r] = -F::MIDDLE * (whole - half);
+                }
+            }
+            const unsigned* own[READ];
+#pragma unroll
+            for (int r = 0; r < READ; r++)
+                own[r] = (const unsigned*)(from[r] + (Int)group * F::WIDTH);
+            multiply(weights[i], own, lane, table, exact);
+#pragma unroll
+            for (int o = 0; o < LANE_OUTPUTS; o++) {
+#pragma unroll
+                for (int r = 0; r < LANE_ROWS; r++) {
+                    const int at = o * LANE_ROWS + r;
+                    float& sum = link.sums[o][r];
+                    sum = __fmul_rn(__int2float_rn(exact[0][at]), weights[i].scale(0, o));
+                    if constexpr (F::HALVES == 2)
+                        sum = __fmaf_rn(__int2float_rn(exact[1][at]), weights[i].scale(1, o), sum);
+                }
+                if constexpr (F::MORE)
+#pragma unroll
+                    for (int h = 0; h < F::HALVES; h++) link.more[h][o] = weights[i].more(h, o);
+            }
+        }
+        if (tile + WARPS * DEPTH < groups)
+#pragma unroll
+            for (int i = 0; i < DEPTH; i++)
+                weights[i].load(vector, smaller(tile + WARPS * DEPTH + i, last), lane);
+        if (tile > 0) {
+            wait_for_chain(warp);
+#pragma unroll
+            for (int at = 0; at < LANE_OUTPUTS * LANE_ROWS; at++)
+                chains[at / LANE_ROWS][at % LANE_ROWS] = handed[warp][at][in_warp];
+        }
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++)
+            if (tile + i < groups) links[i].add_to(chains);
+        if (tile + DEPTH < groups) {
+            const int next = (warp + 1) % WARPS;
+#pragma unroll
+            for (int at = 0; at < LANE_OUTPUTS * LANE_ROWS; at++)
+                handed[next][at][in_warp] = chains[at / LANE_ROWS][at % LANE_ROWS];
+            hand_over_chain(next);
+            continue;
+        }
+#pragma unroll
+        for (int at = 0; at < LANE_OUTPUTS * LANE_ROWS; at++) {
+            const int row = lane.row + at % LANE_ROWS * lane.rows_apart;
+            const Int output = (Int)blockIdx.x * VECTOR + lane.output + at / LANE_ROWS;
+            const float chain = chains[at / LANE_ROWS][at % LANE_ROWS];
+            if (row < count && output < n)
+                y[(first_row + row) * apart + output] =
+                    bias == nullptr ? chain : __fadd_rn(chain, bias[output]);
+        }
+    }
+}
+
+// `y`: the first of n outputs of the first row; rows of it lie `apart`. What follows TABLE are the
+// 16 numbers that codes stand for.
+#define DT_ROUNDED(NAME, WIDTH, BITS, MIDDLE, SIGNED, SCALES, TABLE, ...)                          \
+    extern "C" __global__ void __launch_bounds__(RELAY_THREADS, 2)                                 \
+        NAME(const char* packed, const char* values, const uint4* abouts, const float* bias,       \
+             float* y, Int n, Int apart, Int groups, Int rows) {                                   \
+        __shared__ unsigned table[4];                                                              \
+        if constexpr (TABLE) {                                                                     \
+            constexpr unsigned OWN[4] = {__VA_ARGS__};                                             \
+            if (threadIdx.x == 0)                                                                  \
+                for (int i = 0; i < 4; i++) table[i] = OWN[i];                                     \
+            __syncthreads();                                                                       \
+        }                                                                                          \
+        relay<Format<WIDTH, BITS, MIDDLE, SIGNED, SCALES, TABLE>>(packed, values, abouts, bias, y, \
+                                                                  n, apart, groups, rows, table);  \
+    }
