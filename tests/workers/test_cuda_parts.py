@@ -81,7 +81,7 @@ def wrong_functions(change: Callable[[str, list[object]], None]) -> Callable[[st
 @pytest.mark.parametrize(
     ("function", "argument", "by", "said"),
     [
-        ("norm_rows", 4, -1, "norm: differs from the exact result by"),
+        ("norm_rows", 5, -1, "norm: differs from the exact result by"),
         ("gate_rows", 2, -1, "gate: differs from the exact result by"),
         ("turn_rows", 9, 40, "rotation, cached as torch.float16: "),
         ("turn_rows", 14, -4, "rotation, cached as torch.float16: queries differ"),

@@ -25,10 +25,10 @@ static __device__ float sum_of_block(float value, float* of_warps) {
 
 static __device__ float inverse_root(float mean, Int epsilon) { return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, __uint_as_float((unsigned)epsilon)))); }
 
-// y = norm of x [rows, width], a block a row: by root mean square, or where `centred` by mean and variance. `bias`: [width] or null. A thread holds its numbers
-// in registers, so that memory is waited for once.
-extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const float* x, const float* weight, const float* bias, float* y, Int width, Int centred,
-                                                                     Int epsilon) {
+// y = norm of x [rows, width], a block a row: by root mean square, or where `centred` by mean and variance. `bias`: [width] or null; `update`: [rows, width],
+// which is added to x first, or null. A thread holds its numbers in registers, so that memory is waited for once.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(float* x, const float* update, const float* weight, const float* bias, float* y, Int width,
+                                                                     Int centred, Int epsilon) {
     __shared__ float of_warps[2][NORM_THREADS / WARP];
     start_early();
     const Int first = (Int)blockIdx.x * width, thread = threadIdx.x;
@@ -38,6 +38,9 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const float
         const Int i = thread + j * NORM_THREADS;
         values[j] = i < width ? x[first + i] : 0.0f;
         weights[j] = i < width ? weight[i] : 0.0f;
+        if (update == nullptr || i >= width) continue;
+        values[j] = __fadd_rn(values[j], update[first + i]);
+        x[first + i] = values[j];
     }
     if (centred) {
 #pragma unroll

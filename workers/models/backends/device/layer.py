@@ -71,12 +71,19 @@ class DeviceLayer:
         """states [T, hidden] through the layer, in place; keys and values of the rows go into the
         caches. Each matrix is asked for once."""
         plan, normed = self._plan, _through(self._attention_norm, states)
-        read = normed if self._mlp_norm is None else _through(self._mlp_norm, states)
+        has_mlp = plan.gate_up is not None or plan.experts is not None
+        read = None
+        if plan.parallel:
+            read = normed if self._mlp_norm is None else self._mlp_norm(states)
         if plan.qkv is not None:
             mixed = self._mix(rows, normed, states, multiply)
-            _add(states, _through(self._post_attention_norm, mixed), plan.residual)
-        if plan.gate_up is not None or plan.experts is not None:
-            read = read if plan.parallel else _through(self._mlp_norm, states)
+            mixed = _through(self._post_attention_norm, mixed)
+            if has_mlp and read is None and self._mlp_norm is not None and plan.residual == 1.0:
+                read = self._mlp_norm.of_sum(states, mixed)
+            else:
+                _add(states, mixed, plan.residual)
+        if has_mlp:
+            read = _through(self._mlp_norm, states) if read is None else read
             update = self._mlp(read, states, multiply)
             _add(states, _through(self._post_mlp_norm, update), plan.mlp_residual)
         if plan.own_input is not None:

@@ -85,12 +85,20 @@ class Parts:
 
     program: Program
 
-    def norm(self, x: Tensor, kind: NormKind, norm: Norm, epsilon: float) -> Tensor:
-        """Return the norm of x [..., width] fp32."""
+    def norm(
+        self,
+        x: Tensor,
+        kind: NormKind,
+        norm: Norm,
+        epsilon: float,
+        update: Tensor | None = None,
+    ) -> Tensor:
+        """Return the norm of x [..., width] fp32, to which `update`, of the same shape, is added
+        first, in place if x is contiguous."""
         x, width = x.contiguous(), x.shape[-1]
-        y = torch.empty_like(x)
+        y, update = torch.empty_like(x), None if update is None else update.contiguous()
         centred = int(kind is NormKind.LAYER_NORM)
-        arguments = (x, norm.weight, norm.bias, y, width, centred, bits_of(epsilon))
+        arguments = (x, update, norm.weight, norm.bias, y, width, centred, bits_of(epsilon))
         self.program.launch("norm_rows", (x.numel() // width, 1), NORM_THREADS, arguments)
         return y
 
@@ -152,6 +160,13 @@ class DeviceNorm:
             return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self._epsilon)
         return rms_norm(x, x.shape[-1:], norm.weight, self._epsilon)
 
+    def of_sum(self, x: Tensor, update: Tensor) -> Tensor:
+        """Add `update` to x, both [T, width], in place, and return x normalised."""
+        if self._parts is not None and x.shape[-1] <= MOST_WIDTH and x.is_contiguous():
+            return self._parts.norm(x, self._kind, self._norm, self._epsilon, update)
+        x += update
+        return self(x)
+
 
 # ---- their proof, and what they are timed by
 
@@ -172,6 +187,8 @@ def _against(program: Program, device: torch.device) -> str:
 
         if wrong := _wrong(normed, x, exact):
             return f"norm: {wrong}"
+        if wrong := _wrong_sum(parts, own, kind, x, device):
+            return f"norm of a sum: {wrong}"
     x = torch.randn(5, 2 * UNITS, generator=generator) * 4
     gate, up = x.double().chunk(2, dim=1)
     if wrong := _wrong(lambda x: parts.gate(x.to(device)).cpu(), x, silu(gate) * up):
@@ -191,6 +208,15 @@ def _norm(x: Tensor, kind: NormKind, weight: Tensor, bias: Tensor) -> Tensor:
     if kind is NormKind.LAYER_NORM:
         return layer_norm(x, weight.shape, weight, bias, 1e-5)
     return rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def _wrong_sum(parts: Parts, own: Norm, kind: NormKind, x: Tensor, device: torch.device) -> str:
+    """Say whether the norm of x plus something differs from that of their sum; empty if not."""
+    update = x.flip(0).to(device)
+    there, summed = x.to(device), x.to(device) + update
+    found = parts.norm(there, kind, own, 1e-5, update)
+    same = torch.equal(found, parts.norm(summed, kind, own, 1e-5)) and torch.equal(there, summed)
+    return "" if same else "it is another one than that of the rows added up before"
 
 
 def _wrong(own: Callable[[Tensor], Tensor], x: Tensor, exact: Tensor) -> str:
