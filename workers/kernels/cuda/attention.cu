@@ -1,19 +1,24 @@
-// Attention on a GPU over keys and values of 16 bits, which are widened as they are read, for query rows that see the slots of a cache by a mask.
+// Attention on a GPU over keys and values of 16 bits, which are widened as they are read, for query
+// rows that see the slots of a cache by a mask.
 //
 //   score[s]  = one chain over d of fma(q[d], k[s][d]), times scale; -inf where the mask says so
 //   weight[s] = exp(score[s] - largest), exactly 0 where the mask hides s
-//   out[d]    = one chain over s of fma(weight[s], v[s][d]), times 1 / the chain of the weights' sum (and of a sink's weight, which has no value)
+//   out[d]    = one chain over s of fma(weight[s], v[s][d]), times 1 / the chain of the weights'
+//   sum (and of a sink's weight, which has no value)
 //
-// What is hidden changes no chain, so that a row's numbers follow from what it sees, in the order of slots: not from its neighbours, nor from the slots
-// between. Three functions, one after the other, with the scores in memory between them. Rows are query heads of one key head, one head behind the other.
+// What is hidden changes no chain, so that a row's numbers follow from what it sees, in the order
+// of slots: not from its neighbours, nor from the slots between. Three functions, one after the
+// other, with the scores in memory between them. Rows are query heads of one key head, one head
+// behind the other.
 //
-// Compiled behind numbers.cu, as products.cu is.
+// Compiled behind numbers.cu.
 
 constexpr int SLOTS = 64, ROWS = 8;  // of a block
 constexpr int THREADS = 128, VALUE_THREADS = 160, COLUMNS = 64;
-constexpr float HIDDEN = -3.0e38f;   // scores below are of slots that are not seen
+constexpr float HIDDEN = -3.0e38f;  // scores below are of slots that are not seen
 
-// e^x for x <= 0 (native/lanes.h): x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 in r. Below -87 exactly 0.
+// e^x for x <= 0 (native/lanes.h): x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 in
+// r. Below -87 exactly 0.
 static __device__ float exp_of(float x) {
     if (!(x >= -87.0f)) return x != x ? x : 0.0f;
     const float rounder = 12582912.0f;
@@ -30,23 +35,29 @@ static __device__ float exp_of(float x) {
     return __fmul_rn(p, __uint_as_float((unsigned)((int)n + 127) << 23));
 }
 
-// Scores of 8 rows with 64 slots: each thread one slot, for four rows. `apart`: numbers between the keys of two heads; `mask` [rows, mask_apart] or null.
+// Scores of 8 rows with 64 slots: each thread one slot, for four rows. `apart`: numbers between the
+// keys of two heads; `mask` [rows, mask_apart] or null.
 template <int MOST>
-static __device__ void scores_of(const float* queries, const unsigned short* keys, Int apart, const float* mask, Int mask_apart, float* scores, Int rows,
+static __device__ void scores_of(const float* queries, const unsigned short* keys, Int apart,
+                                 const float* mask, Int mask_apart, float* scores, Int rows,
                                  Int slots, Int width, Int scale_bits) {
-    constexpr int STRIDE = MOST / 2 + 1;  // words of a key: those of neighbouring slots lie in other banks
+    constexpr int STRIDE =
+        MOST / 2 + 1;  // words of a key: those of neighbouring slots lie in other banks
     __shared__ unsigned key_tile[SLOTS * STRIDE];
     __shared__ float query_tile[ROWS][MOST];
     start_early();
-    const int thread = (int)threadIdx.x, words = (int)(width / 2), slot = thread % SLOTS, first = thread / SLOTS * (ROWS / 2);
+    const int thread = (int)threadIdx.x, words = (int)(width / 2), slot = thread % SLOTS,
+              first = thread / SLOTS * (ROWS / 2);
     const Int first_slot = (Int)blockIdx.x * SLOTS, row_blocks = (rows + ROWS - 1) / ROWS;
     const Int head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * ROWS;
     const int there = smaller(SLOTS, slots - first_slot), count = smaller(ROWS, rows - first_row);
     const unsigned* const own = (const unsigned*)(keys + head * apart + first_slot * width);
-    for (int i = thread; i < there * words; i += THREADS) key_tile[i / words * STRIDE + i % words] = own[i];
+    for (int i = thread; i < there * words; i += THREADS)
+        key_tile[i / words * STRIDE + i % words] = own[i];
     for (int i = thread; i < ROWS * width; i += THREADS) {
         const int row = i / (int)width;
-        query_tile[row][i % (int)width] = row < count ? queries[(head * rows + first_row + row) * width + i % (int)width] : 0.0f;
+        query_tile[row][i % (int)width] =
+            row < count ? queries[(head * rows + first_row + row) * width + i % (int)width] : 0.0f;
     }
     __syncthreads();
     if (slot >= there) return;
@@ -66,28 +77,38 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
         if (first + r >= count) continue;
         const Int row = first_row + first + r, at = first_slot + slot;
         const bool hidden = mask != nullptr && mask[row * mask_apart + at] < HIDDEN;
-        scores[(head * rows + row) * slots + at] = hidden ? __uint_as_float(0xff800000u) : __fmul_rn(sums[r], __uint_as_float((unsigned)scale_bits));
+        scores[(head * rows + row) * slots + at] =
+            hidden ? __uint_as_float(0xff800000u)
+                   : __fmul_rn(sums[r], __uint_as_float((unsigned)scale_bits));
     }
 }
 
-#define DT_SCORES(MOST)                                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS) scores_##MOST(const float* queries, const unsigned short* keys, Int apart, const float* mask, \
-                                                                        Int mask_apart, float* scores, Int rows, Int slots, Int width, Int scale_bits) { \
-        scores_of<MOST>(queries, keys, apart, mask, mask_apart, scores, rows, slots, width, scale_bits);                                               \
+#define DT_SCORES(MOST)                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS) scores_##MOST(                    \
+        const float* queries, const unsigned short* keys, Int apart, const float* mask,     \
+        Int mask_apart, float* scores, Int rows, Int slots, Int width, Int scale_bits) {    \
+        scores_of<MOST>(queries, keys, apart, mask, mask_apart, scores, rows, slots, width, \
+                        scale_bits);                                                        \
     }
 
 DT_SCORES(128)
 DT_SCORES(256)
 
-// Scores of a row become weights, in place; a block a row. `sinks` [heads] of this row's head, or null; `sink_weights`: what becomes of them.
-extern "C" __global__ void __launch_bounds__(THREADS) weights_of(float* scores, const float* sinks, float* sink_weights, Int slots, Int rows_of_head) {
+// Scores of a row become weights, in place; a block a row. `sinks` [heads] of this row's head, or
+// null; `sink_weights`: what becomes of them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    weights_of(float* scores, const float* sinks, float* sink_weights, Int slots,
+               Int rows_of_head) {
     __shared__ float of_warps[THREADS / 32];
     start_early();
     float* const own = scores + (Int)blockIdx.x * slots;
-    const float sink = sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[blockIdx.x / rows_of_head];
+    const float sink =
+        sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[blockIdx.x / rows_of_head];
     float most = sink;
     for (Int s = threadIdx.x; s < slots; s += THREADS) most = larger(own[s], most);
-    for (int by = 16; by > 0; by /= 2) most = larger(__uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), by)), most);
+    for (int by = 16; by > 0; by /= 2)
+        most =
+            larger(__uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), by)), most);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
     __syncthreads();
     for (int warp = 0; warp < THREADS / 32; warp++) most = larger(of_warps[warp], most);
@@ -95,14 +116,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) weights_of(float* scores, 
         const float score = own[s];
         own[s] = score < HIDDEN ? 0.0f : exp_of(__fsub_rn(score, most));
     }
-    if (sinks != nullptr && threadIdx.x == 0) sink_weights[blockIdx.x] = exp_of(__fsub_rn(sink, most));
+    if (sinks != nullptr && threadIdx.x == 0)
+        sink_weights[blockIdx.x] = exp_of(__fsub_rn(sink, most));
 }
 
-// Values of 8 rows, weighed: each of 128 threads two columns of two rows; a warp beside them adds up the weights. 64 slots lie in shared memory, while the next
-// ones are on their way into registers.
-extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const float* weights, const unsigned short* values, Int apart, const float* sink_weights,
-                                                                     float* out, Int rows, Int slots, Int width) {
-    constexpr int CHUNKS = COLUMNS / 8, LOADS = SLOTS * CHUNKS / THREADS, NUMBERS = ROWS * SLOTS / THREADS;
+// Values of 8 rows, weighed: each of 128 threads two columns of two rows; a warp beside them adds
+// up the weights. 64 slots lie in shared memory, while the next ones are on their way into
+// registers.
+extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
+    values_of(const float* weights, const unsigned short* values, Int apart,
+              const float* sink_weights, float* out, Int rows, Int slots, Int width) {
+    constexpr int CHUNKS = COLUMNS / 8, LOADS = SLOTS * CHUNKS / THREADS,
+                  NUMBERS = ROWS * SLOTS / THREADS;
     __shared__ uint4 value_tile[SLOTS * CHUNKS];
     __shared__ uint4 weight_tile[ROWS * SLOTS / 4];
     __shared__ float totals[ROWS];
@@ -112,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
     const int thread = (int)threadIdx.x, word = thread % 32, warp = thread / 32;
     const Int first_column = (Int)blockIdx.x * COLUMNS, row_blocks = (rows + ROWS - 1) / ROWS;
     const Int head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * ROWS;
-    const int count = smaller(ROWS, rows - first_row), chunks = smaller(COLUMNS, width - first_column) / 8;
+    const int count = smaller(ROWS, rows - first_row),
+              chunks = smaller(COLUMNS, width - first_column) / 8;
     const bool sums_weights = warp == THREADS / 32;
     const unsigned short* const own = values + head * apart + first_column;
     const float* const own_weights = weights + (head * rows + first_row) * slots;
@@ -126,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
 #pragma unroll
                 for (int i = 0; i < LOADS; i++) value_tile[thread + i * THREADS] = next_values[i];
 #pragma unroll
-                for (int i = 0; i < NUMBERS; i++) weight_numbers[thread + i * THREADS] = next_weights[i];
+                for (int i = 0; i < NUMBERS; i++)
+                    weight_numbers[thread + i * THREADS] = next_weights[i];
             }
             __syncthreads();
         }
@@ -136,13 +163,16 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
             for (int i = 0; i < LOADS; i++) {
                 const int at = thread + i * THREADS, chunk = at % CHUNKS;
                 const Int from = ahead + at / CHUNKS;
-                next_values[i] = from < slots && chunk < chunks ? *(const uint4*)(own + from * width + 8 * chunk) : make_uint4(0u, 0u, 0u, 0u);
+                next_values[i] = from < slots && chunk < chunks
+                                     ? *(const uint4*)(own + from * width + 8 * chunk)
+                                     : make_uint4(0u, 0u, 0u, 0u);
             }
 #pragma unroll
             for (int i = 0; i < NUMBERS; i++) {
                 const int at = thread + i * THREADS, row = at / SLOTS;
                 const Int from = ahead + at % SLOTS;
-                next_weights[i] = row < count && from < slots ? own_weights[row * slots + from] : 0.0f;
+                next_weights[i] =
+                    row < count && from < slots ? own_weights[row * slots + from] : 0.0f;
             }
         }
         if (slot < 0) continue;
@@ -150,8 +180,10 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
         if (sums_weights) {
             for (int four = 0; four < SLOTS / 4 && word < count; four++) {
                 const uint4 bits = weight_tile[word * SLOTS / 4 + four];
-                total = __fadd_rn(__fadd_rn(total, __uint_as_float(bits.x)), __uint_as_float(bits.y));
-                total = __fadd_rn(__fadd_rn(total, __uint_as_float(bits.z)), __uint_as_float(bits.w));
+                total =
+                    __fadd_rn(__fadd_rn(total, __uint_as_float(bits.x)), __uint_as_float(bits.y));
+                total =
+                    __fadd_rn(__fadd_rn(total, __uint_as_float(bits.z)), __uint_as_float(bits.w));
             }
             continue;
         }
@@ -161,17 +193,22 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const uint4 bits = weight_tile[((2 * warp + r) * SLOTS) / 4 + four];
-                own_weights_of[r][0] = __uint_as_float(bits.x), own_weights_of[r][1] = __uint_as_float(bits.y);
-                own_weights_of[r][2] = __uint_as_float(bits.z), own_weights_of[r][3] = __uint_as_float(bits.w);
+                own_weights_of[r][0] = __uint_as_float(bits.x),
+                own_weights_of[r][1] = __uint_as_float(bits.y);
+                own_weights_of[r][2] = __uint_as_float(bits.z),
+                own_weights_of[r][3] = __uint_as_float(bits.w);
             }
 #pragma unroll
             for (int s = 0; s < 4; s++) {
                 const unsigned both = value_words[(4 * four + s) * (COLUMNS / 2) + word];
                 const float low = half_to_float(both & 0xffffu), high = half_to_float(both >> 16);
 #pragma unroll
-                for (int r = 0; r < 2; r++) {  // adding 0 would turn -0 into 0; chosen, not branched on: the chains of a warp go on side by side
+                for (int r = 0; r < 2;
+                     r++) {  // adding 0 would turn -0 into 0; chosen, not branched on: the chains
+                             // of a warp go on side by side
                     const float weight = own_weights_of[r][s];
-                    const float first = __fmaf_rn(weight, low, sums[r][0]), second = __fmaf_rn(weight, high, sums[r][1]);
+                    const float first = __fmaf_rn(weight, low, sums[r][0]),
+                                second = __fmaf_rn(weight, high, sums[r][1]);
                     sums[r][0] = weight == 0.0f ? sums[r][0] : first;
                     sums[r][1] = weight == 0.0f ? sums[r][1] : second;
                 }
@@ -180,7 +217,8 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS) values_of(const floa
     }
     if (sums_weights && word < count) {
         const Int row = head * rows + first_row + word;
-        totals[word] = __fdiv_rn(1.0f, sink_weights == nullptr ? total : __fadd_rn(total, sink_weights[row]));
+        totals[word] =
+            __fdiv_rn(1.0f, sink_weights == nullptr ? total : __fadd_rn(total, sink_weights[row]));
     }
     __syncthreads();
     if (sums_weights || 2 * word >= width - first_column) return;

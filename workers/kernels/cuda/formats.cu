@@ -1,7 +1,7 @@
 // The codes of a weight matrix on a GPU, as the CPU's kernels have them in memory: of a substitute
 // in groups of 64 inputs (native/grouped.inl), of a GGUF file in blocks of 32 (native/blocks.h).
 //
-// Compiled behind numbers.cu, as products.cu is.
+// Compiled behind numbers.cu.
 
 // On matrix units a lane has two outputs and two rows, elsewhere one and four.
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800

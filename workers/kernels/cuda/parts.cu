@@ -1,16 +1,20 @@
-// What happens to the rows of a decoder layer between its products, on a GPU: a norm, the rotation of queries and keys and their way into a cache, and the
-// gate of an MLP. Each is one launch where torch's operations are two to eleven, which cost more than the numbers that they move.
+// What happens to the rows of a decoder layer between its products, on a GPU: a norm, the rotation
+// of queries and keys and their way into a cache, and the gate of an MLP. Each is one launch where
+// torch's operations are two to eleven, which cost more than the numbers that they move.
 //
-// A row has the same bytes whatever its neighbours are: its sums are added up in an order that depends on its width alone. Every rounding is spelled out.
+// A row has the same bytes whatever its neighbours are: its sums are added up in an order that
+// depends on its width alone. Every rounding is spelled out.
 //
-// Compiled behind numbers.cu, as products.cu is.
+// Compiled behind numbers.cu.
 
 constexpr int NORM_THREADS = 512, TURN_THREADS = 128, GATE_THREADS = 256;
 constexpr int WARP = 32, HELD = 16;  // numbers of a thread of a norm
 constexpr float MOST_HALF = 65504.0f;
 
 static __device__ float sum_of_warp(float value) {
-    for (int by = WARP / 2; by > 0; by /= 2) value = __fadd_rn(value, __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(value), by)));
+    for (int by = WARP / 2; by > 0; by /= 2)
+        value = __fadd_rn(
+            value, __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(value), by)));
     return value;
 }
 
@@ -23,12 +27,16 @@ static __device__ float sum_of_block(float value, float* of_warps) {
     return sum;
 }
 
-static __device__ float inverse_root(float mean, Int epsilon) { return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, __uint_as_float((unsigned)epsilon)))); }
+static __device__ float inverse_root(float mean, Int epsilon) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, __uint_as_float((unsigned)epsilon))));
+}
 
-// y = norm of x [rows, width], a block a row: by root mean square, or where `centred` by mean and variance. `bias`: [width] or null; `update`: [rows, width],
-// which is added to x first, or null. A thread holds its numbers in registers, so that memory is waited for once.
-extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(float* x, const float* update, const float* weight, const float* bias, float* y, Int width,
-                                                                     Int centred, Int epsilon) {
+// y = norm of x [rows, width], a block a row: by root mean square, or where `centred` by mean and
+// variance. `bias`: [width] or null; `update`: [rows, width], which is added to x first, or null. A
+// thread holds its numbers in registers, so that memory is waited for once.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    norm_rows(float* x, const float* update, const float* weight, const float* bias, float* y,
+              Int width, Int centred, Int epsilon) {
     __shared__ float of_warps[2][NORM_THREADS / WARP];
     start_early();
     const Int first = (Int)blockIdx.x * width, thread = threadIdx.x;
@@ -53,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(float* x, c
         if (thread + j * NORM_THREADS < width) values[j] = __fsub_rn(values[j], mean);
         sum = __fmaf_rn(values[j], values[j], sum);
     }
-    const float factor = inverse_root(__fdiv_rn(sum_of_block(sum, of_warps[1]), (float)width), epsilon);
+    const float factor =
+        inverse_root(__fdiv_rn(sum_of_block(sum, of_warps[1]), (float)width), epsilon);
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
         const Int i = thread + j * NORM_THREADS;
@@ -72,15 +81,18 @@ static __device__ void store(void* to, Int at, float value, bool halves) {
     ((unsigned short*)to)[at] = half_of(most < -MOST_HALF ? -MOST_HALF : most);
 }
 
-// The heads of a row of qkv [rows, heads + 2 kv_heads, width], a warp a head. Queries and keys are normed where there are weights [width], and the pairs
-// (j, j + half) turned by the angles [rows, half]; queries go to query [heads, rows, width], keys and values to their row's slot of [kv_heads, slots, width],
-// whose heads lie `apart`, as halves or fp32.
-extern "C" __global__ void __launch_bounds__(TURN_THREADS) turn_rows(const float* qkv, const float* cosines, const float* sines, const float* query_weight,
-                                                                     const float* key_weight, const Int* slots, float* query, void* keys, void* values,
-                                                                     Int apart, Int rows, Int heads, Int kv_heads, Int width, Int half, Int epsilon,
-                                                                     Int halves) {
+// The heads of a row of qkv [rows, heads + 2 kv_heads, width], a warp a head. Queries and keys are
+// normed where there are weights [width], and the pairs (j, j + half) turned by the angles [rows,
+// half]; queries go to query [heads, rows, width], keys and values to their row's slot of
+// [kv_heads, slots, width], whose heads lie `apart`, as halves or fp32.
+extern "C" __global__ void __launch_bounds__(TURN_THREADS)
+    turn_rows(const float* qkv, const float* cosines, const float* sines, const float* query_weight,
+              const float* key_weight, const Int* slots, float* query, void* keys, void* values,
+              Int apart, Int rows, Int heads, Int kv_heads, Int width, Int half, Int epsilon,
+              Int halves) {
     start_early();
-    const Int row = blockIdx.x, head = (Int)blockIdx.y * (TURN_THREADS / WARP) + threadIdx.x / WARP, all = heads + 2 * kv_heads;
+    const Int row = blockIdx.x, head = (Int)blockIdx.y * (TURN_THREADS / WARP) + threadIdx.x / WARP,
+              all = heads + 2 * kv_heads;
     if (head >= all) return;
     const int lane = (int)(threadIdx.x % WARP);
     const bool is_query = head < heads, is_value = head >= heads + kv_heads;
@@ -96,19 +108,25 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS) turn_rows(const float
         const bool turned = !is_value && i < 2 * half, second = i >= half;
         float value = weight == nullptr ? own[i] : __fmul_rn(__fmul_rn(own[i], factor), weight[i]);
         if (turned) {
-            const Int other = second ? i - half : i + half, angle = row * half + (second ? i - half : i);
-            const float beside = weight == nullptr ? own[other] : __fmul_rn(__fmul_rn(own[other], factor), weight[other]);
+            const Int other = second ? i - half : i + half,
+                      angle = row * half + (second ? i - half : i);
+            const float beside = weight == nullptr
+                                     ? own[other]
+                                     : __fmul_rn(__fmul_rn(own[other], factor), weight[other]);
             const float product = __fmul_rn(value, cosines[angle]);
             value = __fmaf_rn(second ? beside : -beside, sines[angle], product);
         }
         if (is_query) query[(head * rows + row) * width + i] = value;
-        else if (is_value) store(values, (head - heads - kv_heads) * apart + slots[row] * width + i, value, halves != 0);
+        else if (is_value)
+            store(values, (head - heads - kv_heads) * apart + slots[row] * width + i, value,
+                  halves != 0);
         else store(keys, (head - heads) * apart + slots[row] * width + i, value, halves != 0);
     }
 }
 
 // y [rows, units] = silu(gate) up, of x [rows, 2 units], the gates first.
-extern "C" __global__ void __launch_bounds__(GATE_THREADS) gate_rows(const float* x, float* y, Int units) {
+extern "C" __global__ void __launch_bounds__(GATE_THREADS)
+    gate_rows(const float* x, float* y, Int units) {
     start_early();
     const Int row = blockIdx.x, unit = (Int)blockIdx.y * GATE_THREADS + threadIdx.x;
     if (unit >= units) return;
@@ -117,12 +135,15 @@ extern "C" __global__ void __launch_bounds__(GATE_THREADS) gate_rows(const float
 }
 
 // y = x in 16 bits, `brains`: bf16; the largest number of the type stands for those beyond it.
-extern "C" __global__ void __launch_bounds__(GATE_THREADS) narrow_rows(const float* x, unsigned short* y, Int size, Int brains) {
+extern "C" __global__ void __launch_bounds__(GATE_THREADS)
+    narrow_rows(const float* x, unsigned short* y, Int size, Int brains) {
     start_early();
     const Int i = (Int)blockIdx.x * GATE_THREADS + threadIdx.x;
     if (i >= size) return;
     const float most = brains ? __uint_as_float(0x7f7f0000u) : MOST_HALF;
     const float value = x[i] > most ? most : x[i] < -most ? -most : x[i];
     const unsigned bits = __float_as_uint(value);
-    y[i] = brains ? (unsigned short)(value != value ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16) : half_of(value);
+    y[i] = brains ? (unsigned short)(value != value ? 0x7fc0u
+                                                    : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)
+                  : half_of(value);
 }

@@ -10,7 +10,7 @@
 // 4; the bytes are the same.
 //
 // Which formats there are, models/backends/device/own.py and own_blocks.py say, by DT_ROUNDED lines
-// behind this source. Compiled behind numbers.cu and formats.cu, as products.cu is.
+// behind this source. Compiled behind numbers.cu and formats.cu.
 
 constexpr int RELAY_ROWS = 8, WARPS = 8, RELAY_THREADS = 32 * WARPS;
 constexpr int DEPTH = LANE_OUTPUTS == 2 ? 4 : 2;  // groups of a warp at a time
