@@ -140,6 +140,18 @@ class NodeTimes(Frozen):
     sharded_s: Seconds
 
 
+class TypeTimes(Frozen):
+    """Seconds of products on a device in types of weights of 16 and 32 bits."""
+
+    key: tuple[str, ...]
+    """Libraries and card, driver, functions of ours: change any of these, and it is measured
+    anew."""
+    seconds: Mapping[str, tuple[Seconds, ...]]
+    """Type -> seconds of a product of 1, 4 and 16 rows."""
+    refused: Mapping[str, str] = {}
+    """Type -> why there is no product in it, or what is wrong with it."""
+
+
 class Profile(Frozen):
     """The whole file."""
 
@@ -147,6 +159,8 @@ class Profile(Frozen):
     entries: tuple[Entry, ...] = ()
     nodes: tuple[NodeTimes, ...] = ()
     """At most one for each key."""
+    types: tuple[TypeTimes, ...] = ()
+    """Likewise."""
 
     def find(self, key: ProfileKey) -> Entry:
         """Return what is known under a key; an empty entry if nothing is."""
@@ -162,6 +176,16 @@ class Profile(Frozen):
         """Return the profile with these times in place of those of the same key."""
         return self.model_copy(
             update={"nodes": (*(n for n in self.nodes if n.key != times.key), times)}
+        )
+
+    def types_of(self, key: Sequence[str]) -> TypeTimes | None:
+        """Return the times of types under a key; None: they were not measured."""
+        return next((times for times in self.types if times.key == tuple(key)), None)
+
+    def with_types(self, times: TypeTimes) -> "Profile":
+        """Return the profile with these times in place of those of the same key."""
+        return self.model_copy(
+            update={"types": (*(t for t in self.types if t.key != times.key), times)}
         )
 
 

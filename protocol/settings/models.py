@@ -211,7 +211,8 @@ class DraftSettings(Frozen):
         "auto",
         description="fp32, fp16, bf16, int8, int4 or file (the blocks of a GGUF file); of a "
         "substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU; on a "
-        "GPU the blocks of a GGUF file, else fp16; of a substitute int4",
+        "GPU the blocks of a GGUF file, else the type of 16 or 32 bits that is fastest on that "
+        "card; of a substitute int4",
     )
     device: str = Field(
         "auto",

@@ -59,6 +59,8 @@ def test_a_trial_that_fails_leaves_torchs_product_and_a_process_does_not_wait_fo
     for processes, kind in enumerate((Kind.BF16, Kind.FP16), start=1):
         assert products.owner(CONTESTS[kind]) is None
         assert trials.started == processes
+        assert trials._process is not None
+        assert trials._process._child.wait() == 0
         assert products.said[kind] == (
             f"cpu: torch's product multiplies {kind.name.lower()} weights: dovetail's own is not "
             "proved here: dovetail compiles functions of its own for NVIDIA's GPUs alone, not for "

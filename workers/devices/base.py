@@ -4,6 +4,7 @@ Knows names, tensors' places and bytes; nothing of models.
 """
 
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,22 @@ class DeviceKind(ABC):
         """Return whether a device has numbers of 64 bits; without them the host computes what needs
         them."""
         return True
+
+    def driver(self, device: torch.device) -> str:
+        """Return the version of a device's driver, where `library` does not name it."""
+        return ""
+
+    counts_time: ClassVar[bool] = False
+    """True: the clock counts what operations would take, for small ones as exactly as for large
+    ones."""
+
+    def clock(self) -> float:
+        """Return the time in seconds by which a device is measured."""
+        return time.perf_counter()
+
+    def against_bf16(self, device: torch.device) -> str:
+        """Return why torch's products of bf16 are not worth it on a device; empty if they are."""
+        return ""
 
     def against_int4(self, device: torch.device) -> str:
         """Return why torch's int4 products cannot run on a device; empty if they can."""

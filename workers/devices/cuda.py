@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ def program(device: torch.device, source: str) -> Functions | str:
         torch.cuda.get_device_properties(device).multi_processor_count,
         architecture,
     )
+
+
+DRIVER = Path("/sys/module/nvidia/version")
+"""The file with the version of NVIDIA's driver."""
 
 
 class CudaTransfer:
@@ -201,6 +206,15 @@ class Cuda(DeviceKind):
 
     def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
         return _copied(source, target, source.device)
+
+    def driver(self, device: torch.device) -> str:
+        return DRIVER.read_text(encoding="ascii").strip() if DRIVER.is_file() else ""
+
+    def against_bf16(self, device: torch.device) -> str:
+        """cuBLAS multiplies bf16 on older cards, too, and takes longer than for fp32."""
+        if (found := capability(device.index)) >= (8, 0):
+            return ""
+        return f"{device} has no arithmetic of bf16, and compute capability {found[0]}.{found[1]}"
 
     def against_int4(self, device: torch.device) -> str:
         """The products take the matrix units of compute capability 8."""

@@ -34,6 +34,12 @@ class _Rocm(Cuda):
         usual = super().capture(device)
         return usual and proved(usual, device)
 
+    def driver(self, device: torch.device) -> str:
+        return ""
+
+    def against_bf16(self, device: torch.device) -> str:
+        return ""
+
     def against_int4(self, device: torch.device) -> str:
         """torch has these products for CDNA 2 and newer (gfx90a and up), and says so when one is
         asked for."""

@@ -6,6 +6,7 @@ A drafter with a model imports torch when it is opened; one without never does.
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,31 +199,56 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
 
 def _small_weights(wanted: Wanted, device: "Device") -> str:
     """Return the type of weights of a smaller model that suits a device: the blocks of its file, if
-    they can be multiplied there."""
+    they can be multiplied there; of a GPU else the type that is fastest."""
     from dovetail.workers.models.backends.device.own_blocks import against_blocks
     from dovetail.workers.models.checkpoints.gguf.view import blocks_kept
     from dovetail.workers.models.checkpoints.hub import find_folder
 
-    if device.is_cpu or not blocks_kept(find_folder(wanted.settings.model)):
+    folder = find_folder(wanted.settings.model)
+    if device.is_cpu:
         return device.draft_weights
+    if not blocks_kept(folder):
+        return _fastest(wanted, device)
     if not (why_not := against_blocks(device.torch_device)):
         return "stored"
-    said = f"{wanted.settings.model} becomes {device.draft_weights}, and not the blocks of its file"
+    weights = _fastest(wanted, device)
+    said = f"{wanted.settings.model} becomes {weights}, and not the blocks of its file"
     print(f"{wanted.name}: {said}: {why_not}", file=sys.stderr)
-    return device.draft_weights
+    return weights
+
+
+def _fastest(wanted: Wanted, device: "Device", but: Mapping[str, str] | None = None) -> str:
+    """Return the type of weights in which a smaller model is fastest on a GPU, and say so; `but`:
+    types that it may not have -> why."""
+    from dovetail.workers.drafters.weights import chosen_type
+    from dovetail.workers.models.checkpoints.footprint import read_tensors, type_of_matrices
+    from dovetail.workers.models.checkpoints.hub import find_folder
+
+    stored = type_of_matrices(read_tensors(find_folder(wanted.settings.model)))
+    chosen = chosen_type(device, stored, wanted.profile, but=but)
+    print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
+    return chosen.weights
 
 
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
+    from dovetail.workers.drafters.weights import OVERFLOWS, check_type, within_fp16
     from dovetail.workers.models.loading import load_language_model
     from dovetail.workers.models.remembered.proofs import tell_proof
 
     settings = wanted.settings
     device = open_device(settings.device, wanted.threads)
-    weights = _small_weights(wanted, device) if settings.weights == "auto" else settings.weights
-    model = load_language_model(
-        settings.model, weights=weights, device=device.name, proof=settings.proof, draft=device
-    )
+
+    def load(weights: str) -> "LanguageModel":
+        return load_language_model(
+            settings.model, weights=weights, device=device.name, proof=settings.proof, draft=device
+        )
+
+    check_type(device, settings.weights)
+    chosen = settings.weights == "auto"
+    weights = _small_weights(wanted, device) if chosen else settings.weights
+    found = within_fp16(lambda: load("fp16")) if chosen and weights == "fp16" else load(weights)
+    model = found or load(_fastest(wanted, device, {"fp16": OVERFLOWS}))
     tell_proof(model.proved, wanted.name)
     return _model_worker(wanted, model, device, model.checkpoint.source)
 
@@ -253,17 +279,27 @@ def _model_worker(
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.head import HeadDrafter
+    from dovetail.workers.drafters.weights import check_type, chosen_type
     from dovetail.workers.heads.head import open_head
     from dovetail.workers.models.backends.device.choice import tell_products
 
     settings = wanted.settings
     device = open_device(settings.device, wanted.threads)
+    check_type(device, settings.weights)
+
+    @cache
+    def become(stored: str) -> str:
+        chosen = chosen_type(device, stored, wanted.profile)
+        print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
+        return chosen.weights
+
     head = open_head(
         settings.model,
         target=wanted.target,
         weights=settings.weights,
         device=device.name,
         allow_bin=settings.pickled,
+        become=become,
     )
     if head.said:
         print(f"{wanted.name}: {head.said}", file=sys.stderr)

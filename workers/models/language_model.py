@@ -225,6 +225,10 @@ class LanguageModel:
         }
 
 
+class NotFiniteError(CheckpointError):
+    """A model computes no finite logits: its numbers leave the type of its weights."""
+
+
 def check_attention(model: LanguageModel) -> None:
     """Prove on three tokens that the model leaves attention, slots and positions to us;
     `UnprovableError` if it does not.
@@ -247,7 +251,7 @@ def check_attention(model: LanguageModel) -> None:
             if model.weights == "fp32"
             else "use weights fp32, or fetch the model again"
         )
-        raise CheckpointError(
+        raise NotFiniteError(
             f"{model.checkpoint.source}: the model computes no finite logits with "
             f"{model.weights} weights; {remedy}"
         )

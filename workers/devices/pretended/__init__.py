@@ -13,8 +13,9 @@ makers have not (`lacking`, `PROFILES`).
 
 Copies are made as late as the events that are waited for allow (`streams.py`, `pinned.py`), and
 graphs share their memory: what one returned is spoilt when another is replayed. Everything else is
-done when a call returns, and nothing is known of time. torch is told of the device once for the
-whole process, which changes nothing for other tensors. It is a test rig and makes nothing faster.
+done when a call returns. Its clock counts what products would take (`times.py`). torch is told of
+the device once for the whole process, which changes nothing for other tensors. It is a test rig and
+makes nothing faster.
 """
 
 from collections.abc import Callable
@@ -36,9 +37,11 @@ from dovetail.workers.devices.pretended.registration import POSSIBLE, device
 from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.streams import PretendedTransfer
 from dovetail.workers.devices.pretended.tensors import Elsewhere
+from dovetail.workers.devices.pretended.times import CLOCK, slow_fp16
 from dovetail.workers.devices.pretended.uses import USES
 
 __all__ = [
+    "CLOCK",
     "MEMORY",
     "POSSIBLE",
     "PRETENDED",
@@ -56,6 +59,7 @@ __all__ = [
     "device",
     "lacking",
     "recording",
+    "slow_fp16",
 ]
 
 
@@ -63,6 +67,7 @@ class _Pretended(DeviceKind):
     """The one pretended device."""
 
     type = NAME
+    counts_time = True
 
     def open(self, name: str) -> Device | None:
         if name not in (NAME, f"{NAME}:0"):
@@ -98,6 +103,17 @@ class _Pretended(DeviceKind):
 
     def has_fp64(self, device: torch.device) -> bool:
         return CARD.has("fp64")
+
+    def clock(self) -> float:
+        return CLOCK.seconds
+
+    def driver(self, device: torch.device) -> str:
+        return f"capability-{CARD.capability}-{CLOCK.fp16_share}"
+
+    def against_bf16(self, device: torch.device) -> str:
+        if CARD.computes_bf16:
+            return ""
+        return f"{device} has no arithmetic of bf16, and compute capability {CARD.capability}"
 
     def against_int4(self, device: torch.device) -> str:
         if CARD.multiplies_int4:

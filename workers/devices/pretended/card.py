@@ -1,14 +1,15 @@
 """The card that is pretended: by its compute capability, and by what it lacks of other makers'.
 
 torch's int4 products take the matrix units for bf16 that came with 8.0, and there is no code of
-them for anything older (aten/src/ATen/native/cuda/int4mm.cu). Cards of other makers lack more,
-`PROFILES`: Apple's has neither numbers of 64 bits (fp64) nor graphs, pinned memory or a stream of
-copies, Arc of the A series no fp64, and graphs since torch 2.11 only. How fast anything is is not
-known here.
+them for anything older (aten/src/ATen/native/cuda/int4mm.cu). cuBLAS multiplies bf16 from 5.3 on
+(github.com/pytorch/pytorch/pull/50442), and with arithmetic of bf16 from 8.0 on. Cards of other
+makers lack more, `PROFILES`: Apple's has neither numbers of 64 bits (fp64) nor graphs, pinned
+memory or a stream of copies, Arc of the A series no fp64, and graphs since torch 2.11 only. How
+fast anything is `times.py` knows.
 """
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +28,11 @@ PROFILES = {
     "apple": frozenset(PARTS),
 }
 """The parts that GPUs of a maker may lack, all of them at once."""
-INT4_SINCE = 8.0
-INT4 = (torch.ops.aten._convert_weight_to_int4pack, torch.ops.aten._weight_int4pack_mm)
+INT4_SINCE = BF16_SINCE = 8.0
+EMULATED_BF16_SINCE = 5.3
+aten = torch.ops.aten
+INT4 = (aten._convert_weight_to_int4pack, aten._weight_int4pack_mm)
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
 class Card:
@@ -47,17 +51,29 @@ class Card:
         """Return whether torch has int4 products for it."""
         return self.capability >= INT4_SINCE and self.has("int4")
 
+    @property
+    def computes_bf16(self) -> bool:
+        """Return whether it has arithmetic of bf16."""
+        return self.capability >= BF16_SINCE
+
     def check_result(self, result: Tensor) -> None:
         """`RuntimeError` for a tensor that a card without numbers of 64 bits cannot hold."""
         if result.dtype == torch.float64 and not self.has("fp64"):
             raise RuntimeError("the pretended card has no float64: use float32 instead")
 
-    def check(self, packet: Any) -> None:
-        """`RuntimeError` for an operation that torch does not have for the card."""
+    def check(self, packet: Any, given: Iterable[Any]) -> None:
+        """`RuntimeError` for an operation that torch does not have for the card. `given`: its
+        arguments."""
         if packet in INT4 and not self.multiplies_int4:
             raise RuntimeError(
                 f"CUDA error: {packet} has no kernel image for execution on a device of compute "
                 f"capability {self.capability}"
+            )
+        if packet not in PRODUCTS or self.capability >= EMULATED_BF16_SINCE:
+            return
+        if any(isinstance(one, Tensor) and one.dtype == torch.bfloat16 for one in given):
+            raise RuntimeError(
+                f"CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx for {packet}"
             )
 
 

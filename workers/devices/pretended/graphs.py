@@ -15,6 +15,7 @@ from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.recording import Recorded, recorded
 from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.tensors import Elsewhere
+from dovetail.workers.devices.pretended.times import CLOCK
 
 ResultT = TypeVar("ResultT")
 
@@ -29,14 +30,17 @@ def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     before = MEMORY.most = MEMORY.used
     function()
     needed = MEMORY.most - before
+    began = CLOCK.seconds
     with recorded() as graph:
         result = function()
+    seconds = CLOCK.seconds - began
     own, pool = _own(graph, result), _pool()
     pool.hold(needed)
 
     @torch.inference_mode()
     def replay() -> ResultT:
         counts.add(launches=1)
+        CLOCK.seconds += seconds
         pool.begin(own)
         for operation in graph:
             operation.replay()

@@ -13,6 +13,7 @@ from dovetail.workers.devices.pretended.int4 import lay_out, multiply
 from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.recording import Recorded, recording
 from dovetail.workers.devices.pretended.rules import NAME
+from dovetail.workers.devices.pretended.times import CLOCK
 from dovetail.workers.devices.pretended.uses import USES
 
 aten = torch.ops.aten
@@ -81,7 +82,8 @@ def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     asked_here = asked is not None and torch.device(asked).type == NAME
     if not ours and not asked_here:
         return function(*args, **kwargs)
-    CARD.check(packet)
+    CARD.check(packet, given)
+    CLOCK.count(packet, args)
     others = [t for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)]
     if ours and others:
         rules.check_devices(function, args, others)

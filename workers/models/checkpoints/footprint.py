@@ -161,6 +161,12 @@ def half_of(tensors: Sequence[Tensor]) -> bool:
     return len(kinds) == 1 and kinds <= {"F16", "BF16"}
 
 
+def type_of_matrices(tensors: Sequence[Tensor]) -> str:
+    """Return the type in which matrices are stored: fp16 or bf16 if all of them are, else fp32."""
+    kinds = {tensor.kind for tensor in tensors if len(tensor.shape) == 2}
+    return {"F16": "fp16", "BF16": "bf16"}.get("".join(kinds), "fp32")
+
+
 def rearranged(tensors: Sequence[Tensor]) -> bool:
     """Return whether transformers would rearrange these as it loads them, and so have all of them
     in fp32 at a time: experts become one tensor."""

@@ -11,7 +11,6 @@ start chooses the same, and every start proves them again. Knows products, not m
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -160,8 +159,8 @@ class Products:
             known = found
         ours, torchs = json.loads(known)
         if isinstance(torchs, str):
-            return True, f"{_words(ours)} ms for {rows} rows, and torch has none ({torchs})"
-        said = f"{_words(ours)} ms for {rows} rows, torch's {_words(torchs)}"
+            return True, f"{said_in_ms(ours)} ms for {rows} rows, and torch has none ({torchs})"
+        said = f"{said_in_ms(ours)} ms for {rows} rows, torch's {said_in_ms(torchs)}"
         return sum(ours) <= sum(torchs), said
 
 
@@ -195,24 +194,29 @@ def measured(
     """Return the seconds of our product and of torch's for each of `TIMED_ROWS`; a sentence where
     torch refuses."""
     pairs = list(contest.pairs(program, device.torch_device))
-    ours = [_seconds([own for own, _ in pairs], rows, device) for rows in TIMED_ROWS]
+    ours = [product_seconds([own for own, _ in pairs], rows, device) for rows in TIMED_ROWS]
     try:
         theirs = [make() for _, make in pairs]
-        torchs = [_seconds(theirs, rows, device) for rows in TIMED_ROWS]
+        torchs = [product_seconds(theirs, rows, device) for rows in TIMED_ROWS]
     except RuntimeError as error:
         return ours, _line(error)
     return ours, torchs
 
 
-def _seconds(products: Sequence[Product], rows: int, device: Device) -> float:
-    """Return the least mean of a few turns over the products; reading a number waits for them."""
-    x, best = torch.ones(rows, TIMED_SHAPE[1], device=device.torch_device), math.inf
+def product_seconds(
+    products: Sequence[Product], rows: int, device: Device, width: int | None = None
+) -> float:
+    """Return the least mean of a few turns over the products of `TIMED_SHAPE`, or smaller ones that
+    only count their time; reading a number waits for them."""
+    inputs = TIMED_SHAPE[1] if width is None else width
+    x, best = torch.ones(rows, inputs, device=device.torch_device), math.inf
+    clock = device.kind.clock
     run = launched_at_once(products, x, device.capture)
     for turn in range(TIMES + 1):
-        start = time.perf_counter()
+        start = clock()
         run()[0, 0].item()
         if turn:  # in the first one libraries choose their kernels
-            best = min(best, (time.perf_counter() - start) / len(products))
+            best = min(best, (clock() - start) / len(products))
     return best
 
 
@@ -228,7 +232,7 @@ def launched_at_once(
     return run if capture is None else capture(run)
 
 
-def _words(seconds: Sequence[float]) -> str:
+def said_in_ms(seconds: Sequence[float]) -> str:
     return ", ".join(f"{1e3 * one:.3g}" for one in seconds)
 
 
