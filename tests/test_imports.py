@@ -32,6 +32,7 @@ DOORS = {
         "workers/baselines/assisted.py",
         "workers/training/",
     ),
+    "openvino": ("workers/devices/openvino.py",),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),

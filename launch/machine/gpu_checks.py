@@ -54,6 +54,7 @@ def examine_gpus(facts: Facts) -> Iterator[Check]:
     for index, card in enumerate(facts.cards):
         yield _card(facts, f"{card.maker}'s card {index}", card)
     yield from _unproved(facts)
+    yield from _openvino(facts)
     if not (facts.gpus or facts.cards or facts.driver_problem or facts.inventory.get("found")):
         yield Check("GPU", True, "none: target and draft share the CPU")
 
@@ -64,6 +65,19 @@ def _unproved(facts: Facts) -> Iterator[Check]:
         if device["unproved"]:
             said = f"torch finds {device['chip']}; {device['unproved']}"
             yield Check(device["name"], True, f"{said}, and checks what it computes as it starts")
+
+
+def _openvino(facts: Facts) -> Iterator[Check]:
+    """Yield the devices of OpenVINO on which a head can draft, where it is installed."""
+    if (told := facts.inventory.get("openvino")) is None:
+        return
+    if told["broken"]:
+        remedy = "pip install --force-reinstall 'dovetail[openvino]'"
+        yield Check("OpenVINO", False, told["broken"].partition(":")[0], remedy)
+        return
+    devices = ", ".join(f"openvino:{name} ({chip})" for name, chip in told["devices"].items())
+    said = f"{told['version']}: a head can draft on {devices}"
+    yield Check("OpenVINO", True, f"{said}; dovetail was run on its CPU alone")
 
 
 def _card(facts: Facts, name: str, card: Card) -> Check:

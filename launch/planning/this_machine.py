@@ -70,7 +70,8 @@ class Here:
             weight_paths(Path(target.model).expanduser())
         ):
             return None
-        library = open_device(self.draft_device, len(self.layout.draft.cores)).library
+        threads = len(self.layout.draft.cores)
+        library = open_device(self.draft_device, threads, for_head=True).library
         found = expected_levels(
             profile_path(),
             with_draft(settings),

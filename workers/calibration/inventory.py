@@ -11,12 +11,14 @@ import os
 from collections.abc import Iterator
 from enum import IntEnum
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from dovetail.protocol.errors import SettingsError
 from dovetail.workers import devices, kernels
-from dovetail.workers.devices import cuda, kind_of
+from dovetail.workers.devices import cuda, kind_of, openvino
 from dovetail.workers.devices.cuda import CUDA
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
@@ -48,6 +50,7 @@ def take_inventory() -> dict[str, Any]:
         "architectures": cuda.architectures(),
         "capabilities": cuda.capabilities(),
         "found": [*found()],
+        "openvino": with_openvino(),
         "products": [products_of(torch.device(name)) for name in CUDA.found()],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernels_missing": kernels.why_not() or "",
@@ -62,6 +65,16 @@ def found() -> Iterator[dict[str, str]]:
     for kind in devices.KINDS:
         for name in kind.found():
             yield {"name": name, "chip": kind.chip(torch.device(name)), "unproved": kind.unproved}
+
+
+def with_openvino() -> dict[str, Any] | None:
+    """Return OpenVINO's version and devices; None where it is not installed."""
+    if find_spec("openvino") is None:
+        return None
+    try:
+        return {"version": openvino.version(), "devices": {**openvino.found()}, "broken": ""}
+    except (SettingsError, RuntimeError) as error:
+        return {"version": "", "devices": {}, "broken": str(error)}
 
 
 def products_of(device: torch.device) -> dict[str, Any]:

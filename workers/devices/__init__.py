@@ -14,6 +14,7 @@ from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.devices.cuda import CUDA
 from dovetail.workers.devices.memory import HELD, captured_if_possible
 from dovetail.workers.devices.mps import MPS
+from dovetail.workers.devices.openvino import OPENVINO
 from dovetail.workers.devices.pretended import PRETENDED
 from dovetail.workers.devices.rocm import ROCM
 from dovetail.workers.devices.xpu import XPU
@@ -30,18 +31,24 @@ __all__ = [
     "open_device",
 ]
 
-KINDS: tuple[DeviceKind, ...] = (CUDA, ROCM, XPU, MPS, CPU, PRETENDED)
+KINDS: tuple[DeviceKind, ...] = (CUDA, ROCM, XPU, MPS, CPU, OPENVINO, PRETENDED)
 """All kinds, the one that a draft runs fastest on first."""
 
 
-def open_device(name: str, threads: int) -> Device:
+def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
     """Return the device `name`, or for `auto` the one that suits a draft; makes the settings that
-    hold for the whole process, which has so many CPU threads."""
+    hold for the whole process, which has so many CPU threads. `for_head`: it may be one that
+    computes nothing but converted levels of a head."""
     cpu.set_threads(threads)
     if name == "auto":
         name = first_device()
     for kind in KINDS:
         if (device := kind.open(name)) is not None:
+            if device.conversion is not None and not for_head:
+                raise SettingsError(
+                    f"{name} computes levels of draft heads alone, and this is none: use cpu, "
+                    "cuda:N, xpu:N or mps, or draft.kind eagle, eagle3, dovetail or jakiro"
+                )
             if kind.unproved:
                 _prove(device)
             capture = device.capture and captured_if_possible(device.capture)

@@ -279,28 +279,11 @@ def _model_worker(
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.head import HeadDrafter
-    from dovetail.workers.drafters.weights import check_type, chosen_type
-    from dovetail.workers.heads.head import open_head
     from dovetail.workers.models.backends.device.choice import tell_products
 
     settings = wanted.settings
-    device = open_device(settings.device, wanted.threads)
-    check_type(device, settings.weights)
-
-    @cache
-    def become(stored: str) -> str:
-        chosen = chosen_type(device, stored, wanted.profile)
-        print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
-        return chosen.weights
-
-    head = open_head(
-        settings.model,
-        target=wanted.target,
-        weights=settings.weights,
-        device=device.name,
-        allow_bin=settings.pickled,
-        become=become,
-    )
+    device = open_device(settings.device, wanted.threads, for_head=True)
+    head = _head_on(wanted, device)
     if head.said:
         print(f"{wanted.name}: {head.said}", file=sys.stderr)
     if not device.is_cpu:
@@ -317,6 +300,31 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     )
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
     return on_device(DraftWorker(engine, identity, spans, reader=engine, keeper=engine))
+
+
+def _head_on(wanted: Wanted, device: "Device") -> "Head":
+    """Open a head on a device, which computes it itself or has its levels converted."""
+    from dovetail.workers.drafters.converted_head import open_converted_head
+    from dovetail.workers.drafters.weights import check_type, chosen_type
+    from dovetail.workers.heads.head import open_head
+
+    settings = wanted.settings
+    how: dict[str, Any] = {
+        "target": wanted.target,
+        "weights": settings.weights,
+        "allow_bin": settings.pickled,
+    }
+    if device.conversion is not None:
+        return open_converted_head(settings.model, device=device, **how)
+    check_type(device, settings.weights)
+
+    @cache
+    def become(stored: str) -> str:
+        chosen = chosen_type(device, stored, wanted.profile)
+        print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
+        return chosen.weights
+
+    return open_head(settings.model, device=device.name, become=become, **how)
 
 
 def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:

@@ -172,36 +172,40 @@ class Head:
     ) -> Predicted:
         beat()
         device, dtype = self.device, self._arithmetic.dtype
-        embedded = embedding(tokens.to(device), self._table).to(dtype)
         rows = None if rows is None else rows.to(device)
-        out = self._body(
-            Inputs(
-                embedded,
-                features.to(device, dtype).contiguous(),
-                seen,
-                rows,
-                contrast and self.spec.contrast,
-                true,
-            )
-        )
-        if out.states.shape[0] == 0:
-            empty = torch.empty(0, self.vocabulary_size, device=device)
+        features = features.to(device, dtype).contiguous()
+        contrast = contrast and self.spec.contrast
+        found = self.score(Inputs(self.embed(tokens), features, seen, rows, contrast, true))
+        later = None if found.contrast is None else self.spread(found.contrast)
+        return Predicted(self.spread(found.logits), found.states, later)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [T, H] of tokens [T]."""
+        table = embedding(tokens.to(self.device), self._table)
+        return table.to(self._arithmetic.dtype)
+
+    def arrange(self, positions: Tensor, rows: FixedRows) -> Any:
+        """Return the rows of a pass of fixed shape, ready for every layer."""
+        return self._arithmetic.arrange(positions, rows)
+
+    def score(self, inputs: Inputs) -> Predicted:
+        """Compute the rows of a pass; logits are over the draft vocabulary, Vd."""
+        out = self._body(inputs)
+        count = out.states.shape[0]
+        if count == 0:
+            empty = torch.empty(0, self.spec.draft_vocabulary, device=self.device)
             return Predicted(empty, out.states, None if out.contrast is None else empty)
         read = [*out.branches, *([] if out.contrast is None else [out.contrast])]
         logits = (
             self._output(read[0] if len(read) == 1 else torch.cat(read))
             .float()
-            .view(len(read), len(out.states), -1)
+            .view(len(read), count, -1)
         )
         first = logits[0] if out.share is None else _mixed(logits[0], logits[1], out.share.float())
-        return Predicted(
-            self._spread(first),
-            out.states,
-            None if out.contrast is None else self._spread(logits[-1]),
-        )
+        return Predicted(first, out.states, None if out.contrast is None else logits[-1])
 
-    def _spread(self, logits: Tensor) -> Tensor:
-        """[R, Vd] -> [R, V]."""
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits over the draft vocabulary [R, Vd] over the target's, [R, V]."""
         if self._tokens is None:
             return logits
         spread = torch.full(
@@ -293,12 +297,10 @@ def _overflows(head: Head) -> bool:
     return bool(torch.stack(wrong).any())
 
 
-def _arithmetic(
-    checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
-) -> Arithmetic:
-    """Kernels where that is wanted and can be, else torch."""
+def geometry_of(checkpoint: HeadCheckpoint) -> Geometry:
+    """Return the attention of a head."""
     spec = checkpoint.spec
-    geometry = Geometry(
+    return Geometry(
         spec.blocks,
         spec.heads,
         spec.kv_heads,
@@ -307,6 +309,13 @@ def _arithmetic(
         checkpoint.frequencies,
         checkpoint.rope_scaling,
     )
+
+
+def _arithmetic(
+    checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
+) -> Arithmetic:
+    """Kernels where that is wanted and can be, else torch."""
+    spec, geometry = checkpoint.spec, geometry_of(checkpoint)
     why_not = (
         f"they compute on a CPU, not on {device}"
         if device.type != "cpu"

@@ -82,7 +82,7 @@ class TorchRows:
         keys, values = self.rows.memory[layer]
         keys.index_copy_(1, self.rows.slots, rounded(key, keys.dtype))
         values.index_copy_(1, self.rows.slots, rounded(value, values.dtype))
-        return self._attend_fixed(self.rows, layer, query, scale)
+        return self.attend_fixed(query, keys, values, self.rows.mask, scale)
 
     def attend_turned(self, layer: int, qkv: Tensor, turning: Turning, scale: float) -> Tensor:
         """Return attention as `attend` does, for fixed rows of queries, keys and values [T, (heads
@@ -90,13 +90,16 @@ class TorchRows:
         assert isinstance(self.rows, FixedRows)
         keys, values = self.rows.memory[layer]
         query = turning(qkv, (self.cosines, self.sines), self.rows.slots, keys, values)
-        return self._attend_fixed(self.rows, layer, query, scale)
+        return self.attend_fixed(query, keys, values, self.rows.mask, scale)
 
     @staticmethod
-    def _attend_fixed(rows: FixedRows, layer: int, query: Tensor, scale: float) -> Tensor:
-        (keys, values), (heads, count, size) = rows.memory[layer], query.shape
+    def attend_fixed(
+        query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
+    ) -> Tensor:
+        """Return attention [T, heads, head_dim] over all slots that a mask lets rows see."""
+        heads, count, size = query.shape
         packed = query.reshape(1, keys.shape[0], -1, size)
-        mixed = attend_as_cached(packed, keys, values, rows.mask, scale, None, None)
+        mixed = attend_as_cached(packed, keys, values, mask, scale, None, None)
         return mixed.reshape(heads, count, size).transpose(0, 1)
 
 
@@ -130,16 +133,17 @@ class TorchArithmetic:
         cached: torch.dtype,
         table: torch.dtype | None = None,
         exact: bool = False,
+        slots: int = 1,
     ) -> None:
         """`weights`: a type, which on a GPU is not auto. `cached`: the type of keys and values.
         `table`: that of the embedding; None: as it is stored. `exact`: no product narrows
-        states."""
+        states. `slots`: those of a cache on a CPU come in multiples of it."""
         self._geometry, self._weights, self._exact = geometry, weights, exact
         self.device, self.cached, self.table = device, cached, table
         self._parts = parts_on(device)
         self.name = f"torch on {device}"
         self._frequencies = geometry.frequencies.to(device)
-        self._arenas = Arenas(1 if device.type == "cpu" else SLOTS)
+        self._arenas = Arenas(slots if device.type == "cpu" else SLOTS)
         groups = geometry.heads // geometry.kv_heads
         self._masks = Masks(groups=groups, device=device, dtype=cached)
 
@@ -183,7 +187,7 @@ class TorchArithmetic:
             if turning is not None and isinstance(seen.rows, FixedRows):
                 return seen.attend_turned(index, qkv, turning, scale).flatten(1)
             query, key, value = (
-                part.reshape(len(part), -1, at.head_dim).transpose(0, 1)
+                part.reshape(part.shape[0], -1, at.head_dim).transpose(0, 1)
                 for part in torch.split(qkv, sizes, dim=-1)
             )
             query, key = (

@@ -1,0 +1,139 @@
+"""Heads whose levels OpenVINO computes, on its CPU: every kind, in every shape, is torch's
+function; what OpenVINO does not have is refused in a sentence."""
+
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.settings import DraftSettings
+from dovetail.workers.devices import Device, open_device, openvino
+from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.drafters.trial import try_out
+from dovetail.workers.heads.converted import ConvertedHead, open_converted_head
+from dovetail.workers.heads.head import Head
+from support.cases import everyday
+from support.heads import VARIANTS, write_head
+from support.models import tiny_llama
+
+EVERYDAY = ("dovetail-3", "jakiro-4", "jakiro-star", "eagle3-normed")
+CASES = [(kind, grows) for kind in VARIANTS for grows in (True, False)]
+"""`grows`: as on a CPU or GPU; else each shape is converted by itself, as for an NPU."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
+    if find_spec("openvino") is None:
+        pytest.skip("pip install 'dovetail[openvino]'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return open_device("openvino:CPU", 1, for_head=True)
+
+
+def opened(folder: Path, kind: str, place: Device) -> ConvertedHead:
+    target, head = tiny_llama(folder / "target"), write_head(folder / "head", kind)
+    return open_converted_head(str(head), target=str(target), weights="auto", device=place)
+
+
+def level(head: Head, rows: int, slots: int, *, true: bool, contrast: bool) -> tuple[Any, ...]:
+    """The arguments of a level of random rows behind some others."""
+    generator, spec = torch.Generator().manual_seed(rows), head.spec
+    behind = slots - rows - 3
+    mask = torch.zeros(rows, slots)
+    mask[:, behind:] = -torch.inf
+    mask[torch.arange(rows), torch.arange(behind, behind + rows)] = 0.0
+    return (
+        torch.randint(0, head.vocabulary_size, (rows,), generator=generator),
+        torch.randn(rows, spec.feature_width if true else spec.hidden, generator=generator),
+        torch.arange(behind, behind + rows),
+        torch.arange(behind, behind + rows),
+        mask,
+        torch.randn(spec.blocks, 2, spec.kv_heads, slots, spec.head_dim, generator=generator),
+    )
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    known = expected.isfinite()
+    assert torch.equal(known, found.isfinite())
+    return float((found[known] - expected[known]).abs().max() / expected[known].abs().max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "grows"),
+    everyday(CASES, *((kind, True) for kind in EVERYDAY), ("jakiro-4", False)),
+)
+def test_levels_of_all_shapes_are_torchs_function(
+    kind: str, grows: bool, tmp_path: Path, place: Device
+) -> None:
+    assert place.conversion is not None
+    head = opened(tmp_path, kind, replace(place, conversion=replace(place.conversion, grows=grows)))
+    for rows, slots, true in ((1, 512, False), (3, 1024, True), (20, 512, False)):
+        contrast = head.spec.contrast and not true
+        given = level(head, rows, slots, true=true, contrast=contrast)
+        wanted = torch.tensor([rows - 1]) if true else None
+        how: dict[str, Any] = {"true": true, "rows": wanted, "contrast": contrast}
+        expected = Head.step(head, *given[:5], memory := given[5].clone(), **how)
+        found = head.step(*given, **how)
+        pairs = [(found.logits, expected.logits), (found.states, expected.states)]
+        pairs.append((given[5], memory))
+        if contrast:
+            assert found.contrast is not None
+            assert expected.contrast is not None
+            pairs.append((found.contrast, expected.contrast))
+        assert max(far(*pair) for pair in pairs) < openvino.EXACT
+
+
+def test_a_head_drafts_with_converted_levels_and_says_where(tmp_path: Path, place: Device) -> None:
+    target, head = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", "jakiro")
+    settings = DraftSettings(model=str(head), device=place.name)
+    worker = open_draft_worker(settings, name="draft", threads=1, target=str(target))
+    assert worker.hello(1).device == "openvino:CPU"
+    assert isinstance(worker.engine.head, ConvertedHead)
+    try_out(worker)
+
+
+def test_a_device_that_computes_another_function_is_refused(tmp_path: Path, place: Device) -> None:
+    assert place.conversion is not None
+    right = place.conversion.convert
+
+    def wrong(*given: Any) -> Any:
+        compute = right(*given)
+        return lambda tensors: [part * 1.001 for part in compute(tensors)]
+
+    broken = replace(place, conversion=replace(place.conversion, convert=wrong))
+    with pytest.raises(CheckpointError, match=r"differ from torch's by 1\.0e-03 of the largest"):
+        opened(tmp_path, "eagle", broken)
+
+
+def test_what_openvino_does_not_have_is_refused(tmp_path: Path, place: Device) -> None:
+    for name in ("openvino:TPU", "openvino", "openvino:"):
+        with pytest.raises(SettingsError, match=r"finds openvino:CPU \(.*; use one of these"):
+            open_device(name, 1, for_head=True)
+    with pytest.raises(SettingsError, match="computes levels of draft heads alone"):
+        open_device(place.name, 1)
+    target, head = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", "eagle")
+    for model, weights, said in (
+        (target, "auto", "levels of draft heads alone"),
+        (head, "int4", "use fp32, fp16 or bf16"),
+    ):
+        settings = DraftSettings(model=str(model), device=place.name, weights=weights)
+        with pytest.raises((SettingsError, CheckpointError), match=said):
+            open_draft_worker(settings, name="draft", threads=1, target=str(target))
+
+
+def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    openvino._package.cache_clear()
+    openvino._core.cache_clear()
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(SettingsError, match=r"pip install 'dovetail\[openvino\]', or use device"):
+        open_device("openvino:CPU", 1, for_head=True)
+
+
+def test_nothing_tells_anybody_that_it_is_used(tmp_path: Path, place: Device) -> None:
+    opened(tmp_path, "eagle", place)
+    assert sys.modules["openvino_telemetry"] is None

@@ -1,0 +1,137 @@
+"""OpenVINO's devices: a CPU, and Intel's GPUs and NPUs, integrated ones too. They compute what is
+converted for them, the levels of a head; tensors, caches and all else are the host's.
+
+The package is an extra. Its converter would tell Intel of its use, by a module of its own that is
+left out here.
+"""
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.files import cache_folder
+from dovetail.workers.devices import cpu
+from dovetail.workers.devices.base import Conversion, Device, DeviceKind
+
+REMEDY = "pip install 'dovetail[openvino]'"
+PLACE = re.compile(r"openvino(?::(.*))?")
+EXACT, ROUNDED = 2e-5, 1e-2
+"""The largest difference from torch's, as a share of the largest number, in fp32 and in fp16, which
+is all that an NPU has."""
+
+
+@cache
+def _package() -> Any:
+    """Return OpenVINO; `SettingsError` where it is not installed or broken."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            import openvino
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "openvino"
+        why = "is not installed" if missing else f"cannot be imported ({error})"
+        raise SettingsError(f"OpenVINO {why}: {REMEDY}, or use device cpu") from error
+    return openvino
+
+
+@cache
+def _core() -> Any:
+    return _package().Core()
+
+
+def found() -> Mapping[str, str]:
+    """Return OpenVINO's devices here and what each calls itself; `SettingsError` without it."""
+    return {
+        name: str(_core().get_property(name, "FULL_DEVICE_NAME"))
+        for name in _core().available_devices
+    }
+
+
+def version() -> str:
+    """Return OpenVINO's version, such as 2026.4.1."""
+    return str(_package().__version__).partition("-")[0]
+
+
+def _converted(
+    place: str, module: nn.Module, example: Sequence[Tensor], free: Sequence[Sequence[int]]
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """Convert a module for a device. A `Convert`, whose tensors are the host's."""
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch's, of tracing; what comes out of it is compared
+        model = _package().convert_model(module, example_input=tuple(example))
+    model.reshape(
+        {
+            index: [-1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+            for index, (tensor, dims) in enumerate(zip(example, free, strict=True))
+        }
+    )
+    request = _core().compile_model(model, place, _properties(place)).create_infer_request()
+
+    def compute(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        numbers = [tensor.contiguous().numpy() for tensor in given]
+        results = request.infer(numbers, share_inputs=True, share_outputs=True)
+        return [torch.from_numpy(results[index]) for index in range(len(results))]
+
+    return compute
+
+
+def _properties(place: str) -> dict[str, Any]:
+    """Return how a device is to compute: in fp32 where it can, one pass at a time."""
+    able = _core().get_property(place, "OPTIMIZATION_CAPABILITIES")
+    properties: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
+    if "FP32" in able:
+        properties["INFERENCE_PRECISION_HINT"] = "f32"
+    if "EXPORT_IMPORT" in able:
+        properties["CACHE_DIR"] = str(cache_folder() / "openvino")
+    if place == "CPU":
+        properties["INFERENCE_NUM_THREADS"] = torch.get_num_threads()
+        properties["ENABLE_CPU_PINNING"] = False  # the process is bound to its cores
+    return properties
+
+
+class _Openvino(DeviceKind):
+    """OpenVINO's devices, by the names that it has for them."""
+
+    type = "openvino"  # which torch does not know: tensors are the host's
+    names = "openvino:CPU|GPU|NPU"
+
+    def open(self, name: str) -> Device | None:
+        if (match := PLACE.fullmatch(name)) is None:
+            return None
+        place, there = match[1] or "", found()
+        if place not in there and not (place == "GPU" and "GPU.0" in there):
+            known = ", ".join(f"{self.type}:{one} ({chip})" for one, chip in there.items())
+            raise SettingsError(
+                f"there is no {name}: OpenVINO {version()} finds {known}; use one of these, or "
+                "install the driver of the device that is meant"
+            )
+        chip = str(_core().get_property(place, "FULL_DEVICE_NAME")).replace(" ", "-")
+        able = _core().get_property(place, "OPTIMIZATION_CAPABILITIES")
+        conversion = Conversion(
+            partial(_converted, place),
+            grows=not place.startswith("NPU"),
+            tolerance=EXACT if "FP32" in able else ROUNDED,
+        )
+        return Device(
+            self,
+            name,
+            torch.device("cpu"),
+            f"openvino-{version()}-{place}-{chip}-{torch.get_num_threads()}t",
+            "stored",
+            capture=lambda function: function,
+            conversion=conversion,
+        )
+
+    def free_bytes(self, device: torch.device) -> int:
+        return cpu.free_bytes()
+
+
+OPENVINO = _Openvino()
