@@ -14,9 +14,9 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices import Device, open_device, openvino
+from dovetail.workers.drafters.converted_head import ConvertedHead, open_converted_head
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.drafters.trial import try_out
-from dovetail.workers.heads.converted import ConvertedHead, open_converted_head
 from dovetail.workers.heads.head import Head
 from support.cases import everyday
 from support.heads import VARIANTS, write_head

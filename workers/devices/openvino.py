@@ -89,9 +89,10 @@ def _properties(place: str) -> dict[str, Any]:
     properties: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
     if "FP32" in able:
         properties["INFERENCE_PRECISION_HINT"] = "f32"
-    if "EXPORT_IMPORT" in able:
-        properties["CACHE_DIR"] = str(cache_folder() / "openvino")
-    if place == "CPU":
+    if place != "CPU":  # which compiles in less than a second, and would keep a copy of all weights
+        kept = {"CACHE_DIR": str(cache_folder() / "openvino")} if "EXPORT_IMPORT" in able else {}
+        properties |= kept
+    else:
         properties["INFERENCE_NUM_THREADS"] = torch.get_num_threads()
         properties["ENABLE_CPU_PINNING"] = False  # the process is bound to its cores
     return properties
