@@ -9,7 +9,7 @@ import pytest
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.workers.devices.pretended import POSSIBLE, capped
+from dovetail.workers.devices.pretended import POSSIBLE, PROFILES, capped, lacking
 from support.losslessness import difference
 from support.stacks import PROMPTS, complete_all, running
 
@@ -102,3 +102,29 @@ def test_a_draft_there_drafts_as_well_as_one_here(kind: str) -> None:
         assert one.result.tau is not None
         assert other.result.tau is not None
         assert one.result.tau > 0.8 * other.result.tau
+
+
+PLACED = {
+    "draft": {"draft.kind": "dovetail", "draft.device": "pretended"},
+    "small draft": {"draft.kind": "small", "draft.device": "pretended"},
+    "split": {"target.split.device": "pretended", "target.split.layers": "2"},
+    "streamed": {"target.device": "pretended", "target.resident": "0"},
+    "unified": {"draft.kind": "substitute", "draft.share": "true", "target.device": "pretended"},
+}
+"""Settings that put a draft or a target there."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", sorted(PROFILES))
+@pytest.mark.parametrize("placed", PLACED)
+def test_what_gpus_of_other_makers_lack_changes_no_token(placed: str, maker: str) -> None:
+    """A substitute's codes need int4 there, which some of AMD's and Apple's have."""
+    lacks = PROFILES[maker] - ({"int4"} if placed == "unified" else set())
+    if placed == "unified":
+        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'dovetail[subspec]'")
+    with lacking(lacks), running(PLACED[placed]) as client:
+        there, alone = replies(client, TREE), replies(client, None)
+        workers = client.status().workers
+        assert any("pretended" in f"{worker.device} {worker.placement}" for worker in workers)
+        assert not client.status().faults
+    check(there, alone)
