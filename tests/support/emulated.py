@@ -53,11 +53,13 @@ class Emulated:
         held = [one.held if isinstance(one, pretended.Elsewhere) else one for one in arguments]
         run = partial(self._run, name, grid, threads, held)
         run()
-        pretended.USES.note([one for one in held if isinstance(one, Tensor)])
+        tensors = [one for one in held if isinstance(one, Tensor)]
+        pretended.USES.note(tensors)
+        moved = pretended.bytes_of(tensors)
         if (graph := pretended.recording()) is not None:
-            graph.append(pretended.Recorded(run, (), {}, ()))
+            graph.append(pretended.Recorded(run, (), {}, (), moved))
         else:
-            pretended.counts.add(launches=1)
+            pretended.counts.add(launches=1, moved=moved)
 
     def _run(
         self,

@@ -3,6 +3,7 @@ counted on a pretended GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from dovetail.protocol.settings import (
 )
 from dovetail.workers.devices.pretended import POSSIBLE, PRETENDED, Counts, capture, counted, device
 from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.models.backends.device.choice import Products
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.unified import open_unified
 from support.cases import everyday
-from support.heads import write_head
+from support.emulated import given_to_pretended
+from support.heads import VARIANTS, write_head
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 from support.pairs import PairOfWorkers
@@ -87,12 +90,12 @@ def watched(pair: PairOfWorkers) -> Iterator[Counts]:
         pair.draft.handle = handle  # type: ignore[method-assign]
 
 
-def level(pair: PairOfWorkers, temperature: float) -> Counts:
-    """Return what a level asks for, of a draft that has captured all of its levels: a proposal of
+def level(pair: PairOfWorkers, temperature: float, width: int = WIDTH) -> Counts:
+    """Return what a level of so many rows asks for, of a draft that has captured all of its levels: a proposal of
     more levels less one of fewer, by the levels that it has more."""
     found, sampling = [], Sampling(temperature=temperature)
     for number, depth in enumerate((DEEP, SHALLOW, DEEP)):
-        tree = TreeSettings(policy="beam", gamma=WIDTH * depth, depth=depth, width=WIDTH)
+        tree = TreeSettings(policy="beam", gamma=width * depth, depth=depth, width=width)
         run = pair.open(number, PROMPT, tokens=60, sampling=sampling, tree=tree)
         pair.round(run)
         while pair.draft.idle():
@@ -104,7 +107,8 @@ def level(pair: PairOfWorkers, temperature: float) -> Counts:
     _, shallow, deep = found
     more = (deep - shallow).all()
     assert all(count % (DEEP - SHALLOW) == 0 for count in more)
-    return Counts(*(count // (DEEP - SHALLOW) for count in more))
+    moved = (deep - shallow).moved // (DEEP - SHALLOW)
+    return Counts(*(count // (DEEP - SHALLOW) for count in more), moved)
 
 
 KINDS = ("small", "eagle", "eagle3", "dovetail", "jakiro", "substitute", "shared substitute")
@@ -153,3 +157,54 @@ def open_pair(kind: str, folder: Path) -> PairOfWorkers:
 def test_a_level_stays_within_its_budget(kind: str, temperature: float, tmp_path: Path) -> None:
     found, most = level(open_pair(kind, tmp_path), temperature), BUDGETS[temperature]
     assert all(count <= bound for count, bound in zip(found.all(), most.all(), strict=True)), found
+
+
+WIDTH_OF, UNITS, VOCABULARY = 512, 1024, 512
+WIDE = {
+    "hidden": WIDTH_OF,
+    "target_width": WIDTH_OF,
+    "intermediate": UNITS,
+    "vocabulary": VOCABULARY,
+    "draft_vocabulary": VOCABULARY,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "gain": 1.0,
+    "dtype": torch.float16,
+}
+CACHE = 2 * 2 * 4 * 64 * 512
+"""The bytes of the keys and values of a session, which attention reads. The function that writes
+some of them is counted as if it wrote all."""
+MATRICES = WIDTH_OF * (2 * WIDTH_OF + 3 * WIDTH_OF + 3 * UNITS + VOCABULARY)
+"""The weights of such a head: fusion, attention, MLP and output."""
+MOST_MOVED = 1.15
+"""The most bytes of a level, over those of the weights."""
+BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
+"""Bits of a weight with its share of scales."""
+
+
+@pytest.mark.parametrize("weights", everyday(BITS, "int8"))
+def test_a_level_moves_little_but_its_weights(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix that is widened, laid out anew or copied in a level would be seen at once."""
+    monkeypatch.setattr(f"{Products.__module__}.Products._choose", lambda *_: (True, "it is ours"))
+    target = tiny_llama(
+        tmp_path / "target", hidden_size=WIDTH_OF, context=96, vocab=VOCABULARY, layers=1
+    )
+    head = write_head(tmp_path / "head", replace(VARIANTS["eagle"], **WIDE))  # type: ignore[arg-type]
+    size = MATRICES * BITS[weights] / 8
+    for _ in given_to_pretended(monkeypatch):
+        pair = PairOfWorkers(
+            open_target_worker(
+                TargetSettings(model=str(target), device="cpu"), name="target", threads=1
+            ),
+            open_draft_worker(
+                DraftSettings(model=str(head), device="pretended", weights=weights),
+                name="draft",
+                threads=1,
+                target=str(target),
+            ),
+        )
+        moved = level(pair, 0.0, width=1).moved
+    assert size < moved - 2 * CACHE < MOST_MOVED * size, (moved - 2 * CACHE) / size

@@ -7,7 +7,8 @@ them (`.numpy()`), a random generator of another device, int4 codes that are not
 and within a captured graph any wait for the device. Graphs are recorded operation by operation and
 replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
 torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
-is elementwise. What is asked of it is counted (`counted`); a test may say where its memory ends
+is elementwise. What is asked of it, and the bytes that
+it moves, are counted (`counted`); a test may say where its memory ends
 (`capped`), which compute capability it has (`capable`), and what it lacks that cards of other
 makers have not (`lacking`, `PROFILES`).
 
@@ -38,6 +39,7 @@ from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.streams import PretendedTransfer
 from dovetail.workers.devices.pretended.tensors import Elsewhere
 from dovetail.workers.devices.pretended.times import CLOCK, slow_fp16
+from dovetail.workers.devices.pretended.traffic import bytes_of
 from dovetail.workers.devices.pretended.uses import USES
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Elsewhere",
     "PretendedTransfer",
     "Recorded",
+    "bytes_of",
     "capable",
     "capped",
     "capture",

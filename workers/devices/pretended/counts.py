@@ -9,7 +9,7 @@ are captured.
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -24,16 +24,9 @@ from dovetail.workers.devices.pretended.rules import (
     leaves,
     waits,
 )
+from dovetail.workers.devices.pretended.traffic import UNWRITTEN
 
 aten = torch.ops.aten
-UNWRITTEN = (
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-)
-"""Operations that take memory and write nothing."""
 
 
 @dataclass
@@ -47,20 +40,23 @@ class Counts:
     synchronisations: int = 0
     """Waits of the host: for numbers, and for copies unless they are `non_blocking` and the host's
     memory is pinned."""
+    moved: int = field(default=0, compare=False)
+    """The bytes that operations and replays read and write, copies from and to the host left
+    out."""
 
     def all(self) -> tuple[int, ...]:
-        """Return the counts in the order in which they stand above."""
-        return astuple(self)
+        """Return the counts that are no bytes, in the order in which they stand above."""
+        return astuple(self)[:-1]
 
     def add(self, more: "Counts") -> None:
         """Add other counts to these."""
-        self.launches += more.launches
-        self.copies_in += more.copies_in
-        self.copies_out += more.copies_out
-        self.synchronisations += more.synchronisations
+        for name, count in asdict(more).items():
+            setattr(self, name, getattr(self, name) + count)
 
     def __sub__(self, other: "Counts") -> "Counts":
-        return Counts(*(one - less for one, less in zip(self.all(), other.all(), strict=True)))
+        return Counts(
+            *(one - less for one, less in zip(astuple(self), astuple(other), strict=True))
+        )
 
 
 _thread = threading.local()
@@ -81,11 +77,9 @@ def _open() -> tuple[Counts, ...]:
     return getattr(_thread, "open", ())
 
 
-def add(
-    *, launches: int = 0, copies_in: int = 0, copies_out: int = 0, synchronisations: int = 0
-) -> None:
-    """Add to every count that this thread has open."""
-    more = Counts(launches, copies_in, copies_out, synchronisations)
+def add(**more_of: int) -> None:
+    """Add to every count that this thread has open, by the names of `Counts`."""
+    more = Counts(**more_of)
     for counts in _open():
         counts.add(more)
 

@@ -34,12 +34,12 @@ def capture(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     with recorded() as graph:
         result = function()
     seconds = CLOCK.seconds - began
-    own, pool = _own(graph, result), _pool()
+    own, pool, moved = _own(graph, result), _pool(), sum(one.moved for one in graph)
     pool.hold(needed)
 
     @torch.inference_mode()
     def replay() -> ResultT:
-        counts.add(launches=1)
+        counts.add(launches=1, moved=moved)
         CLOCK.seconds += seconds
         pool.begin(own)
         for operation in graph:

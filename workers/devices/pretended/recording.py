@@ -18,6 +18,8 @@ class Recorded:
     args: Any
     kwargs: Any
     results: Sequence[Tensor]
+    moved: int
+    """The bytes that it reads and writes (`traffic.py`)."""
 
     def replay(self) -> None:
         """Do the operation once more, on the same memory."""

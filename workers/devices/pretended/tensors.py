@@ -14,9 +14,12 @@ from dovetail.workers.devices.pretended.memory import MEMORY
 from dovetail.workers.devices.pretended.recording import Recorded, recording
 from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.times import CLOCK
+from dovetail.workers.devices.pretended.traffic import moved_by
 from dovetail.workers.devices.pretended.uses import USES
 
 aten = torch.ops.aten
+WHOLE = (aten.scaled_dot_product_attention,)
+"""Operations that consist of others, and that a GPU does at once."""
 
 
 class Elsewhere(Tensor):
@@ -72,10 +75,8 @@ def _indices(index: Any, device: torch.device) -> Any:
 def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Do an operation of torch on whichever device its tensors are; `RuntimeError` where CUDA would
     refuse it."""
-    if (
-        function._can_decompose()
-    ):  # in inference mode operations that consist of others arrive whole
-        return function.decompose(*args, **kwargs)
+    if function._can_decompose() and function.overloadpacket not in WHOLE:
+        return function.decompose(*args, **kwargs)  # in inference mode these arrive whole
     packet, given = function.overloadpacket, tree_flatten((args, dict(kwargs)))[0]
     ours = [tensor for tensor in given if isinstance(tensor, Elsewhere)]
     asked = kwargs.get("device")
@@ -127,12 +128,14 @@ def _done(
     if not stays:
         return result
     results = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor)]
-    graph = recording()
+    graph, moved = recording(), moved_by(function, held[0], results)
     for part in results:
         CARD.check_result(part)
         MEMORY.take_for(part, captured=graph is not None)
     if graph is not None:
-        graph.append(Recorded(call, held[0], held[1], results))
+        graph.append(Recorded(call, held[0], held[1], results, moved))
+    else:
+        counts.add(moved=moved)
     back = {id(tensor.held): tensor for tensor in ours}
     return tree_map(lambda part: _wrapped(part, back) if isinstance(part, Tensor) else part, result)
 
