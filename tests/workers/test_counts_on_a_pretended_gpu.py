@@ -91,8 +91,8 @@ def watched(pair: PairOfWorkers) -> Iterator[Counts]:
 
 
 def level(pair: PairOfWorkers, temperature: float, width: int = WIDTH) -> Counts:
-    """Return what a level of so many rows asks for, of a draft that has captured all of its levels: a proposal of
-    more levels less one of fewer, by the levels that it has more."""
+    """Return what a level of so many rows asks for, of a draft that has captured all of its levels:
+    a proposal of more levels less one of fewer, by the levels that it has more."""
     found, sampling = [], Sampling(temperature=temperature)
     for number, depth in enumerate((DEEP, SHALLOW, DEEP)):
         tree = TreeSettings(policy="beam", gamma=width * depth, depth=depth, width=width)
