@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -33,7 +32,7 @@ from gpu.grown import Shape as Target  # noqa: E402
 from gpu.grown import grow  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings  # noqa: E402
+from dovetail.protocol.settings import DraftSettings  # noqa: E402
 from dovetail.workers.devices import open_device  # noqa: E402
 from dovetail.workers.drafters.head import HeadDrafter  # noqa: E402
 from dovetail.workers.drafters.model import Drafter  # noqa: E402
@@ -43,13 +42,10 @@ from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint  # no
 from dovetail.workers.models.substitutes import kept  # noqa: E402
 from dovetail.workers.models.substitutes.quantised import nearest_codes  # noqa: E402
 from dovetail.workers.models.substitutes.quantize import BITS  # noqa: E402
-from dovetail.workers.sessions.wire import TYPES, to_array  # noqa: E402
-from dovetail.workers.speculation.proposal import Shape  # noqa: E402
+from support.drafts import Drafts  # noqa: E402
 from support.heads import VARIANTS, Variant, write_head  # noqa: E402
-from support.opening import opening  # noqa: E402
 
 DEEP, SHALLOW, WIDTHS, TIMES = 9, 1, (1, 8), 15
-PROMPT, CAPACITY = 256, 480
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
 KINDS = {
     "launches": ("LaunchKernel",),
@@ -80,42 +76,20 @@ def variant(kind: str, target: Target, vocabulary: int) -> Variant:
     return replace(VARIANTS[kind], **{**sizes, **taps})  # type: ignore[arg-type]
 
 
-class Drafts:
-    """Sessions of one draft, one after the other, each drafted for once."""
-
-    def __init__(self, engine: HeadDrafter | Drafter, width: int, temperature: float) -> None:
-        self.engine, self.width = engine, width
-        self.sampling, self.sessions = Sampling(temperature=temperature), 0
+class Timed(Drafts):
+    """Proposals that are timed, or looked into."""
 
     def once(self, depth: int, *, look: bool = False) -> tuple[float, profile | None]:
         """Return the seconds of a proposal of so many levels; `look`: 0 and what was asked for
         meanwhile."""
-        engine, shape = self.engine, Shape(self.width * depth, depth, self.width)
-        self.sessions += 1
-        tree = TreeSettings(
-            policy="beam", gamma=shape.nodes, depth=depth, width=self.width, sharpening=1.0
-        )
-        order = opening(
-            self.sessions,
-            range(3, 3 + PROMPT),
-            capacity=CAPACITY,
-            sampling=self.sampling,
-            tree=tree,
-        )
-        session = engine.open(order)
-        if isinstance(engine, HeadDrafter):
-            features = torch.randn(PROMPT, engine.reads.row).to(TYPES[engine.reads.dtype])
-            engine.feed(session, 0, to_array(features))
-            while engine.prepare(session):
-                pass
-        draft = partial(engine.draft, session, (), 5, shape)
+        self.begin(depth)
         if look:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-                draft()
+                self.draft()
             return 0.0, seen
-        torch.zeros(1, device=device_of(engine)).item()  # what came before is over
+        torch.zeros(1, device=device_of(self.engine)).item()  # what came before is over
         began = time.perf_counter()
-        draft()
+        self.draft()
         return time.perf_counter() - began, None
 
 
@@ -123,7 +97,7 @@ def device_of(engine: HeadDrafter | Drafter) -> torch.device:
     return engine.head.device if isinstance(engine, HeadDrafter) else engine.model.device
 
 
-def median_ms(drafts: Drafts, depth: int) -> float:
+def median_ms(drafts: Timed, depth: int) -> float:
     for _ in range(3):
         drafts.once(depth)
     return 1e3 * statistics.median(drafts.once(depth)[0] for _ in range(TIMES))
@@ -143,7 +117,7 @@ def counts(seen: profile) -> str:
 def measure(engine: HeadDrafter | Drafter, weights: str, bytes_: float, gb_s: float) -> None:
     for width in WIDTHS:
         for temperature in (0.0, 1.0):
-            drafts = Drafts(engine, width, temperature)
+            drafts = Timed(engine, width, temperature)
             deep, shallow = (median_ms(drafts, depth) for depth in (DEEP, SHALLOW))
             level = (deep - shallow) / (DEEP - SHALLOW)
             least = 1e3 * bytes_ / (1e9 * gb_s)

@@ -59,7 +59,7 @@ class Level:
     @property
     def wanted(self) -> int:
         """Return the number of rows, the last ones, of which results are wanted."""
-        return len(self.tokens) if self.features is None else 1
+        return self.tokens.shape[0] if self.features is None else 1
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class FixedLevels:
 
     def compute(self, level: Level) -> Found:
         """Compute a level by replaying its pass."""
-        count, wanted, ranking = len(level.tokens), level.wanted, level.ranking
+        count, wanted, ranking = level.segment.count, level.wanted, level.ranking
         true = level.features is not None
         ranks = None if ranking is None else RankingShape.of(ranking)
         form = form_of(level.segment, 1 if true else self._least_rows)

@@ -55,7 +55,7 @@ class HeadSession(GrowingSession):
 
     @property
     def free_rows(self) -> int:
-        return len(self.states) - 1 - self.tree.rows_used
+        return self.states.shape[0] - 1 - self.tree.rows_used
 
     def next_features(self, count: int) -> Tensor:
         """Return the first `count` of the features that wait."""

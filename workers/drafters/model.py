@@ -13,7 +13,7 @@ How a tree grows is the grower's business.
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -240,14 +240,19 @@ class Drafter(Grower[DraftSession]):
         )
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(len(session.log) - 1 + tree.levels[nodes].astype(np.int64))
-        return (
-            yield from self._ranked(session, nodes, Rows(tokens, positions, segment, len(nodes)))
-        )
+        return (yield from self._ranked(session, nodes, tokens, positions, segment))
 
-    def _ranked(self, session: DraftSession, nodes: Nodes, part: Rows) -> Steps:
+    def _ranked(
+        self,
+        session: DraftSession,
+        nodes: Nodes,
+        tokens: Tensor,
+        positions: Tensor,
+        segment: Segment,
+    ) -> Steps:
         """Compute the rows of `nodes`, whose children are ranked where passes are captured."""
         ranking = session.ranking_of(nodes) if self.model.captures else None
-        found = yield replace(part, ranking=ranking)
+        found = yield Rows(tokens, positions, segment, len(nodes), ranking=ranking)
         session.note_ranking(nodes, found.best)
         return found.logits
 

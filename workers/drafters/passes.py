@@ -149,7 +149,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        return len(self.tokens)
+        return self.tokens.shape[0]  # which is faster than len()
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

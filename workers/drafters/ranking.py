@@ -31,6 +31,8 @@ from dovetail.workers.speculation.sampling import (
     process_logits,
 )
 from dovetail.workers.speculation.score_calibration import (
+    CLASS_OF,
+    DEEPEST,
     Expectations,
     Scale,
     Scales,
@@ -131,28 +133,30 @@ class Ranking:
         None: it is the host's, because logits are processed or children are drawn."""
         if self.looking_back is not None or self.processed or self.draws is not None:
             return None
-        levels = tree.levels_of(nodes)
-        scales = [self.scales[depth_class] for depth_class in class_of(levels + 1).tolist()]
+        levels = tree.levels_of(nodes).tolist()
+        of = {level: self.scales[CLASS_OF[min(level + 1, DEEPEST)]] for level in set(levels)}
+        scales = [of[level] for level in levels]
         if self.noise is None:
             temperatures, sharpenings = [1.0] * len(scales), [scale.sharpening for scale in scales]
         else:
+            least, heat = SMALLEST_TEMPERATURE, self.sampling.temperature
             temperatures, sharpenings = (
-                [self.sampling.temperature * scale.noise_share for scale in scales],
+                [max(heat * scale.noise_share, least) for scale in scales],
                 [scale.sharpening / scale.noise_share for scale in scales],
             )
         return DeviceRanking(
             width,
             self.vocabulary_size,
-            np.maximum(np.array(temperatures, np.float32), SMALLEST_TEMPERATURE),
+            np.array(temperatures, np.float32),
             np.array(sharpenings, np.float32),
             self._noise_of(levels, root),
         )
 
-    def _noise_of(self, levels: Ints, root: int) -> Sequence[Tensor] | None:
+    def _noise_of(self, levels: Sequence[int], root: int) -> Sequence[Tensor] | None:
         """Return the noise of the children of nodes on these levels."""
         if self.noise is None:
             return None
-        return [self.noise.row(root + level) for level in levels.tolist()]
+        return [self.noise.row(root + level) for level in levels]
 
     def children(
         self,
@@ -166,6 +170,9 @@ class Ranking:
         """Return the likeliest tokens after `nodes`, best first, or tokens drawn: ids and gains
         [N, K] by logits [N, V]. Below the root stands position `root`. `best`: what a
         device has found that was asked by `for_device`; None: the host ranks."""
+        if best is not None and self.score_calibration is None:
+            tokens, gains = best.take()
+            return tokens[:, :width], gains[:, :width]
         logits = logits[:, : self.vocabulary_size]
         if self.looking_back is not None:
             logits = self.looking_back.process(
@@ -176,7 +183,7 @@ class Ranking:
         if self.draws is not None:
             return self.draws.children(nodes, logits, width)
         levels = tree.levels_of(nodes)
-        noise = self._noise_of(levels, root)
+        noise = self._noise_of(levels.tolist(), root)
         if best is None:
             tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
         else:

@@ -34,7 +34,8 @@ class RankedChildren:
 
     def of(self, nodes: Nodes, width: int) -> Fetched | None:
         """Return them if they are those of these nodes, and so many of each; else None."""
-        return self.best if width == self.width and np.array_equal(nodes, self.nodes) else None
+        same = nodes is self.nodes or np.array_equal(nodes, self.nodes)
+        return self.best if same and width == self.width else None
 
 
 MOST_TRUE = 16

@@ -23,7 +23,6 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.drafters.model import Drafter, DraftLeft, DraftSession, Steps
-from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.drafters.session import THE_ROOT
 from dovetail.workers.drafters.side_by_side import Growth
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
@@ -192,8 +191,8 @@ class SharedDrafter(Drafter):
         position = len(session.log) - 1
         segment = Segment(session.over, session.first, 1, Paths.of(position, [[session.first]]))
         tokens = torch.tensor(session.log[-1:])
-        part = Rows(tokens, torch.tensor([position]), segment, wanted=1)
-        logits = yield from self._ranked(session, THE_ROOT, part)
+        positions = torch.tensor([position])
+        logits = yield from self._ranked(session, THE_ROOT, tokens, positions, segment)
         session.rooted = True
         return logits
 
@@ -212,5 +211,4 @@ class SharedDrafter(Drafter):
         tokens = torch.from_numpy(tree.tokens[nodes].astype(np.int64))
         positions = torch.from_numpy(position + tree.levels[nodes].astype(np.int64))
         segment = Segment(session.over, start + used, len(nodes), paths)
-        part = Rows(tokens, positions, segment, wanted=len(nodes))
-        return (yield from self._ranked(session, nodes, part))
+        return (yield from self._ranked(session, nodes, tokens, positions, segment))

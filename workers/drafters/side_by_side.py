@@ -94,7 +94,8 @@ class Growth(Generic[SessionT]):
         session = self.session
         for offer in self._offers:
             at_root, free = offer[0] == ROOT, session.free_rows
-            if not (at_root or free) or np.array_equal(offer, self._left_out):
+            again = len(self._left_out) and np.array_equal(offer, self._left_out)
+            if again or not (at_root or free):
                 return False
             self._offer = offer
             if at_root or not hardly_matters(session, self.shape, engine.given_up):

@@ -8,6 +8,7 @@ another is the engines' business.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -120,6 +121,12 @@ class Paths:
         offsets = np.arange(count + 1) * np.arange(1, count + 2) // 2
         lower = np.tril_indices(count)[1]
         return cls(start, offsets.astype(np.int32), (start + lower).astype(np.int32))
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Return how many slots the path of each row has."""
+        found: NDArray[np.int32] = self.offsets[1:] - self.offsets[:-1]
+        return found
 
     def row(self, index: int) -> NDArray[np.int32]:
         """The path of one row."""

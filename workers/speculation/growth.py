@@ -16,6 +16,7 @@ that a node was given in it) and no clock.
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +38,9 @@ LEAST_HIDDEN = math.log(1e-3)
 """Hidden children of smaller gains are left out."""
 FEW = 4
 """So many times as many nodes as are wanted are sorted as they are."""
-SMALLEST_POOL = 256
-"""Places that a pool has at first; they double when there are no more."""
+SMALLEST_POOL = 1024
+"""Places that a pool has at first, enough for most proposals; they double when there are no
+more."""
 TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)
 """The columns of integers."""
 GAINS, SCORES = range(2)
@@ -70,6 +72,8 @@ class GrowingTree:
         self._ints = np.zeros((7, SMALLEST_POOL), np.int32)
         self._floats = np.zeros((2, SMALLEST_POOL), np.float32)
         self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
+        self._lines: dict[int, tuple[int, ...]] = {}
+        """The lineage of the node that has a row, until rows get other numbers."""
         self._stop = 1
         self.root_expanded = False
         self.rows_used = 0
@@ -135,7 +139,8 @@ class GrowingTree:
 
     def at_level(self, level: int) -> Nodes:
         """Return what a policy sees of a level."""
-        return np.flatnonzero((self.levels == level) & (self.hidden == 0))
+        found: Nodes = ((self.levels == level) & (self.hidden == 0)).nonzero()[0]
+        return found
 
     def within(self, depth: int) -> Nodes:
         """Return what a policy sees of the first `depth` levels."""
@@ -201,22 +206,29 @@ class GrowingTree:
         """Takes back what `give_rows` gave: `nodes` (-1: the root) have `rows` again."""
         self._ints[ROWS, nodes + 1] = rows
         self.rows_used = rows_used
+        self._lines.clear()
 
     def lineage(self, nodes: Nodes) -> tuple[Ints, Ints]:
-        """The rows that each of `nodes` sees, by depth and its own last: those of node i are
-        rows[offsets[i] : offsets[i + 1]]. All of them have rows.
+        """Return offsets [N + 1], and the rows that each of `nodes` sees, by depth, its own last:
+        those of node i are rows[offsets[i] : offsets[i + 1]]. All of them have rows."""
+        parents, rows = self._ints[PARENTS, nodes + 1], self._ints[ROWS, nodes + 1].tolist()
+        lines = []
+        for parent, above, row in zip(
+            parents.tolist(), self._ints[ROWS, parents + 1].tolist(), rows, strict=True
+        ):
+            before = () if parent == ROOT else self._lines.get(above) or self._line_of(parent)
+            line = self._lines[row] = (*before, row)
+            lines.append(line)
+        offsets = np.array([*accumulate(map(len, lines), initial=0)], np.int32)
+        return offsets, np.array([*chain.from_iterable(lines)], np.int32)
 
-        Returns offsets [N + 1] and rows.
-        """
-        levels = self._ints[LEVELS, nodes + 1]
-        paths = np.empty((len(nodes), int(levels.max())), np.int32)
-        current = nodes
-        for depth in range(paths.shape[1])[::-1]:
-            paths[:, depth] = self._ints[ROWS, current + 1]
-            current = self._ints[PARENTS, current + 1]
-        offsets = np.zeros(len(nodes) + 1, np.int32)
-        np.cumsum(levels, out=offsets[1:])
-        return offsets, paths[paths != NO_ROW]
+    def _line_of(self, node: int) -> tuple[int, ...]:
+        """Return the rows of the nodes from below the root down to `node`, those that have one."""
+        rows: list[int] = []
+        while node != ROOT:
+            rows.append(int(self.rows[node]))
+            node = int(self.parents[node])
+        return tuple(row for row in reversed(rows) if row != NO_ROW)
 
     def add_children(self, nodes: Sequence[int] | Nodes, tokens: Ints, gains: Floats) -> int:
         """Adds the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf
@@ -253,6 +265,7 @@ class GrowingTree:
     def clear(self) -> None:
         """Forgets every node: the root has moved to where nothing was drafted."""
         self._stop, self.root_expanded, self.rows_used = 1, False, 0
+        self._lines.clear()
 
     def move_root(self, node: int, width: int) -> list[int]:
         """Makes `node` the root and keeps what is below it, of every node's children the best
@@ -271,6 +284,7 @@ class GrowingTree:
         expanded = np.flatnonzero(self.rows != NO_ROW)
         old_rows: list[int] = self.rows[expanded].tolist()
         self.rows_used = 0
+        self._lines.clear()
         self.give_rows(expanded)
         return old_rows
 
@@ -377,9 +391,9 @@ def best_first(nodes: Nodes, scores: Floats, most: int | None = None) -> Nodes:
     """Return, of `nodes` in ascending order, the best `most`, or all, by (score descending, index
     ascending)."""
     order: Floats = -scores[nodes]
-    if (
-        most is not None and 0 < most < len(nodes) // FEW
-    ):  # sorting all of a pool that grew ahead takes longer than finding these few
-        among = order <= np.partition(order, most - 1)[most - 1]
+    if most is not None and 0 < most < len(nodes) // FEW:
+        parted = order.copy()  # sorting all of a pool takes longer than finding these few
+        parted.partition(most - 1)
+        among = order <= parted[most - 1]
         nodes, order = nodes[among], order[among]
     return nodes[order.argsort(kind="stable")][:most]

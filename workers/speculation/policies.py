@@ -58,21 +58,24 @@ class Beam:
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         """One pass a level."""
         yield from root_pass(tree, shape)
+        kept: Nodes = np.zeros(0, np.intp)
+        at_level = kept
         for level in range(1, shape.depth):
-            kept = _kept(tree, level, shape.width)
-            if len(
-                nodes := worthwhile(
-                    kept[tree.levels[kept] == level],
-                    best_first(kept, tree.scores, shape.nodes),
-                    tree,
-                    shape,
-                )
-            ):
+            at_level = _kept_at(tree, level, at_level, shape.width)
+            kept = np.concatenate((kept, at_level))
+            kept.sort()
+            best = best_first(kept, tree.scores, shape.nodes)
+            if len(nodes := worthwhile(at_level, best, tree, shape)):
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """Select all that is kept, or the best of it."""
-        return best_first(_kept(tree, shape.depth, shape.width), tree.scores, shape.nodes)
+        at_level: Nodes = np.zeros(0, np.intp)
+        levels = [at_level]
+        for level in range(1, shape.depth + 1):
+            at_level = _kept_at(tree, level, at_level, shape.width)
+            levels.append(at_level)
+        return best_first(np.sort(np.concatenate(levels)), tree.scores, shape.nodes)
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,17 @@ class Static:
         return order
 
 
-def _kept(tree: GrowingTree, depth: int, width: int) -> Nodes:
-    """Return what `beam` keeps of the first `depth` levels, in ascending order."""
-    kept = np.zeros(len(tree) + 1, np.bool_)  # the last element stands for the root, index -1
-    kept[ROOT] = True
-    for level in range(1, depth + 1):
-        candidates = tree.at_level(level)
-        kept[best_first(candidates[kept[tree.parents[candidates]]], tree.scores, width)] = True
-    return np.flatnonzero(kept[:-1])
+def _kept_at(tree: GrowingTree, level: int, above: Nodes, width: int) -> Nodes:
+    """Return what `beam` keeps of a level, in ascending order: the best children of what it keeps
+    of the level above."""
+    candidates = tree.at_level(level)
+    if level > 1:
+        kept = np.zeros(len(tree), np.bool_)
+        kept[above] = True
+        candidates = candidates[kept[tree.parents[candidates]]]
+    best = best_first(candidates, tree.scores, width)
+    best.sort()
+    return best
 
 
 @lru_cache(256)

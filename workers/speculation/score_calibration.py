@@ -48,6 +48,9 @@ PRIOR = 32.0
 precision of one unit of Fisher information."""
 CLASSES = 4
 """Depth classes: children on level 1, on 2, on 3 and 4, and below."""
+DEEPEST = 5
+CLASS_OF = (0, 0, 1, 2, 2, 3)
+"""The depth class by level; the last one is that of all levels from `DEEPEST` on."""
 WORK = 1 << 17
 """Exponentials that one call of `learn` takes at most, one point of the grid at least: half a
 millisecond of a core."""
@@ -82,7 +85,7 @@ def fixed(scale: Scale) -> Scales:
 
 def class_of(levels: Ints) -> Ints:
     """The depth class of children on `levels`, which are 1 or more."""
-    return np.minimum(np.ceil(np.log2(levels)), CLASSES - 1).astype(np.int32)
+    return np.array(CLASS_OF, np.int32)[np.minimum(levels, DEEPEST)]
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ def form_of(segment: Segment, least_rows: int = 1) -> Form:
     paths, cache = segment.paths, segment.cache
     assert paths is not None
     assert isinstance(cache, ArenaCache)
-    stop = max(segment.start + segment.count, int(paths.slots.max()) + 1)
-    longest, path = int(np.diff(paths.offsets).max()), PATHS
+    # of few numbers a list is faster than an array
+    stop = max(segment.start + segment.count, max(paths.slots.tolist()) + 1)
+    longest, path = max(paths.lengths.tolist()), PATHS
     while path < longest:
         path *= LONGER
     return Form(
@@ -136,17 +137,17 @@ class Inputs:
         assert paths is not None
         here = self._packed.open()
         slots = np.arange(segment.start, segment.start + count)
-        lengths = np.diff(paths.offsets)
-        which = np.repeat(np.arange(count), lengths)
-        step = np.arange(len(which)) - np.repeat(paths.offsets[:-1], lengths)
+        which = np.repeat(np.arange(count), paths.lengths)
+        step = np.arange(len(which)) - paths.offsets[which]
         here["prefix"][0] = paths.prefix
         here["slots"][:count] = slots
         here["paths"][:count] = slots[:, None]  # behind its path a row sees itself again
         here["paths"][which, step] = paths.slots
         for name, content in rows.items():
             here[name][:count] = content  # a single one stands for all
-        for name in self._by_row:
-            here[name][count:] = here[name][count - 1]
+        if count < self._form.rows:
+            for name in self._by_row:
+                here[name][count:] = here[name][count - 1]
         self._packed.send()
 
     def mask(self, dtype: torch.dtype, window: int = 0) -> Tensor:

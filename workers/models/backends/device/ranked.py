@@ -94,7 +94,11 @@ class RankedInputs(Inputs):
         shape = (2, form.rows, 0 if ranks is None else ranks.width)
         self._children = torch.zeros(*shape, dtype=torch.int32, device=device)
         self._kind = kind_of(device)
-        self._here = self._kind.pinned(4 * max(1, self._children.numel())).view(torch.int32)
+        size = max(1, self._children.numel())
+        self._here = (
+            self._kind.pinned(4 * size).view(torch.int32)[: self._children.numel()].view(shape)
+        )
+        self._numbers = self._here.numpy()
         self._fetched: Fetched | None = None
 
     def ask(
@@ -132,9 +136,8 @@ class RankedInputs(Inputs):
     def fetch(self, first: int, count: int) -> Fetched:
         """Have the children of rows brought to the host, where they are good for as long as nothing
         else is asked of these inputs."""
-        here = self._here.view(self._children.shape)
-        wait = self._kind.fetch(self._children, here)
-        self._fetched = Fetched(wait, here.numpy(), slice(first, first + count))
+        wait = self._kind.fetch(self._children, self._here)
+        self._fetched = Fetched(wait, self._numbers, slice(first, first + count))
         return self._fetched
 
 
