@@ -34,13 +34,13 @@ def substitute_loading_bytes(tensors: Sequence[Tensor], bits: int) -> int:
 def head_loading_bytes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> int:
     """Return the least that a process holds for a draft head as it is stored, with the embedding
     and the output head of its target where it lacks them."""
-    own = sum(tensor.stored_bytes for tensor in tensors)
+    whole = (*tensors, *tables_lacking(tensors, target))
+    return PROCESS_BYTES + sum(tensor.stored_bytes for tensor in whole)
+
+
+def tables_lacking(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the embedding and the output head of a target as far as a draft head lacks them."""
     lacks = [
         found for found in (TABLE, HEAD) if not any(found.search(tensor.name) for tensor in tensors)
     ]
-    theirs = sum(
-        tensor.stored_bytes
-        for tensor in target
-        if any(found.search(tensor.name) for found in lacks)
-    )
-    return PROCESS_BYTES + own + theirs
+    return [tensor for tensor in target if any(found.search(tensor.name) for found in lacks)]

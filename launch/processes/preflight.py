@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from dovetail.launch.machine.draft_memory import tables_lacking
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
@@ -23,7 +24,7 @@ from dovetail.protocol.settings import (
 )
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
-from dovetail.workers.models.backends.sizes import Sizes, has_sizes, sizes_of
+from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, NOT_THERE, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
@@ -250,9 +251,9 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 def draft_bytes(settings: Settings) -> int:
     """Return what a draft takes of the GPU that it has in common with the target, as far as the
-    sizes of both tell: weights of 16 bits (a substitute's codes), keys and values of 16 bits for a
-    long conversation and its trees, and a pass. 0 where it is elsewhere, or part of the target's
-    process."""
+    sizes of both tell: weights of 16 bits unless they are fp32 (a substitute's codes), keys and
+    values for a long conversation and its trees, a pass, and graphs. 0 where it is elsewhere, or
+    part of the target's process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
@@ -262,23 +263,38 @@ def draft_bytes(settings: Settings) -> int:
         or draft.share is True
     ):
         return 0
-    own, whole = _sizes(draft.model), _sizes(target.model)
+    own, whole = _sizes(draft.model, draft.weights), _sizes(target.model)
     if draft.kind == "substitute" and whole is not None:
         bits = int((draft.weights if draft.weights != "auto" else "int4").removeprefix("int"))
         return substitute_bytes(whole, bits, device)
-    return 0 if own is None else placement.draft_bytes(own, device)
+    if own is None:
+        return 0
+    tensors = read_tensors(Path(draft.model).expanduser())
+    theirs = read_tensors(Path(target.model).expanduser())
+    more = 0
+    if tensors and not any(tensor.is_table for tensor in tensors):  # a head, which has matrices
+        numbers = sum(tensor.numbers for tensor in (*tensors, *tables_lacking(tensors, theirs)))
+        told = own.layers * own.layer + own.embedding + own.head
+        more = max(0, numbers * WEIGHT_BYTES[_type_of(draft.weights)] - told)
+    return placement.draft_bytes(own, device) + more
 
 
-def _sizes(model: str) -> Sizes | None:
+def _type_of(weights: str) -> str:
+    """Return the type whose bytes are counted for weights of a draft on a GPU."""
+    return "fp32" if weights == "fp32" else "half"
+
+
+def _sizes(model: str, weights: str = "auto") -> Sizes | None:
     """Return the sizes on a GPU of a draft's model, or of a head with what it has of its target, if
     it is here and has them in its config.json."""
+    kind = _type_of(weights)
     file = Path(model).expanduser() / "config.json"
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         config = text_part(content) if isinstance(content, dict) else {}
-        return sizes_of(config, "half", "half") if has_sizes(config) else None
+        return sizes_of(config, kind, kind) if has_sizes(config) else None
     except (ValueError, RecursionError):  # whoever loads it says so
         return None
 

@@ -250,6 +250,9 @@ def worker_arguments(
             if flag.startswith("--target.inflate=")
         ]
     own = configuration.arguments(*SECTIONS[role])
+    if role == "draft" and configuration.settings.memory.vram_bytes is not None:
+        taken = draft_bytes(configuration.settings)
+        own += [f"--memory.vram={taken}B"] if taken else []
     stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
     return [
         "worker",

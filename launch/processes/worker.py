@@ -299,6 +299,7 @@ def _opener(
                 profile=profile,
                 cache=substitutes_path(),
                 tell=tell,
+                vram=configuration.settings.memory.vram_bytes,
             )
 
     return opened

@@ -23,7 +23,12 @@ from dovetail.launch.processes.preflight import (
     free_memory_bytes,
     memory_bytes,
 )
-from dovetail.launch.processes.stack import start_stack, with_room_for_draft
+from dovetail.launch.processes.stack import (
+    layout_of,
+    start_stack,
+    with_room_for_draft,
+    worker_arguments,
+)
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.profiling.bounds import linears_of
 from dovetail.launch.settings import embedded
@@ -328,6 +333,8 @@ def test_of_a_gpu_that_both_have_the_draft_gets_its_memory_first(draft: dict[str
     taken = draft_bytes(settings.settings)
     assert taken > 0
     assert with_room_for_draft(settings).settings.memory.vram_bytes == 10**9 - taken
+    command = worker_arguments(settings, "draft", "ipc", layout_of(settings.settings))
+    assert f"--memory.vram={taken}B" in command
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,10 @@ class DeviceKind(ABC):
     def free_bytes(self, device: torch.device) -> int:
         """Return how much memory is free for what lives on a device."""
 
+    def limit(self, device: torch.device, size: int) -> bool:
+        """Have torch refuse this process more than so many bytes of a device; False: it cannot."""
+        return False
+
     def transfer(self, device: torch.device) -> Transfer:
         """Return a way to a device for weights that pass through it."""
         return InOrder(device)

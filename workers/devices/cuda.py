@@ -207,6 +207,11 @@ class Cuda(DeviceKind):
     def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
         return _copied(source, target, source.device)
 
+    def limit(self, device: torch.device, size: int) -> bool:
+        share = size / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+        return True
+
     def driver(self, device: torch.device) -> str:
         return DRIVER.read_text(encoding="ascii").strip() if DRIVER.is_file() else ""
 

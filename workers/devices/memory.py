@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dovetail.workers.devices.base import Capture
+from dovetail.workers.devices.base import Capture, Device
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
@@ -113,6 +113,17 @@ class Held:
 
 
 HELD = Held()
+
+
+def limit_memory(device: Device, size: int | None) -> None:
+    """Have torch refuse this process more than so many bytes of a GPU, None: as many as there are;
+    where it cannot, say so once."""
+    if size is None or device.is_cpu or device.kind.limit(device.torch_device, size):
+        return
+    HELD.tell(
+        f"{device.name}: torch cannot be limited to {size / 1e9:.3g} GB there; what is counted "
+        "stays within that"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

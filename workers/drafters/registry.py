@@ -44,6 +44,17 @@ class Wanted:
     """The folder that keeps what was quantised."""
     tell: Callable[[int, int], None] = lambda _done, _all: None
     """Hears how far quantising has got."""
+    vram: int | None = None
+    """Bytes of a GPU that it may take; None: what is free."""
+
+    def open_device(self, *, for_head: bool = False) -> "Device":
+        """Return the device that the settings name, limited to the memory that it may take."""
+        from dovetail.workers.devices import open_device
+        from dovetail.workers.devices.memory import limit_memory
+
+        device = open_device(self.settings.device, self.threads, for_head=for_head)
+        limit_memory(device, self.vram)
+        return device
 
     def identity(
         self, model: "LanguageModel | Head", device: "Device", called: str, **more: Any
@@ -77,11 +88,12 @@ def open_draft_worker(
     profile: Path | None = None,
     cache: Path | None = None,
     tell: Callable[[int, int], None] = lambda _done, _all: None,
+    vram: int | None = None,
 ) -> DraftWorker[Any]:
     """Return the draft worker of `settings`: n-grams of the text, or the model in the folder or hub
     id `settings.model`, a smaller one or a head of the model `target`, or that model itself in a
     few bits, inflated as it is. `Wanted` describes the rest."""
-    wanted = Wanted(settings, name, threads, target, inflate, context, profile, cache, tell)
+    wanted = Wanted(settings, name, threads, target, inflate, context, profile, cache, tell, vram)
     if settings.kind == "none":
         raise SettingsError(
             "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
@@ -158,7 +170,6 @@ def _in_words(kind: str) -> str:
 
 
 def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
-    from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
     from dovetail.workers.models.checkpoints.inflate import inflation_bytes
     from dovetail.workers.models.substitutes.coded import against_codes
@@ -175,7 +186,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
             f"draft.weights = {settings.weights!r} is not a type of a substitute's weights: use "
             "int8, int4, int3 or int2"
         )
-    device = open_device(settings.device, wanted.threads)
+    device = wanted.open_device()
     weights = "int4" if settings.weights == "auto" else settings.weights
     if why_not := against_codes(device.torch_device, weights):
         raise SettingsError(
@@ -231,13 +242,12 @@ def _fastest(wanted: Wanted, device: "Device", but: Mapping[str, str] | None = N
 
 
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
-    from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.weights import OVERFLOWS, check_type, within_fp16
     from dovetail.workers.models.loading import load_language_model
     from dovetail.workers.models.remembered.proofs import tell_proof
 
     settings = wanted.settings
-    device = open_device(settings.device, wanted.threads)
+    device = wanted.open_device()
 
     def load(weights: str) -> "LanguageModel":
         return load_language_model(
@@ -277,12 +287,11 @@ def _model_worker(
 
 
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
-    from dovetail.workers.devices import open_device
     from dovetail.workers.drafters.head import HeadDrafter
     from dovetail.workers.models.backends.device.choice import tell_products
 
     settings = wanted.settings
-    device = open_device(settings.device, wanted.threads, for_head=True)
+    device = wanted.open_device(for_head=True)
     head = _head_on(wanted, device)
     if head.said:
         print(f"{wanted.name}: {head.said}", file=sys.stderr)

@@ -13,9 +13,11 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import MemorySettings, TargetSettings
-from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices import Device, cpu, open_device
+from dovetail.workers.devices.memory import limit_memory
 from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.device.choice import tell_products
+from dovetail.workers.models.backends.stages.cache import StagedCache
 from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
@@ -58,6 +60,8 @@ def open_target_worker(
         beside=beside,
     )
     _warn(settings, name)
+    for gpu in () if spread is None else spread.gpus:
+        limit_memory(gpu, memory.vram_bytes)
     if shards:
         if spread is not None or not device.is_cpu:
             raise SettingsError(
@@ -121,7 +125,7 @@ def _identity(
         experts=_experts(model, known),
         inflation=settings.inflate,
         kept_tokens=affordable_tokens(free_bytes, row_bytes) if same_bytes else 0,
-        room_tokens=room_tokens(free_bytes, row_bytes) if spread is None else None,
+        room_tokens=_room_tokens(spread, device, model),
         same_bytes=same_bytes,
         placement=_told_library(settings, name, device, model),
     )
@@ -129,6 +133,19 @@ def _identity(
         return identity
     reader = "" if spread.reader is None else spread.reader.name
     return replace(identity, placement=str(spread), reader=reader, reads_from=spread.reads_from)
+
+
+def _room_tokens(spread: Spread | None, device: Device, model: LanguageModel) -> int | None:
+    """Return how many tokens of all sessions there is room for; None: it is not known."""
+    cache = model.new_cache(0)
+    if spread is None or not spread.gpus:
+        return room_tokens(device.free_bytes(), cache.row_bytes)
+    placement = spread.placement
+    assert placement is not None
+    assert isinstance(cache, StagedCache)
+    on_host = room_tokens(cpu.free_bytes(), cache.parts[0].row_bytes) if placement.first else None
+    found = [tokens for tokens in (on_host, placement.tokens) if tokens is not None]
+    return min(found, default=None)
 
 
 def _told_library(settings: TargetSettings, name: str, device: Device, model: LanguageModel) -> str:

@@ -12,6 +12,7 @@ from dovetail.protocol.messages import Open, ReadItem, Reads
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
+from dovetail.workers.devices.memory import HELD, without_spare
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.admission import Admission
@@ -60,6 +61,7 @@ class Opener:
         self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the further slots of a session's cache, for a draft that shares it."""
+        HELD.add(self)
 
     def __len__(self) -> int:
         """Return how many sessions are open, or being opened."""
@@ -68,6 +70,14 @@ class Opener:
     def __contains__(self, session: int) -> bool:
         """Return whether a session is open or kept: its number is taken."""
         return session in self._sessions or session in self._kept or session in self._begun
+
+    def let_go(self) -> None:
+        """Free what is kept of ended sessions; those that would have gone on from it begin anew."""
+        self._kept.clear()
+
+    def let_graphs_go(self) -> bool:
+        """Return False: a target captures nothing."""
+        return False
 
     @property
     def prompt_rows(self) -> int:
@@ -205,9 +215,10 @@ class Opener:
 
     def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
         """A cache for `rows` rows: empty, or with `kept` of what is base of another session, or as
-        many as can be gone back to."""
+        many as can be gone back to. Where there is no memory for it, what is kept of others goes
+        first."""
         if base is None:
-            return self._model.new_cache(rows)
+            return without_spare(lambda: self._model.new_cache(rows))
         base.cache.truncate(base.cache.restorable(kept))
-        base.cache.resize(rows)
+        without_spare(lambda: base.cache.resize(rows))
         return base.cache

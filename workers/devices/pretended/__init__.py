@@ -131,6 +131,10 @@ class _Pretended(DeviceKind):
     def free_bytes(self, device: torch.device) -> int:
         return MEMORY.free_bytes()
 
+    def limit(self, device: torch.device, size: int) -> bool:
+        MEMORY.limit = size
+        return True
+
     def transfer(self, device: torch.device) -> Transfer:
         return PretendedTransfer() if CARD.has("streams") else super().transfer(device)
 

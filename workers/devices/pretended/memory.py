@@ -29,6 +29,8 @@ class Memory:
 
     def __init__(self, cap: int | None) -> None:
         self.cap = cap
+        self.limit: int | None = None
+        """The most that may be used at once, of what there is; None: all."""
         self.used = 0
         """Bytes of tensors and graphs that live."""
         self.most = 0
@@ -43,11 +45,12 @@ class Memory:
         not there."""
         size = -(-size // BLOCK) * BLOCK
         with self._lock:
-            if self.cap is not None and self.used + size > self.cap:
+            most = min((one for one in (self.cap, self.limit) if one is not None), default=None)
+            if most is not None and self.used + size > most:
                 raise torch.OutOfMemoryError(
                     f"{NAME} out of memory. Tried to allocate {size / 2**20:.2f} MiB. GPU 0 has a "
-                    f"total capacity of {self.cap / 2**20:.2f} MiB of which "
-                    f"{(self.cap - self.used) / 2**20:.2f} MiB is free."
+                    f"total capacity of {most / 2**20:.2f} MiB of which "
+                    f"{(most - self.used) / 2**20:.2f} MiB is free."
                 )
             self.used += size
             self.most, self.reserved = max(self.most, self.used), max(self.reserved, self.used)

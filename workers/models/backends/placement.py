@@ -32,6 +32,9 @@ LOGITS = 2
 session's processors done to them."""
 WIDENED_BYTES = 64 << 20
 """Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
+LEVEL_ROWS, LEVEL_LOGITS = 64, 4
+"""Rows of the largest pass that is captured (`device/levels.py`), and so often their logits are
+there: as they come, in fp32, and in the ranking of children."""
 PACKED_LAYERS = 2
 """While a model is loaded one layer is there as it was stored and as it is packed, before it lies
 where it stays."""
@@ -84,6 +87,9 @@ class Placement:
     """Bytes that the host needs for weights, those keys and values of the layers that it computes,
     and a pass; while the model is loaded too."""
     host_experts: bool = False
+    tokens: int | None = None
+    """Tokens of all sessions, trees included, that the device has room for beside weights and any
+    pass; None: no limit is known."""
 
     @property
     def first(self) -> int:
@@ -154,7 +160,16 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
         needed_bytes(sizes, computed, resident, demand.device),
         _on_host(sizes, computed, resident, demand.host_bytes),
         demand.host_experts,
+        _tokens(sizes, computed, demand.device_bytes, needed),
     )
+
+
+def _tokens(sizes: Sizes, computed: int, room: int | None, needed: int) -> int | None:
+    """Return how many tokens sessions may have on a device that has `room` bytes and needs `needed`
+    of them with one conversation: a longer one needs more for a pass, too."""
+    if room is None:
+        return None
+    return _rows(sizes) + TREE_ROWS + (room - needed) // (computed * sizes.row + _seen_bytes(sizes))
 
 
 def all_on_cpu(sizes: Sizes, limit: int | None) -> Placement:
@@ -221,17 +236,19 @@ def pass_bytes(sizes: Sizes, device: str, *, head: bool = True) -> int:
     within a layer, so many at a time, and logits."""
     on_gpu = device != "cpu"
     chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], _rows(sizes))
-    seen = (
-        (chunk * sizes.groups * NUMBER_BYTES + sizes.widened) * _rows(sizes) + WIDENED_BYTES
-        if on_gpu
-        else 0
-    )
+    seen = _rows(sizes) * _seen_bytes(sizes) + WIDENED_BYTES if on_gpu else 0
     return (
         _rows(sizes) * (2 * sizes.state + sizes.inputs)
         + chunk * sizes.inner
         + seen
         + (TREE_ROWS * sizes.logits if head else 0)
     )
+
+
+def _seen_bytes(sizes: Sizes) -> int:
+    """Return what a GPU holds for each row that a chunk of a prompt sees."""
+    chunk = min(PASS_ROWS["gpu"], _rows(sizes))
+    return chunk * sizes.groups * NUMBER_BYTES + sizes.widened
 
 
 def _rows(sizes: Sizes) -> int:
@@ -249,31 +266,42 @@ def bytes_of_codes(numbers: int, bits: int) -> int:
     return -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
 
 
+def level_bytes(sizes: Sizes) -> int:
+    """Return what the graphs of a draft's levels hold, all in one memory: the states of the largest
+    level, what its rows see, and their logits."""
+    seen = _rows(sizes) + TREES_AHEAD * TREE_ROWS
+    row = 2 * sizes.state + sizes.inputs + sizes.inner + LEVEL_LOGITS * sizes.logits
+    masks = 2 * LEVEL_ROWS * sizes.groups * NUMBER_BYTES
+    return LEVEL_ROWS * row + seen * (masks + sizes.widened)
+
+
 def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int:
     """Return what a substitute takes that shares the target's cache, its head, and `resident` of
-    its layers: the codes of the others, and the rows of its trees, which grow ahead."""
-    return (sizes.layers - resident) * code_bytes(sizes, weights, bits) + (
-        sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
+    its layers: the codes of the others, the rows of its trees, which grow ahead, and graphs."""
+    return (
+        (sizes.layers - resident) * code_bytes(sizes, weights, bits)
+        + sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
+        + level_bytes(sizes)
     )
 
 
 def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
     """Return what a draft of these sizes needs of a device: all of its weights, the keys and values
-    of a long conversation and of trees, and a pass."""
+    of a long conversation and of trees, a pass, and graphs."""
     return (
         sizes.layers * (sizes.layer + cache_bytes(sizes))
         + sizes.embedding
         + sizes.head
         + pass_bytes(sizes, device)
+        + level_bytes(sizes)
     )
 
 
 def substitute_bytes(sizes: Sizes, bits: int, device: str = "cuda:0") -> int:
     """Return what a target's substitute needs in a process of its own; `sizes`: the target's with
     weights of 16 bits."""
-    return (
-        draft_bytes(sizes, device) - sizes.layers * sizes.layer + coded_bytes(sizes, "half", bits)
-    )
+    codes = coded_bytes(sizes, "half", bits) - level_bytes(sizes)
+    return draft_bytes(sizes, device) - sizes.layers * sizes.layer + codes
 
 
 def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
