@@ -21,10 +21,14 @@ COMPILER = nvrtc.find("")
 needs_a_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
 
+GROUPS = 2
+"""Query heads of a key head."""
+
+
 def given(heads: int, rows: int, slots: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, and keys and values of 16 bits as a view of a larger cache."""
     generator = torch.Generator().manual_seed(slots)
-    query = torch.randn(1, heads, rows, width, generator=generator)
+    query = torch.randn(heads * GROUPS, rows, width, generator=generator)
     cache = torch.randn(2, heads, slots + 40, width, generator=generator).half()
     return query, cache[0, :, 8 : slots + 8], cache[1, :, 8 : slots + 8]
 
@@ -57,7 +61,7 @@ def test_the_heads_of_many_scores_are_computed_one_after_the_other(
     functions = emulated(SOURCE)
     whole = own_attention(functions, *parts)
     functions.launches.clear()
-    monkeypatch.setattr(attention, "MOST_SCORES", 1500)
+    monkeypatch.setattr(attention, "MOST_SCORES", GROUPS * 1500)
     assert torch.equal(own_attention(functions, *parts), whole)
     assert functions.launches == ["scores_128", "weights_of", "values_of"] * 2
 
@@ -103,7 +107,7 @@ def test_ours_is_not_used_where_it_is_wrong_or_cannot_be() -> None:
 def test_it_is_captured_in_a_graph_as_a_gpu_captures_it() -> None:
     place = pretended.device()
     query, keys, values = given(2, 4, 70, 64)
-    mask = torch.zeros(4, 70)
+    mask = torch.zeros(GROUPS * 4, 70)
     there = [part.to(place) for part in (query, keys, values, mask)]
     functions = emulated(SOURCE)
     replay = pretended.capture(lambda: own_attention(functions, *there, 0.2, None))

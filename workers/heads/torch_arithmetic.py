@@ -97,10 +97,7 @@ class TorchRows:
         query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
     ) -> Tensor:
         """Return attention [T, heads, head_dim] over all slots that a mask lets rows see."""
-        heads, count, size = query.shape
-        packed = query.reshape(1, keys.shape[0], -1, size)
-        mixed = attend_as_cached(packed, keys, values, mask, scale, None, None)
-        return mixed.reshape(heads, count, size).transpose(0, 1)
+        return attend_as_cached(query, keys, values, mask, scale, None, None)
 
 
 def attend_as_cached(

@@ -282,18 +282,22 @@ def by_torch(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention by torch: query [1, kv_heads, R, head_dim], the query heads of a key head
-    below each other as rows of it, keys and values [kv_heads, S, head_dim] of any type, mask
-    [..., R, S] of 0 and -inf, sinks [heads] -> [1, kv_heads, R, head_dim]."""
+    """Compute attention by torch: query [heads, T, head_dim], keys and values [kv_heads, S,
+    head_dim] of any type, mask [..., T of each query head of a key head, S] of 0 and -inf, sinks
+    [heads] -> [T, heads, head_dim]. The query heads that share a key head are laid below each other
+    as rows of that head, so that no key is ever repeated."""
+    heads, rows, size = query.shape
     keys, values = keys.to(query.dtype), values.to(query.dtype)
+    packed = query.reshape(1, len(keys), -1, size)
     if cap is None and sinks is None:
-        return scaled_dot_product_attention(
-            query, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
+        output = scaled_dot_product_attention(
+            packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=scale
         )
-    if sinks is not None:
-        groups = sinks.numel() // len(keys)
-        sinks = sinks.view(len(keys), -1, 1).repeat_interleave(query.shape[2] // groups, 1)
-    return attend_by_scores(query, keys, values, mask, scale, cap, sinks)
+    else:
+        if sinks is not None:
+            sinks = sinks.view(len(keys), -1, 1).repeat_interleave(rows, 1)
+        output = attend_by_scores(packed, keys, values, mask, scale, cap, sinks)
+    return output.reshape(heads, rows, -1).transpose(0, 1)
 
 
 def attend_blocks(
@@ -340,10 +344,7 @@ def _attend_block(
         cache.write(layer, key[:, rows], value[:, rows], segment.start)
     low, mask = block.view(*reach)
     keys, values = cache.view(layer, low, segment.start + segment.count)
-    heads, _, size = query.shape
-    packed = query[:, rows].reshape(1, keys.shape[0], -1, size)
-    output = by(packed, keys, values, mask, scale, cap, sinks)
-    return output.reshape(heads, segment.count, -1).transpose(0, 1)
+    return by(query[:, rows], keys, values, mask, scale, cap, sinks)
 
 
 def attend_by_scores(

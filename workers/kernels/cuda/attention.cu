@@ -122,10 +122,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Values of 8 rows, weighed: each of 128 threads two columns of two rows; a warp beside them adds
 // up the weights. 64 slots lie in shared memory, while the next ones are on their way into
-// registers.
+// registers. Every `of_head` rows are of another query head; a token's heads lie side by side in
+// `out`, and tokens `apart_out`.
 extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
     values_of(const float* weights, const unsigned short* values, Int apart,
-              const float* sink_weights, float* out, Int rows, Int slots, Int width) {
+              const float* sink_weights, float* out, Int rows, Int slots, Int width,
+              Int of_head, Int apart_out) {
     constexpr int CHUNKS = COLUMNS / 8, LOADS = SLOTS * CHUNKS / THREADS,
                   NUMBERS = ROWS * SLOTS / THREADS;
     __shared__ uint4 value_tile[SLOTS * CHUNKS];
@@ -226,7 +228,9 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
     for (int r = 0; r < 2; r++) {
         const int row = 2 * warp + r;
         if (row >= count) continue;
-        float* const to = out + (head * rows + first_row + row) * width + first_column + 2 * word;
+        const Int own_row = first_row + row, query_head = head * (rows / of_head) + own_row / of_head;
+        float* const to =
+            out + own_row % of_head * apart_out + query_head * width + first_column + 2 * word;
         to[0] = __fmul_rn(sums[r][0], totals[row]);
         to[1] = __fmul_rn(sums[r][1], totals[row]);
     }

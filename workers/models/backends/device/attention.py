@@ -7,6 +7,7 @@ lies between them and whatever other rows there are. Knows tensors; masks are th
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -84,13 +85,14 @@ def own_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention as `by_torch` does, whose arguments these are, without widening keys and
-    values: [1, kv_heads, R, width]."""
-    _, heads, rows, width = query.shape
-    slots, query = keys.shape[1], query.contiguous()
+    values: [T, heads, width]. The rows of a key head are those of all query heads that share it."""
+    (all_heads, of_head, width), (heads, slots, _) = query.shape, keys.shape
+    groups = all_heads // heads
+    rows, query = groups * of_head, query.contiguous().view(heads, -1, width)
     mask = None if mask is None else mask.view(mask.shape[-2:])
-    groups = 1 if sinks is None else sinks.numel() // heads
     at_once, blocks = min(heads, max(1, MOST_SCORES // (rows * slots))), -(-rows // ROWS)
-    out, scores = torch.empty_like(query), query.new_empty(at_once, rows, slots)
+    out = query.new_empty(of_head, all_heads, width)
+    scores = query.new_empty(at_once, rows, slots)
     sink_weights = None if sinks is None else query.new_empty(at_once, rows)
     size = next(most for most in WIDTHS if width <= most)
     for first in range(0, heads, at_once):
@@ -101,7 +103,7 @@ def own_attention(
             (-(-slots // SLOTS), count * blocks),
             THREADS,
             (
-                *(query[0, part], keys[part], keys.stride(0)),
+                *(query[part], keys[part], keys.stride(0)),
                 *(mask, 0 if mask is None else mask.stride(0)),
                 *(scores, rows, slots, width, bits_of(scale)),
             ),
@@ -111,13 +113,16 @@ def own_attention(
             "weights_of",
             (count * rows, 1),
             THREADS,
-            (scores, own_sinks, sink_weights, slots, rows // groups),
+            (scores, own_sinks, sink_weights, slots, of_head),
         )
         program.launch(
             "values_of",
             (-(-width // COLUMNS), count * blocks),
             VALUE_THREADS,
-            (scores, values[part], keys.stride(0), sink_weights, out[0, part], rows, slots, width),
+            (
+                *(scores, values[part], keys.stride(0), sink_weights, out[:, first * groups :]),
+                *(rows, slots, width, of_head, out.stride(0)),
+            ),
         )
     return out
 
@@ -135,18 +140,19 @@ def _against(program: Program, device: torch.device) -> str:
 
 
 def _against_width(program: Program, device: torch.device, width: int) -> str:
-    generator, slots, rows = torch.Generator().manual_seed(width), 150, 10
+    generator, slots, rows = torch.Generator().manual_seed(width), 150, 5
     keys, values = torch.randn(2, 2, slots, width, generator=generator).to(HALF)
-    query = torch.randn(1, 2, rows, width, generator=generator)
-    seen = torch.rand(rows, slots, generator=generator) < torch.linspace(0.1, 1.0, rows)[:, None]
+    query = torch.randn(4, rows, width, generator=generator)
+    seen = torch.rand(2 * rows, slots, generator=generator)
+    seen = seen < torch.linspace(0.1, 1.0, 2 * rows)[:, None]
     seen[:, 0] = True
     sinks, scale = torch.randn(4, generator=generator), width**-0.5
 
-    def ours(rows: slice, own: Tensor | slice, sinks: Tensor | None) -> Tensor:
-        mask = torch.zeros(seen[rows][:, own].shape).masked_fill(~seen[rows][:, own], -torch.inf)
+    def ours(query: Tensor, seen: Tensor, own: Tensor | slice, sinks: Tensor | None) -> Tensor:
+        mask = torch.zeros(seen[:, own].shape).masked_fill(~seen[:, own], -torch.inf)
         return own_attention(
             program,
-            query[:, :, rows].to(device),
+            query.to(device),
             keys[:, own].to(device),
             values[:, own].to(device),
             mask.to(device),
@@ -154,18 +160,19 @@ def _against_width(program: Program, device: torch.device, width: int) -> str:
             None if sinks is None else sinks.to(device),
         ).cpu()
 
-    mask = torch.zeros(rows, slots, dtype=torch.double).masked_fill(~seen, -torch.inf)
+    mask = torch.zeros(seen.shape, dtype=torch.double).masked_fill(~seen, -torch.inf)
     for own_sinks in (None, sinks):
         sunk = None if own_sinks is None else own_sinks.double()
         expected = by_torch(query.double(), keys.double(), values.double(), mask, scale, None, sunk)
-        found = ours(slice(None), slice(None), own_sinks)
+        found = ours(query, seen, slice(None), own_sinks)
         apart = float((found - expected).abs().max() / expected.abs().max())
         if not apart < TOLERANCE:
             return f"differs from the exact result by {apart:.1e}"
-    found = ours(slice(None), slice(None), None)
-    for row in range(rows):
-        alone = ours(slice(row, row + 1), seen[row].nonzero().flatten(), None)
-        if not torch.equal(alone[:, :, 0], found[:, :, row]):
+    found = ours(query, seen, slice(None), None)
+    for head, row in product(range(2), range(rows)):  # of the two that share a key head
+        own = seen[head * rows + row]
+        alone = ours(query[head::2, row : row + 1], own[None], own.nonzero().flatten(), None)
+        if not torch.equal(alone[0], found[row, head::2]):
             return "a row depends on other rows, or on what it does not see"
     return ""
 
@@ -187,10 +194,9 @@ def _pairs(
 def _over(cache: Tensor, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Attend to all of a cache [2, kv_heads, S, width] with x [T, heads width]."""
     _, heads, slots, width = cache.shape
-    query = x.view(len(x), heads, -1, width).transpose(0, 1).reshape(1, heads, -1, width)
-    mask = torch.zeros(query.shape[2], slots, device=x.device)
-    found = attend(query, cache[0], cache[1], mask, width**-0.5, sinks=None)
-    return found.reshape(heads, len(x), -1).transpose(0, 1).reshape(x.shape)
+    query = x.view(len(x), -1, width).transpose(0, 1)
+    mask = torch.zeros(x.numel() // heads // width, slots, device=x.device)
+    return attend(query, cache[0], cache[1], mask, width**-0.5, sinks=None).reshape(x.shape)
 
 
 def _by_torch(

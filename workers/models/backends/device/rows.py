@@ -104,13 +104,10 @@ class FixedRows:
 
     def _attend(self, plan: LayerPlan, query: Tensor) -> Tensor:
         keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
-        heads, rows, size = query.shape
         mask = self.masks[plan.window, plan.heads // plan.kv_heads]
         keys, values = keys[:, : mask.shape[1]], values[:, : mask.shape[1]]
-        packed = query.reshape(1, plan.kv_heads, -1, size)
         cap = plan.softcap or None
-        output = self.by(packed, keys, values, mask, scale_of(plan), cap, plan.sinks)
-        return output.reshape(heads, rows, -1).transpose(0, 1)
+        return self.by(query, keys, values, mask, scale_of(plan), cap, plan.sinks)
 
 
 def scale_of(plan: LayerPlan) -> float:
