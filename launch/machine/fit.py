@@ -20,7 +20,7 @@ from dovetail.launch.processes import ahead
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
-from dovetail.protocol.settings import Settings, byte_count
+from dovetail.protocol.settings import SHARED_DEVICES, Settings, byte_count
 from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
     PROCESS_SPACE,
@@ -138,7 +138,7 @@ def _needs(settings: Settings, roles: Sequence[str], nodes: tuple[int, ...]) -> 
     """Yield what each role takes, as far as the files tell."""
     target = with_target(settings.target)
     tensors = _tensors(target.model)
-    in_memory = target.device == "cpu" and not target.split.device
+    in_memory = target.device in SHARED_DEVICES and not target.split.device
     for role in roles:
         if role == "target" and tensors and in_memory:
             yield Need(
@@ -175,7 +175,7 @@ def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:
     if settings.draft.kind in ("none", "ngram"):
         yield Need("the draft", SMALL_PROCESS_BYTES)
         return
-    if settings.draft.device not in ("auto", "cpu"):
+    if settings.draft.device not in ("auto", *SHARED_DEVICES):
         return
     if settings.draft.kind == "substitute":
         if target:

@@ -26,6 +26,8 @@ SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 HOST_DEVICES = ("cpu", "pretended")
 """Devices that compute in the host's memory; every other one has a memory of its own."""
+SHARED_DEVICES = ("cpu", "mps", "openvino:CPU")
+"""Devices whose weights lie in the memory of the host, whoever computes with them there."""
 TARGETS_OWN = ("target.model", "target.inflate", "target.context")
 """Settings of the target that a draft reads too: what a head or a substitute is made for."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")

@@ -182,6 +182,11 @@ def test_a_gpu_without_torchs_int4_products_has_a_substitute_if_ours_is_proved(
         "it is too old; pretended:0: torch's product multiplies codes3 weights: there is no "
         "compiler"
     )
+    for _ in range(2):
+        tell_products(device(), "draft")
+    assert capsys.readouterr().err == (
+        "draft: pretended:0: torch computes everything: there is no compiler\n"
+    )
 
 
 @pytest.mark.parametrize("kind", everyday(["eagle", "eagle3", "dovetail-3", "jakiro"], "eagle3"))

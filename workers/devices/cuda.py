@@ -157,7 +157,7 @@ class Cuda(DeviceKind):
     """NVIDIA GPUs, by their index."""
 
     type = "cuda"
-    names = "cuda:N"
+    names = "cuda:N (NVIDIA's, AMD's)"
     remedy = (
         "CUDA device; use device cpu, or install torch for CUDA and a driver (for a card of AMD's "
         "torch for ROCm, as dovetail doctor says)"

@@ -16,7 +16,7 @@ class _Mps(DeviceKind):
     """The GPU of a Mac."""
 
     type = "mps"
-    names = "mps"
+    names = "mps (Apple's)"
     remedy = "GPU of Apple's; use device cpu, or torch for macOS on Apple silicon"
     unproved = "dovetail was never run on a GPU of Apple's"
 

@@ -18,10 +18,10 @@ class _Xpu(DeviceKind):
     """Intel GPUs, by their index."""
 
     type = "xpu"
-    names = "xpu:N"
+    names = "xpu:N (Intel's)"
     remedy = (
-        "Intel GPU; use device cpu, or install torch for XPU (pip install torch --index-url "
-        "https://download.pytorch.org/whl/xpu) and Intel's driver"
+        "Intel GPU; use device cpu, or install torch for XPU and Intel's compute runtime, as "
+        "dovetail doctor says"
     )
     unproved = "dovetail was never run on a GPU of Intel's"
 

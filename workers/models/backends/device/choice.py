@@ -181,11 +181,17 @@ def choice_on(device: torch.device) -> Products | None:
 
 
 def tell_products(device: torch.device, name: str) -> None:
-    """Say on stderr which products a worker computes with on a device, and why, each once."""
+    """Say on stderr which products a worker computes with on a device, and why, each once; in one
+    line where none can be ours."""
     products = products_on(device)
-    for kind in products.said.keys() - products.told:
-        print(f"{name}: {products.said[kind]}", file=sys.stderr)
-        products.told.add(kind)
+    new, missing = products.said.keys() - products.told, products.functions(SOURCE)
+    if isinstance(missing, str):
+        lines = [] if products.told else [f"{device}: torch computes everything: {missing}"]
+    else:
+        lines = [products.said[kind] for kind in new]
+    for line in lines:
+        print(f"{name}: {line}", file=sys.stderr)
+    products.told |= new
 
 
 def measured(
