@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.messages import Draft, Drafted, Feed, Open
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.workers.devices import in_fp64, open_device
@@ -131,3 +131,16 @@ def test_numbers_of_64_bits_are_the_hosts_where_the_card_has_none() -> None:
         ):
             with pytest.raises(RuntimeError, match="has no float64"):
                 refused()
+
+
+def test_a_target_of_int8_without_torchs_product_of_it_is_refused_in_a_sentence(
+    tmp_path: Path,
+) -> None:
+    folder = str(tiny_llama(tmp_path))
+    staging = Staging([Place.RESIDENT] * 2, open_device("pretended", 1).transfer())
+    how = {"weights": "int8", "device": "cpu", "stage": lambda *_: staging}
+    with (
+        lacking({"int8"}),
+        pytest.raises(CheckpointError, match=r"target\.weights half or fp32"),
+    ):
+        load_language_model(folder, **how)  # type: ignore[arg-type]

@@ -4,8 +4,8 @@ torch's int4 products take the matrix units for bf16 that came with 8.0, and the
 them for anything older (aten/src/ATen/native/cuda/int4mm.cu). cuBLAS multiplies bf16 from 5.3 on
 (github.com/pytorch/pytorch/pull/50442), and with arithmetic of bf16 from 8.0 on. Cards of other
 makers lack more, `PROFILES`: Apple's has neither numbers of 64 bits (fp64) nor graphs, pinned
-memory or a stream of copies, Arc of the A series no fp64, and graphs since torch 2.11 only. How
-fast anything is `times.py` knows.
+memory, a stream of copies or products of int8 (`_int_mm`), Arc of the A series no fp64, and graphs
+since torch 2.11 only. How fast anything is `times.py` knows.
 """
 
 import os
@@ -21,7 +21,7 @@ VARIABLE = "DOVETAIL_PRETENDED_CAPABILITY"
 too."""
 LACKS = "DOVETAIL_PRETENDED_LACKS"
 """The environment variable of what the card lacks, such as fp64,graphs."""
-PARTS = ("fp64", "graphs", "pinned", "streams", "int4")
+PARTS = ("fp64", "graphs", "pinned", "streams", "int4", "int8")
 PROFILES = {
     "amd": frozenset({"int4"}),
     "intel": frozenset({"fp64", "graphs", "int4"}),
@@ -64,6 +64,10 @@ class Card:
     def check(self, packet: Any, given: Iterable[Any]) -> None:
         """`RuntimeError` for an operation that torch does not have for the card. `given`: its
         arguments."""
+        if packet is torch.ops.aten._int_mm and not self.has("int8"):
+            raise NotImplementedError(
+                "The operator 'aten::_int_mm' is not currently implemented for the pretended card."
+            )
         if packet in INT4 and not self.multiplies_int4:
             raise RuntimeError(
                 f"CUDA error: {packet} has no kernel image for execution on a device of compute "
