@@ -29,6 +29,7 @@ LIMIT_S = 525.0
 LIMITS = {
     "facts": 60.0,
     "products": 90.0,
+    "levels": 120.0,
     "drafts": 240.0,
     "margins": 150.0,
     "offload": 300.0,
@@ -259,6 +260,10 @@ def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Pat
         from gpu import products
 
         products.run(report, opened, lambda what: note(f"- {what}"))
+    elif step == "levels":
+        from gpu import levels
+
+        levels.run(report, opened, work / "levels", lambda what: note(f"- {what}"))
     elif device == PRETENDED:
         report.note(
             "offload", f"left out: {device} has neither times nor a limit of memory of its own"

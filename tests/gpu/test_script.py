@@ -52,6 +52,7 @@ def test_every_step_runs_with_the_cpu_in_place_of_a_gpu(tmp_path: Path) -> None:
     assert {name: step["failure"] for name, step in steps.items()} == {
         "facts": "",
         "products": "",
+        "levels": "",
         "drafts": "",
         "margins": "",
         "offload": "",
@@ -85,6 +86,8 @@ def test_every_draft_runs_on_a_pretended_gpu(tmp_path: Path) -> None:
         "--only",
         "products",
         "--only",
+        "levels",
+        "--only",
         "drafts",
         "--only",
         "margins",
@@ -96,6 +99,7 @@ def test_every_draft_runs_on_a_pretended_gpu(tmp_path: Path) -> None:
     assert {name: step["failure"] for name, step in steps.items()} == {
         "facts": "",
         "products": "",
+        "levels": "",
         "drafts": "",
         "margins": "",
     }

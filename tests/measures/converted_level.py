@@ -16,12 +16,11 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(TESTS), str(Path(__file__).resolve().parent)]
+sys.path[0] = str(TESTS)
 if importlib.util.find_spec("dovetail") is None:
     importlib.import_module("conftest")  # gives a bare checkout its import name
 
 import torch  # noqa: E402
-from draft_level import DEEP, SHALLOW, Drafts, variant  # noqa: E402
 from gpu.grown import Shape as Target  # noqa: E402
 from gpu.grown import grow  # noqa: E402
 
@@ -33,14 +32,15 @@ from dovetail.workers.drafters.converted_head import open_converted_head  # noqa
 from dovetail.workers.drafters.head import HeadDrafter  # noqa: E402
 from dovetail.workers.heads.head import open_head  # noqa: E402
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from support.drafts import Timed, wide  # noqa: E402
 from support.heads import write_head  # noqa: E402
 
-WIDTH = 8
+DEEP, SHALLOW, WIDTH = 9, 1, 8
 
 
-def level_ms(drafts: Drafts) -> float:
+def level_ms(drafts: Timed) -> float:
     """Return the milliseconds of a level of one pair of proposals."""
-    deep, shallow = (drafts.once(depth)[0] for depth in (DEEP, SHALLOW))
+    deep, shallow = (drafts.seconds(depth) for depth in (DEEP, SHALLOW))
     return 1e3 * (deep - shallow) / (DEEP - SHALLOW)
 
 
@@ -60,7 +60,9 @@ def main() -> None:
             shape, target = Target(given.hidden, given.units, 9), str(Path(folder, "target"))
             grow(shape, Path(target), torch.device("cpu"))
             size = open_checkpoint(target).vocabulary.size
-            head = str(write_head(Path(folder, "head"), variant(given.kind, shape, size)))
+            head = str(
+                write_head(Path(folder, "head"), wide(given.kind, given.hidden, given.units, size))
+            )
         how = {"target": target, "weights": "fp32"}
         converted = open_converted_head(head, device=device, **how)
         sides = {
@@ -70,7 +72,7 @@ def main() -> None:
                 for name in ("library", "kernels")
             },
         }
-        drafts = {name: Drafts(engine, WIDTH, 0.0) for name, engine in sides.items()}
+        drafts = {name: Timed(engine, WIDTH, 0.0) for name, engine in sides.items()}
         for side in drafts.values():
             level_ms(side)
         taken: dict[str, list[float]] = {name: [] for name in drafts}

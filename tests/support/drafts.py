@@ -1,7 +1,9 @@
 """Drafts that are drafted with once a session, and drafts for which the CPU stands for a device
 that computes nothing: what the host does for a level is left."""
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from dovetail.workers.models.backends.device.fixed import SLOTS
 from dovetail.workers.models.backends.device.levels import Captured, Levels
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.proposal import Shape
-from support.heads import write_head
+from support.heads import VARIANTS, Variant, write_head
 from support.models import tiny_llama
 from support.opening import opening
 
@@ -62,6 +64,43 @@ class Drafts:
         while engine.prepare(session):
             pass
         self.draft = partial(engine.draft, session, (), 5, shape)
+
+
+class Timed(Drafts):
+    """Proposals that are timed."""
+
+    def seconds(self, depth: int) -> float:
+        """Return what a proposal of so many levels takes, for a session that is opened for it."""
+        self.begin(depth)
+        torch.zeros(1, device=device_of(self.engine)).cpu()  # what came before is over
+        began = time.perf_counter()
+        self.draft()
+        return time.perf_counter() - began
+
+
+def device_of(engine: HeadDrafter | Drafter) -> torch.device:
+    return engine.head.device if isinstance(engine, HeadDrafter) else engine.model.device
+
+
+def wide(kind: str, hidden: int, units: int, vocabulary: int) -> Variant:
+    """Return a head for a target of this width, in fp16, without an embedding of its own."""
+    heads = hidden // 128 or 1
+    sizes: dict[str, Any] = {
+        "hidden": hidden,
+        "target_width": hidden,
+        "vocabulary": vocabulary,
+        "draft_vocabulary": vocabulary,
+        "heads": heads,
+        "kv_heads": max(1, heads // 4),
+        "head_dim": 128,
+        "intermediate": units,
+        "gain": 1.0,
+        "dtype": torch.float16,
+        "own_embedding": False,
+    }
+    if kind == "eagle3":
+        sizes |= {"taps": (0, 1, 1), "draft_vocabulary": vocabulary // 4}
+    return replace(VARIANTS[kind], **sizes)
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:

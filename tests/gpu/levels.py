@@ -1,0 +1,160 @@
+"""Levels of drafts of real sizes on a device: milliseconds, the host's part of them, what the host
+asks for, and the share of the memory's rate at which weights are read.
+
+A head has random weights for a target of the shape of a 7B model, whose layers are not read; the
+small model has 22 layers of width 2048, the substitute nine of the 7B shape. The time of a level is
+that of a proposal of nine levels less that of one, divided by eight: rows, graph, ranking and
+growth of the tree with all that Python does. Times are medians.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dovetail.protocol.errors import DovetailError
+from dovetail.protocol.settings import DraftSettings
+from dovetail.workers.devices import Device
+from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.model import Drafter
+from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+from gpu import chip
+from gpu.grown import Shape, grow
+from gpu.report import Report
+from support.drafts import Timed, wide
+from support.heads import write_head
+
+DEEP, SHALLOW, WIDTHS, TIMES, WARM = 9, 1, (1, 8), 11, 3
+HOST_MS = {"eagle": 0.25, "small": 0.4}
+"""The most of a level that the host may take."""
+LEAST_SHARE = 60.0
+"""Percent of the memory's rate, of a level of one row."""
+BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
+"""Bits of a weight with its share of scales."""
+TARGET, SMALL_MODEL = Shape(4096, 11008, 9), Shape(2048, 5632, 22)
+QUICK_TARGET, QUICK_MODEL = Shape(512, 1024, 9), Shape(512, 1024, 9)
+KINDS = {"eagle": ("fp16", "int8", "int4"), "small": ("fp16",), "substitute": ("int4",)}
+ASKED = {
+    "launches": ("LaunchKernel",),
+    "graphs": ("GraphLaunch",),
+    "copies": ("cudaMemcpy",),
+    "waits": ("Synchronize",),
+}
+"""What is asked for -> words in the names of the runtime's functions that ask for it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A draft, and what its levels read."""
+
+    settings: DraftSettings
+    target: Path
+    size: float
+    """The bytes of weights of a level."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.settings.kind}, {self.settings.weights}"
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a level asks of a device."""
+
+    asked: str
+    device_ms: float
+    """The milliseconds in which the device computes."""
+
+
+def run(report: Report, device: Device, work: Path, progress: Callable[[str], None]) -> None:
+    """Measure every kind and type of weights."""
+    size = chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
+    memory = chip.memory_gb_s(device.torch_device, size)
+    for case in _cases(device, work, quick=report.quick):
+        progress(case.name)
+        try:
+            engine = open_draft_worker(
+                case.settings, name="draft", threads=1, target=str(case.target)
+            ).engine
+        except DovetailError as error:
+            report.check(case.name, False, str(error).splitlines()[0])
+            continue
+        assert isinstance(engine, HeadDrafter | Drafter)
+        _measure(report, case, engine, memory)
+
+
+def _cases(device: Device, work: Path, *, quick: bool) -> Iterator[Case]:
+    """Yield all drafts, whose models are written to a folder."""
+    shape, model = (QUICK_TARGET, QUICK_MODEL) if quick else (TARGET, SMALL_MODEL)
+    made_on = torch.device("cpu") if device.name == "pretended:0" else device.torch_device
+    target, small = work / "target", work / "small"
+    grow(shape, target, made_on)
+    grow(model, small, made_on)
+    vocabulary = open_checkpoint(str(target)).vocabulary.size
+    head = write_head(work / "head", wide("eagle", shape.hidden, shape.units, vocabulary))
+    output = vocabulary * shape.hidden
+    # of a head: fusion, queries and a quarter as many keys and values, MLP, output
+    of_head = 4.5 * shape.hidden**2 + 3 * shape.hidden * shape.units + output
+    for kind, source, count, halves in (
+        ("eagle", {"model": str(head)}, of_head, 0),
+        ("small", {"model": str(small)}, model.bytes / 2 + vocabulary * model.hidden, 0),
+        ("substitute", {}, shape.bytes / 2, output),
+    ):
+        for weights in KINDS[kind]:
+            settings = DraftSettings(
+                kind=kind, device=device.name, weights=weights, ahead=False, **source
+            )
+            yield Case(settings, target, count * BITS[weights] / 8 + 2 * halves)
+
+
+def _measure(report: Report, case: Case, engine: HeadDrafter | Drafter, memory: float) -> None:
+    """Measure levels of one draft. `memory`: the GB a second of the device's memory."""
+    for width in WIDTHS:
+        drafts = Timed(engine, width, 0.0)
+        deep, shallow = (_median_ms(drafts, depth) for depth in (DEEP, SHALLOW))
+        level = (deep - shallow) / (DEEP - SHALLOW)
+        said = f"{case.name}: a level of {width} row{'s' if width > 1 else ''}"
+        least = 1e3 * case.size / (1e9 * memory)
+        report.note(said, f"{level:.3f} ms; the memory takes {least:.3f} for the weights")
+        looked = _look(drafts)
+        if looked is None:
+            continue
+        report.note(f"{said}: the device", f"{looked.device_ms:.3f} ms; {looked.asked}")
+        most = HOST_MS.get(case.settings.kind)
+        report.figure(f"{said}: the host", level - looked.device_ms, " ms", most=most)
+        if width == 1:
+            share = 100 * least / looked.device_ms
+            report.figure(f"{said}: share of the memory's rate", share, " %", least=LEAST_SHARE)
+
+
+def _median_ms(drafts: Timed, depth: int) -> float:
+    found = [drafts.seconds(depth) for _ in range(WARM + TIMES)]
+    return 1e3 * statistics.median(found[WARM:])
+
+
+def _look(drafts: Timed) -> Looked | None:
+    """Return what a level asks for, of a CUDA device; None for others, whose runtime torch does not
+    look into."""
+    if not torch.cuda.is_available():
+        return None
+    found = []
+    for depth in (DEEP, SHALLOW):
+        drafts.begin(depth)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            drafts.draft()
+        events = seen.key_averages()
+        counts = [
+            sum(e.count for e in events if any(word in e.key for word in words))
+            for words in ASKED.values()
+        ]
+        device_us = sum(e.self_device_time_total for e in events if not e.self_cpu_time_total)
+        found.append([*counts, device_us / 1e3])
+    *counts, device_ms = (
+        (deep - shallow) / (DEEP - SHALLOW) for deep, shallow in zip(*found, strict=True)
+    )
+    asked = ", ".join(f"{count:g} {what}" for what, count in zip(ASKED, counts, strict=True))
+    return Looked(asked, device_ms)
