@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import DraftSettings
@@ -108,6 +108,16 @@ def test_a_device_that_computes_another_function_is_refused(tmp_path: Path, plac
     broken = replace(place, conversion=replace(place.conversion, convert=wrong))
     with pytest.raises(CheckpointError, match=r"differ from torch's by 1\.0e-03 of the largest"):
         opened(tmp_path, "eagle", broken)
+
+
+def test_what_it_cannot_convert_is_refused_in_a_sentence(place: Device) -> None:
+    class Strange(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no such thing")
+
+    assert place.conversion is not None
+    with pytest.raises(SettingsError, match=r"cannot compute this head: .*; use draft.device cpu"):
+        place.conversion.convert(Strange(), [torch.ones(2)], [[0]])
 
 
 def test_what_openvino_does_not_have_is_refused(tmp_path: Path, place: Device) -> None:

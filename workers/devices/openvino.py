@@ -63,7 +63,28 @@ def version() -> str:
 def _converted(
     place: str, module: nn.Module, example: Sequence[Tensor], free: Sequence[Sequence[int]]
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """Convert a module for a device. A `Convert`, whose tensors are the host's."""
+    """Convert a module for a device. A `Convert`, whose tensors are the host's; `SettingsError`
+    where OpenVINO or the device's driver cannot."""
+    try:
+        request = _compiled(place, module, example, free).create_infer_request()
+    except Exception as error:  # of any class: its converter's, a driver's
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise SettingsError(
+            f"openvino:{place} cannot compute this head: {why}; use draft.device cpu"
+        ) from error
+
+    def compute(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        numbers = [tensor.contiguous().numpy() for tensor in given]
+        results = request.infer(numbers, share_inputs=True, share_outputs=True)
+        return [torch.from_numpy(results[index]) for index in range(len(results))]
+
+    return compute
+
+
+def _compiled(
+    place: str, module: nn.Module, example: Sequence[Tensor], free: Sequence[Sequence[int]]
+) -> Any:
+    """Return a module as a model that a device computes."""
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's, of tracing; what comes out of it is compared
         model = _package().convert_model(module, example_input=tuple(example))
@@ -73,14 +94,7 @@ def _converted(
             for index, (tensor, dims) in enumerate(zip(example, free, strict=True))
         }
     )
-    request = _core().compile_model(model, place, _properties(place)).create_infer_request()
-
-    def compute(given: Sequence[Tensor]) -> Sequence[Tensor]:
-        numbers = [tensor.contiguous().numpy() for tensor in given]
-        results = request.infer(numbers, share_inputs=True, share_outputs=True)
-        return [torch.from_numpy(results[index]) for index in range(len(results))]
-
-    return compute
+    return _core().compile_model(model, place, _properties(place))
 
 
 def _properties(place: str) -> dict[str, Any]:
