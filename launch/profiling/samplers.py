@@ -224,7 +224,8 @@ class SysfsCards:
         names = {"AMD": "amd" if beside_nvidia else "cuda", "Intel": "xpu"}
         counts = dict.fromkeys(names, 0)
         self._cards: dict[str, Card] = {}
-        for card in read_cards(root):
+        # their libraries count what is part of a processor last
+        for card in sorted(read_cards(root), key=lambda card: card.integrated):
             if card.driver:
                 self._cards[f"{names[card.maker]}:{counts[card.maker]}"] = card
                 counts[card.maker] += 1

@@ -60,13 +60,14 @@ def test_samples_have_the_names_that_torch_has_for_cards(root: Path) -> None:
     first = sampler.read()
     assert set(first) == {"cuda:0", "xpu:0", "xpu:1"}
     assert (first["cuda:0"].busy, first["cuda:0"].used_bytes) == (0.4, 1 << 30)
-    assert first["xpu:1"].busy is None
+    assert [first[name].integrated for name in ("xpu:0", "xpu:1")] == [False, True]
+    assert first["xpu:0"].busy is None
     idle = root / "sys/devices/0000:04:00.0/tile0/gt0/gtidle/idle_residency_ms"
     write(idle, "9000")
-    assert sampler.read()["xpu:1"].busy == 1.0  # powered down for none of the time since
+    assert sampler.read()["xpu:0"].busy == 1.0  # powered down for none of the time since
     write(idle, str(1 << 40))
     write(root / "sys/devices/0000:04:00.0/tile0/gt1/gtidle/idle_residency_ms", str(1 << 40))
-    assert sampler.read()["xpu:1"].busy == 0.0
+    assert sampler.read()["xpu:0"].busy == 0.0
     assert set(SysfsCards(root, beside_nvidia=True).read()) == {"amd:0", "xpu:0", "xpu:1"}
 
 

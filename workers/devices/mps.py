@@ -2,7 +2,7 @@
 of what is computed; there are no numbers of 64 bits and no graphs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,7 +31,11 @@ class _Mps(DeviceKind):
         return [self.type] if torch.backends.mps.is_available() else []
 
     def chip(self, device: torch.device) -> str:
-        return "a GPU of Apple's"
+        """Return the name that newer versions of torch tell."""
+        told: Callable[[], str] = getattr(
+            torch.backends.mps, "get_name", lambda: "a GPU of Apple's"
+        )
+        return told()
 
     def free_bytes(self, device: torch.device) -> int:
         """Return what Metal recommends less what it has taken, and no more than what the host has
