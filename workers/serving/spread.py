@@ -98,6 +98,7 @@ class Spread:
             None if self.device is None else self.device.transfer(),
             None if self.reader is None else self.reader.transfer(),
             placement.host_experts,
+            None if self.device is None else self.device.capture,
         )
 
     def _place(self, sizes: Sizes, config: Mapping[str, Any]) -> Placement:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.experts import Routing
-from dovetail.workers.devices.base import Device, Transfer
+from dovetail.workers.devices.base import Capture, Device, Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
@@ -62,6 +62,9 @@ class Staging:
     """The way to a device that reads prompts for the layers on the CPU."""
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
+    capture: Capture | None = None
+    """Captures passes over layers that stay on the device; None: these are computed as they
+    come."""
     draft: Device | None = None
     """The device that computes all of it for a draft, whose products may round."""
 
@@ -193,8 +196,8 @@ class Staged(Kernels):
 
     def _together(self) -> StagedLayers:
         for stage in self._stages:
-            stage.finish()
             stage.engine.expect(self._cache)
+            stage.finish(self._staging.capture, self._cache)
         reader = (
             None
             if self._staging.reader is None

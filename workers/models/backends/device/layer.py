@@ -139,7 +139,7 @@ class DeviceLayer:
 
     def _attend(self, rows: Seen, qkv: Tensor) -> Tensor:
         plan = self._plan
-        if self._turning is not None and isinstance(rows, FixedRows):
+        if self._turning is not None and isinstance(rows, FixedRows) and rows.turns:
             return rows.attend_turned(plan, qkv, self._turning).flatten(1)
         heads, stop = qkv.view(qkv.shape[0], -1, plan.head_dim), plan.heads
         stop += plan.kv_heads if plan.caches else 0

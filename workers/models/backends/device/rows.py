@@ -84,6 +84,8 @@ class FixedRows:
     """None: states are not in fixed shapes."""
     by: Attending = by_torch
     inputs: Tensor | None = None
+    turns: bool = True
+    """False: queries and keys are rotated as those of other `Rows` are, to the same bytes."""
 
     def attend(
         self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None

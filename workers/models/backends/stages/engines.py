@@ -37,7 +37,7 @@ from dovetail.workers.models.backends.device.layer import DeviceLayer
 from dovetail.workers.models.backends.device.own_blocks import blocks_on
 from dovetail.workers.models.backends.device.parts import Parts
 from dovetail.workers.models.backends.device.products import Product, product, rounded_product
-from dovetail.workers.models.backends.device.rows import Rows
+from dovetail.workers.models.backends.device.rows import Rows, Seen
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import HALF, Heads, KVCache, MixedKVCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
@@ -165,7 +165,7 @@ class SettledLayer:
     layer: DeviceLayer
     matrices: Mapping[str, Matrix | Product]
 
-    def __call__(self, rows: Rows, states: Tensor) -> None:
+    def __call__(self, rows: Seen, states: Tensor) -> None:
         self.layer.run(rows, states, lambda name, x: product(self.matrices[name], x))
 
 

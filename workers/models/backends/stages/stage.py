@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.base import Transfer
+from dovetail.workers.devices.base import Capture, Transfer
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Blob
@@ -18,6 +18,7 @@ from dovetail.workers.models.backends.placement import BUFFERS
 from dovetail.workers.models.backends.stages.cache import StagedPass, part_of
 from dovetail.workers.models.backends.stages.engines import Engine, Ready, Run, SettledLayer
 from dovetail.workers.models.backends.stages.layout import Layout
+from dovetail.workers.models.backends.stages.span import Span, spans_of
 from dovetail.workers.models.backends.stages.streaming import Ring
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import Cache, Segment
@@ -38,6 +39,8 @@ class Stage:
         """The numbers of the layers that are streamed."""
         self._ring: Ring | None = None
         self._made: dict[tuple[int, int], Run] = {}
+        self._spans: Mapping[int, Span] = {}
+        """Layers that are captured, by the first of them."""
         self._mirrored: list[tuple[int, int]] = []
         """The places of layers whose keys and values are in the cache of the stage before, and in
         this one's."""
@@ -69,8 +72,12 @@ class Stage:
         owners = {index: getattr(run, "__self__", None) for index, run in runs.items()}
         return {index: owner for index, owner in owners.items() if isinstance(owner, DecoderLayer)}
 
-    def finish(self) -> None:
-        """Fetch the first streamed layers, once all layers have been added."""
+    def finish(self, capture: Capture | None, cache: torch.dtype) -> None:
+        """Fetch the first streamed layers, once all layers have been added, and find those that are
+        captured. `cache`: the type of keys and values."""
+        if not self._mirrored:
+            plans = self.layout.plans
+            self._spans = spans_of(self._layers, plans, self.engine, capture, cache)
         if self._blobs:
             assert self._transfer is not None
             self._ring = Ring(self._transfer, self._blobs, min(BUFFERS, len(self._blobs)))
@@ -88,16 +95,20 @@ class Stage:
 
     def run(self, states: Tensor, seen: StagedPass, kept: Kept) -> Tensor:
         """states [T, hidden] through all layers, on the stage's device."""
-        states = states.to(self.engine.device)
-        parts = [
-            (rows, self.engine.see(seen.positions[rows], segments, seen.inputs_of(rows)))
-            for rows, segments in seen.parts(self._number, self.engine.chunk)
-        ]
         for segment in seen.segments if self._mirrored else ():
             self._bring(segment)
-        streamed = 0
-        for index, layer in enumerate(self._layers):
+        parts: list[tuple[slice, Any]] | None = None
+        own = [replace(one, cache=part_of(one.cache, self._number)) for one in seen.segments]
+        index = streamed = 0
+        while index < len(self._layers):
             beat()
+            span = self._spans.get(index)
+            if span is not None and seen.inputs is None and span.covers(states, own):
+                states = span.run(states, seen.positions, own[0], kept, self._first + index)
+                index = span.stop
+                continue
+            layer, states = self._layers[index], states.to(self.engine.device)
+            parts = self._parts(seen) if parts is None else parts
             kept.keep(self._first + index, states)
             if callable(layer):
                 run_parts(layer, parts, states)
@@ -105,8 +116,16 @@ class Stage:
                 with self._fetched(layer, streamed) as run:
                     run_parts(run, parts, states)
                 streamed += 1
+            index += 1
         beat()
-        return states
+        return states.to(self.engine.device)
+
+    def _parts(self, seen: StagedPass) -> list[tuple[slice, Any]]:
+        """Return the rows of a pass, some at a time, as the layers take them."""
+        return [
+            (rows, self.engine.see(seen.positions[rows], segments, seen.inputs_of(rows)))
+            for rows, segments in seen.parts(self._number, self.engine.chunk)
+        ]
 
     def _bring(self, segment: Segment) -> None:
         """Copy what the stage before has written of the rows of a session and layers here read."""
