@@ -14,6 +14,7 @@ from dovetail.workers import devices
 from dovetail.workers.devices import accelerator, memory, rocm, xpu
 from dovetail.workers.devices.base import DeviceKind
 from dovetail.workers.devices.cpu import CPU
+from dovetail.workers.devices.memory import limit_memory
 from dovetail.workers.devices.mps import MPS
 from dovetail.workers.devices.pretended import POSSIBLE, capture, device, lacking
 from dovetail.workers.devices.rocm import ROCM
@@ -89,6 +90,13 @@ def test_a_gpu_of_intels_without_graphs_or_fp64_opens_and_says_that_none_was_eve
         assert (opened.capture, opened.draft_weights) == (None, "fp16")
         assert "Arc" in opened.library
         assert opened.free_bytes() == 5 * GIB
+        limit_memory(opened, 3 * GIB)
+        assert "cannot be limited to 3.22 GB" in caplog.text
+        limits: list[float] = []
+        name = "set_per_process_memory_fraction"  # of newer versions
+        monkeypatch.setattr(torch.xpu, name, lambda share, _: limits.append(share), raising=False)
+        limit_memory(opened, 3 * GIB)
+        assert limits == [0.5]
         assert not devices.has_fp64(place)
         assert devices.in_fp64(torch.ones(2, device=place)).device.type == "cpu"
         assert "no int4 products" in opened.kind.against_int4(place)
@@ -203,10 +211,12 @@ def test_cuda_0_of_a_build_for_rocm_is_amds(
 
 
 def test_a_mac_has_one_gpu_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
     metal = SimpleNamespace(
         empty_cache=lambda: None,
         recommended_max_memory=lambda: 12 * GIB,
         driver_allocated_memory=lambda: GIB,
+        set_per_process_memory_fraction=limits.append,
     )
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr("dovetail.workers.devices.cpu.free_bytes", lambda: 8 * GIB)
@@ -214,6 +224,8 @@ def test_a_mac_has_one_gpu_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) 
         opened = devices.open_device("auto", 1)
         assert (opened.capture, opened.kind.has_fp64(opened.torch_device)) == (None, False)
         assert opened.free_bytes() == 8 * GIB
+        limit_memory(opened, 3 * GIB)
+        assert limits == [0.25]
         way, source = opened.transfer(), torch.arange(5, dtype=torch.uint8)
         target = way.buffer(5)
         way.pin(source)

@@ -43,6 +43,11 @@ class _Mps(DeviceKind):
         free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
         return max(0, min(free, cpu.free_bytes()))
 
+    def limit(self, device: torch.device, size: int) -> bool:
+        most = torch.mps.recommended_max_memory()
+        torch.mps.set_per_process_memory_fraction(min(1.0, size / most))
+        return True
+
     def has_fp64(self, device: torch.device) -> bool:
         return False
 

@@ -62,6 +62,14 @@ class _Xpu(DeviceKind):
         shared = getattr(found, "is_integrated_gpu", False)
         return min(free, cpu.free_bytes()) if shared else free
 
+    def limit(self, device: torch.device, size: int) -> bool:
+        """Newer versions of torch can."""
+        limit = getattr(torch.xpu, "set_per_process_memory_fraction", None)
+        if limit is None:
+            return False
+        limit(min(1.0, size / torch.xpu.get_device_properties(device).total_memory), device)
+        return True
+
     def transfer(self, device: torch.device) -> Streams:
         return Streams(device)
 
