@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dovetail.protocol.settings import (
     TargetSettings,
     TreeSettings,
 )
+from dovetail.workers.devices import pretended
 from dovetail.workers.devices.pretended import POSSIBLE, PRETENDED, Counts, capture, counted, device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.backends.device.choice import Products
@@ -150,6 +152,32 @@ def open_pair(kind: str, folder: Path) -> PairOfWorkers:
             draft, name="draft", threads=1, target=str(target), cache=folder / "kept"
         ),
     )
+
+
+@pytest.mark.parametrize(
+    "kind", everyday(["small", "eagle", "substitute", "shared substitute"], "small", "eagle")
+)
+def test_levels_are_captured_for_the_first_of_eight_sessions(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions that follow each other share the graphs of a worker."""
+    captures: list[int] = []
+
+    def counting(function: Callable[[], Any]) -> Callable[[], Any]:
+        captures.append(1)
+        return capture(function)
+
+    monkeypatch.setattr(pretended, "capture", counting)
+    pair, counts = open_pair(kind, tmp_path), []
+    tree = TreeSettings(policy="beam", gamma=WIDTH * SHALLOW, depth=SHALLOW, width=WIDTH)
+    for number in range(8):
+        run = pair.open(number, PROMPT, tokens=60, sampling=Sampling(), tree=tree)
+        for _ in range(3):
+            pair.round(run)
+        pair.close(run, keep=False)
+        counts.append(len(captures))
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 8
 
 
 @pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 0.0))
