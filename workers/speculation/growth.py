@@ -239,8 +239,9 @@ class GrowingTree:
         # log_softmax may round to a little above 0, and a child above its parent would break the
         # order that makes every prefix a tree
         gains = np.minimum(gains, np.float32(0.0))
-        behind = gains[:, self.shown :]
-        behind[behind < LEAST_HIDDEN] = -np.inf
+        if hides := tokens.shape[1] > self.shown:
+            behind = gains[:, self.shown :]
+            behind[behind < LEAST_HIDDEN] = -np.inf
         if math.isnan(lowest := gains.min(initial=0.0)):
             raise FloatingPointError(
                 "the draft's logits are not numbers: its weights overflow in this type, or are "
@@ -250,15 +251,15 @@ class GrowingTree:
         self._reserve(first + tokens.size)
         self._stop += tokens.size
         ints = self._ints[:, first : self._stop].reshape(7, *tokens.shape)
-        ints[TOKENS], ints[PARENTS], ints[LEVELS] = tokens, above - 1, self._ints[LEVELS, above] + 1
+        over = self._ints[:, above]
+        ints[TOKENS], ints[PARENTS], ints[LEVELS] = tokens, above - 1, over[LEVELS] + 1
         ints[RANKS], ints[ROWS], ints[USED] = np.arange(tokens.shape[1]), NO_ROW, 0
-        ints[HIDDEN] = self._ints[HIDDEN, above] | (ints[RANKS] >= self.shown)
+        ints[HIDDEN] = over[HIDDEN] | (ints[RANKS] >= self.shown) if hides else over[HIDDEN]
         floats = self._floats[:, first : self._stop].reshape(2, *tokens.shape)
         floats[GAINS], floats[SCORES] = gains, self._floats[SCORES, above] + gains
         if math.isinf(lowest):
-            self._keep(
-                np.concatenate((np.arange(first), first + np.flatnonzero(np.isfinite(gains))))
-            )
+            left = first + np.flatnonzero(np.isfinite(gains))
+            self._keep(np.concatenate((np.arange(first), left)))
         self.root_expanded |= not above.all()
         return self._stop - first
 
