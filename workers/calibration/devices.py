@@ -189,8 +189,11 @@ class _Bench:
         return passes.curve(rows, self._seconds)
 
     def _open(self, place: Place, layers: int) -> LanguageModel:
+        there, device = place is not Place.CPU, self._device
         staging = Staging(
-            (place,) * layers, None if place is Place.CPU else self._device.transfer()
+            (place,) * layers,
+            device.transfer() if there else None,
+            capture=device.capture if there else None,
         )
         weights, backend = self._settings.weights, self._settings.backend
         return random_language_model(
