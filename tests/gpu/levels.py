@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from dovetail.protocol.errors import DovetailError
@@ -71,9 +72,11 @@ class Looked:
 
 
 def run(report: Report, device: Device, work: Path, progress: Callable[[str], None]) -> None:
-    """Measure every kind and type of weights."""
+    """Measure every kind and type of weights. What torch's profiler is asked comes after all times:
+    it slows what is launched from then on."""
     size = chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
     memory = chip.memory_gb_s(device.torch_device, size)
+    timed: list[tuple[Case, Timed, float]] = []
     for case in _cases(device, work, quick=report.quick):
         progress(case.name)
         try:
@@ -84,7 +87,21 @@ def run(report: Report, device: Device, work: Path, progress: Callable[[str], No
             report.check(case.name, False, str(error).splitlines()[0])
             continue
         assert isinstance(engine, HeadDrafter | Drafter)
-        _measure(report, case, engine, memory)
+        for width in WIDTHS:
+            drafts = Timed(engine, width, 0.0)
+            deep, shallow = (_median_ms(drafts, depth) for depth in (DEEP, SHALLOW))
+            level = (deep - shallow) / (DEEP - SHALLOW)
+            least = 1e3 * case.size / (1e9 * memory)
+            said = f"{level:.3f} ms; the memory takes {least:.3f} for the weights"
+            report.note(_said(case, width), said)
+            timed.append((case, drafts, level))
+    if torch.cuda.is_available():
+        for case, drafts, level in timed:
+            _look_into(report, case, drafts, level, memory)
+
+
+def _said(case: Case, width: int) -> str:
+    return f"{case.name}: a level of {width} row{'s' if width > 1 else ''}"
 
 
 def _cases(device: Device, work: Path, *, quick: bool) -> Iterator[Case]:
@@ -111,24 +128,16 @@ def _cases(device: Device, work: Path, *, quick: bool) -> Iterator[Case]:
             yield Case(settings, target, count * BITS[weights] / 8 + 2 * halves)
 
 
-def _measure(report: Report, case: Case, engine: HeadDrafter | Drafter, memory: float) -> None:
-    """Measure levels of one draft. `memory`: the GB a second of the device's memory."""
-    for width in WIDTHS:
-        drafts = Timed(engine, width, 0.0)
-        deep, shallow = (_median_ms(drafts, depth) for depth in (DEEP, SHALLOW))
-        level = (deep - shallow) / (DEEP - SHALLOW)
-        said = f"{case.name}: a level of {width} row{'s' if width > 1 else ''}"
-        least = 1e3 * case.size / (1e9 * memory)
-        report.note(said, f"{level:.3f} ms; the memory takes {least:.3f} for the weights")
-        looked = _look(drafts)
-        if looked is None:
-            continue
-        report.note(f"{said}: the device", f"{looked.device_ms:.3f} ms; {looked.asked}")
-        most = HOST_MS.get(case.settings.kind)
-        report.figure(f"{said}: the host", level - looked.device_ms, " ms", most=most)
-        if width == 1:
-            share = 100 * least / looked.device_ms
-            report.figure(f"{said}: share of the memory's rate", share, " %", least=LEAST_SHARE)
+def _look_into(report: Report, case: Case, drafts: Timed, level: float, memory: float) -> None:
+    """Say what of the milliseconds of a level is the host's, and what it asks for. `memory`: the GB
+    a second of the device's memory."""
+    looked, said = _looked(drafts), _said(case, drafts.width)
+    report.note(f"{said}: the device", f"{looked.device_ms:.3f} ms; {looked.asked}")
+    most = HOST_MS.get(case.settings.kind)
+    report.figure(f"{said}: the host", level - looked.device_ms, " ms", most=most)
+    if drafts.width == 1:
+        share = 1e2 * 1e3 * case.size / (1e9 * memory) / looked.device_ms
+        report.figure(f"{said}: share of the memory's rate", share, " %", least=LEAST_SHARE)
 
 
 def _median_ms(drafts: Timed, depth: int) -> float:
@@ -136,25 +145,34 @@ def _median_ms(drafts: Timed, depth: int) -> float:
     return 1e3 * statistics.median(found[WARM:])
 
 
-def _look(drafts: Timed) -> Looked | None:
-    """Return what a level asks for, of a CUDA device; None for others, whose runtime torch does not
-    look into."""
-    if not torch.cuda.is_available():
-        return None
+def _looked(drafts: Timed) -> Looked:
+    """Return what a level asks of a CUDA device."""
     found = []
     for depth in (DEEP, SHALLOW):
         drafts.begin(depth)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
             drafts.draft()
-        events = seen.key_averages()
         counts = [
-            sum(e.count for e in events if any(word in e.key for word in words))
+            sum(e.count for e in seen.key_averages() if any(word in e.key for word in words))
             for words in ASKED.values()
         ]
-        device_us = sum(e.self_device_time_total for e in events if not e.self_cpu_time_total)
-        found.append([*counts, device_us / 1e3])
+        found.append([*counts, _busy_us(seen) / 1e3])
     *counts, device_ms = (
         (deep - shallow) / (DEEP - SHALLOW) for deep, shallow in zip(*found, strict=True)
     )
     asked = ", ".join(f"{count:g} {what}" for what, count in zip(ASKED, counts, strict=True))
     return Looked(asked, device_ms)
+
+
+def _busy_us(seen: profile) -> float:
+    """Return the microseconds in which the device does anything: kernels overlap."""
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in seen.events()
+        if e.device_type == DeviceType.CUDA
+    )
+    busy, until = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy

@@ -36,7 +36,7 @@ from support.kernels import needs_kernels
 ARCHITECTURES = (61, 75, 86, 89, 90, 120)
 """GTX 10xx and P40; GTX 16xx, RTX 20xx and T4; RTX 30xx; RTX 40xx; H100; RTX 50xx."""
 ROWS = (1, 3, 4, 5, 16, 17, 33, 70)
-BITS, CODE_SHAPES = (8, 4, 3, 2), ((40, 100), (17, 1100), (16, 2500))
+BITS, CODE_SHAPES = (8, 4, 3, 2), ((40, 100), (17, 1100), (16, 2500), (700, 200))
 SHAPES = ((37, 130), (100, 33), (16, 3))
 BOTH = SOURCE + CODES_SOURCE.removeprefix(source_of())
 CPU = torch.device("cpu")

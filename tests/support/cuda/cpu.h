@@ -29,7 +29,7 @@ struct alignas(16) uint4 {
 };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 
 // ---- numbers, each rounded as its name says
 
@@ -170,6 +170,7 @@ static inline void wait_for_chain(int warp) {
 // Run a kernel that takes up to 18 addresses or integers.
 extern "C" void launch(void* function, const int64_t* arguments, int64_t columns, int64_t rows, int64_t threads) {
     const bool backwards = getenv("DT_BACKWARDS") != nullptr;
+    gridDim = {(unsigned)columns, (unsigned)rows, 1};
     cpu::function = (void (*)(int64_t, ...))function;
     cpu::arguments = arguments;
     if (cpu::fibers.size() < (size_t)threads) cpu::fibers = std::vector<cpu::Fiber>(threads);

@@ -13,11 +13,12 @@ static __device__ int smaller(Int a, Int b) { return (int)(a < b ? a : b); }
 static __device__ float larger(float a, float b) { return a > b ? a : b; }
 
 // A kernel may start while the one before it on the stream still runs, and waits here until that
-// one is done: it stands before everything that another kernel writes, or reads, is touched.
+// one is done: it stands before everything that another kernel writes, or reads, is touched. The
+// next one may start from here on: earlier, it would wait where this one computes.
 static __device__ void start_early() {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

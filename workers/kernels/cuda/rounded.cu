@@ -3,17 +3,17 @@
 // the CPU's kernels have them in memory (native/grouped.inl, native/blocks.h), and y has the bytes
 // that those kernels give: exact sums within a group, and one chain of fma over groups, ascending.
 //
-// A block of threads computes 16 outputs for 8 rows. Its warps take turns at DEPTH groups each: a
-// warp computes the exact sums of its groups while the others do likewise, then waits for the
-// chain, goes on with it, and hands it over to the next warp. Weights are on their way while the
-// groups before them are computed. On matrix units a lane has 2 outputs and 2 rows, elsewhere 1 and
-// 4; the bytes are the same.
+// A block of threads computes vectors of 16 outputs for 8 rows, one vector after the other. Its
+// warps take turns at DEPTH groups each, which are a tile: a warp computes the exact sums of its
+// groups while the others do likewise, then waits for the chain, goes on with it, and hands it over
+// to the next warp. Weights are on their way while the groups before them are computed. On matrix
+// units a lane has 2 outputs and 2 rows, elsewhere 1 and 4; the bytes are the same.
 //
 // Which formats there are, models/backends/device/own.py and own_blocks.py say, by DT_ROUNDED lines
 // behind this source. Compiled behind numbers.cu and formats.cu.
 
 constexpr int RELAY_ROWS = 8, WARPS = 8, RELAY_THREADS = 32 * WARPS;
-constexpr int DEPTH = LANE_OUTPUTS == 2 ? 4 : 2;  // groups of a warp at a time
+constexpr int DEPTH = LANE_OUTPUTS == 2 ? 4 : 1;  // groups of a warp at a time
 
 #if defined(__CUDACC__) && defined(DT_MATRIX_UNITS)
 // sums [16 x 8] += codes [16 x 32 or 16] times values [32 or 16 x 8], by a warp: m16n8k32 and
@@ -173,117 +173,150 @@ static __device__ void multiply(const F& weights, const unsigned* const* values,
 #endif
 }
 
+// Where a warp is: at so many groups from `tile` DEPTH on, of a vector of 16 outputs.
+struct Place {
+    Int vector;
+    int tile;
+
+    // Go on by `turns` tiles, a vector having `tiles`, and the block every `apart`th vector.
+    __device__ void advance(int turns, int tiles, Int apart) {
+        for (tile += turns; tile >= tiles; tile -= tiles) vector += apart;
+    }
+};
+
+template <class F>
+static __device__ void load(F* weights, const char* packed, const Place& at, Int groups,
+                            const Lane& lane) {
+    const char* const vector = packed + at.vector * F::vector_bytes(groups);
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)  // what lies beyond the last group is that one
+        weights[i].load(vector, smaller(at.tile * DEPTH + i, groups - 1), lane);
+}
+
+// Where the rows of a lane begin. Those that are not there are the last one's, and left out at the
+// end.
+struct Inputs {
+#ifdef DT_MATRIX_UNITS
+    static constexpr int READ = 1;  // the values of another row than those that it adds up
+#else
+    static constexpr int READ = LANE_ROWS;
+#endif
+    const char* values[READ];
+    const uint4* abouts[LANE_ROWS];
+
+    __device__ Inputs(const char* all, const uint4* all_abouts, Int first_row, int count,
+                      Int groups, int width, const Lane& lane) {
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) {
+            const Int row = first_row + smaller(lane.row + r * lane.rows_apart, count - 1);
+            abouts[r] = all_abouts + row * groups;
+            if constexpr (READ > 1) values[r] = all + row * groups * width;
+        }
+        if constexpr (READ == 1) {
+            const Int row = first_row + smaller(lane.output / 2, count - 1);
+            values[0] = all + row * groups * width + lane.quarter * (width / 4);
+        }
+    }
+};
+
+// What a group adds to the chains of a lane.
+template <class F>
+static __device__ void link(const F& weights, const Inputs& inputs, int group, const Lane& lane,
+                            const unsigned* table, Links<F>& to) {
+    int exact[F::HALVES][LANE_OUTPUTS * LANE_ROWS];
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++) {
+        const uint4 found = inputs.abouts[r][group];
+        const int whole = (int)found.z, half = (int)found.w;
+        to.factors[r] = __uint_as_float(found.x);
+        if constexpr (F::HALVES == 1) to.of_more[0][r] = __uint_as_float(found.y);
+        else {
+            to.of_more[0][r] = __fmul_rn(to.factors[r], __int2float_rn(half));
+            to.of_more[1][r] = __fmul_rn(to.factors[r], __int2float_rn(whole - half));
+        }
+#pragma unroll
+        for (int o = 0; o < LANE_OUTPUTS; o++) {
+            exact[0][o * LANE_ROWS + r] = -F::MIDDLE * (F::HALVES == 1 ? whole : half);
+            if constexpr (F::HALVES == 2) exact[1][o * LANE_ROWS + r] = -F::MIDDLE * (whole - half);
+        }
+    }
+    const unsigned* own[Inputs::READ];
+#pragma unroll
+    for (int r = 0; r < Inputs::READ; r++)
+        own[r] = (const unsigned*)(inputs.values[r] + (Int)group * F::WIDTH);
+    multiply(weights, own, lane, table, exact);
+#pragma unroll
+    for (int o = 0; o < LANE_OUTPUTS; o++) {
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) {
+            const int at = o * LANE_ROWS + r;
+            to.sums[o][r] = __fmul_rn(__int2float_rn(exact[0][at]), weights.scale(0, o));
+            if constexpr (F::HALVES == 2)
+                to.sums[o][r] =
+                    __fmaf_rn(__int2float_rn(exact[1][at]), weights.scale(1, o), to.sums[o][r]);
+        }
+        if constexpr (F::MORE)
+#pragma unroll
+            for (int h = 0; h < F::HALVES; h++) to.more[h][o] = weights.more(h, o);
+    }
+}
+
+// A block has every gridDim.x-th vector of outputs, and its warps every WARPS-th tile of them all,
+// so that weights keep coming from the end of one vector to the beginning of the next.
 template <class F>
 static __device__ void relay(const char* packed, const char* values, const uint4* abouts,
-                             const float* bias, float* y, Int n, Int apart, Int all_groups,
-                             Int rows, const unsigned* table) {
-    __shared__ float handed[WARPS][LANE_OUTPUTS * LANE_ROWS][32];
+                             const float* bias, float* y, Int n, Int apart, Int groups, Int rows,
+                             const unsigned* table) {
+    __shared__ uint4 handed[WARPS][32];
     const int warp = (int)threadIdx.x / 32, in_warp = (int)threadIdx.x % 32;
-    const int groups = (int)all_groups, last = groups - 1;
-    const Lane lane = lane_of(in_warp);
-    const Int first_row = (Int)blockIdx.y * RELAY_ROWS;
+    const int tiles = ((int)groups + DEPTH - 1) / DEPTH;
+    const Int vectors = (n + VECTOR - 1) / VECTOR, first_row = (Int)blockIdx.y * RELAY_ROWS;
     const int count = smaller(RELAY_ROWS, rows - first_row);
-    const char* const vector = packed + (Int)blockIdx.x * F::vector_bytes(all_groups);
+    const Lane lane = lane_of(in_warp);
+    Place at = {blockIdx.x, 0};
+    at.advance(warp, tiles, gridDim.x);
     F weights[DEPTH];
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++)  // what lies beyond the last group is not waited for
-        weights[i].load(vector, smaller(warp * DEPTH + i, last), lane);
+    if (at.vector < vectors) load(weights, packed, at, groups, lane);
     start_early();
-
-    // Rows that are not there are the last one's, and left out at the end.
-    const uint4* about[LANE_ROWS];
-#pragma unroll
-    for (int r = 0; r < LANE_ROWS; r++)
-        about[r] =
-            abouts + (first_row + smaller(lane.row + r * lane.rows_apart, count - 1)) * all_groups;
-#ifdef DT_MATRIX_UNITS
-    constexpr int READ = 1;  // a lane brings the values of another row than those that it adds up
-    const char* const from[READ] = {
-        values + (first_row + smaller(lane.output / 2, count - 1)) * all_groups * F::WIDTH +
-        lane.quarter * F::STEPS};
-#else
-    constexpr int READ = LANE_ROWS;
-    const char* from[READ];
-#pragma unroll
-    for (int r = 0; r < READ; r++)
-        from[r] = values + (first_row + smaller(lane.row + r * lane.rows_apart, count - 1)) *
-                               all_groups * F::WIDTH;
-#endif
-    float chains[LANE_OUTPUTS][LANE_ROWS] = {};
-    for (int tile = warp * DEPTH; tile < groups; tile += WARPS * DEPTH) {
+    const Inputs inputs(values, abouts, first_row, count, groups, F::WIDTH, lane);
+    for (bool first = warp == 0; at.vector < vectors; first = false) {
         Links<F> links[DEPTH];
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) {
-            const int group = smaller(tile + i, last);
-            Links<F>& link = links[i];
-            int exact[F::HALVES][LANE_OUTPUTS * LANE_ROWS];
-#pragma unroll
-            for (int r = 0; r < LANE_ROWS; r++) {
-                const uint4 found = about[r][group];
-                const int whole = (int)found.z, half = (int)found.w;
-                link.factors[r] = __uint_as_float(found.x);
-                if constexpr (F::HALVES == 1) link.of_more[0][r] = __uint_as_float(found.y);
-                else {
-                    link.of_more[0][r] = __fmul_rn(link.factors[r], __int2float_rn(half));
-                    link.of_more[1][r] = __fmul_rn(link.factors[r], __int2float_rn(whole - half));
-                }
-#pragma unroll
-                for (int o = 0; o < LANE_OUTPUTS; o++) {
-                    exact[0][o * LANE_ROWS + r] = -F::MIDDLE * (F::HALVES == 1 ? whole : half);
-                    if constexpr (F::HALVES == 2)
-                        exact[1][o * LANE_ROWS + r] = -F::MIDDLE * (whole - half);
-                }
-            }
-            const unsigned* own[READ];
-#pragma unroll
-            for (int r = 0; r < READ; r++)
-                own[r] = (const unsigned*)(from[r] + (Int)group * F::WIDTH);
-            multiply(weights[i], own, lane, table, exact);
-#pragma unroll
-            for (int o = 0; o < LANE_OUTPUTS; o++) {
-#pragma unroll
-                for (int r = 0; r < LANE_ROWS; r++) {
-                    const int at = o * LANE_ROWS + r;
-                    float& sum = link.sums[o][r];
-                    sum = __fmul_rn(__int2float_rn(exact[0][at]), weights[i].scale(0, o));
-                    if constexpr (F::HALVES == 2)
-                        sum = __fmaf_rn(__int2float_rn(exact[1][at]), weights[i].scale(1, o), sum);
-                }
-                if constexpr (F::MORE)
-#pragma unroll
-                    for (int h = 0; h < F::HALVES; h++) link.more[h][o] = weights[i].more(h, o);
-            }
-        }
-        if (tile + WARPS * DEPTH < groups)
-#pragma unroll
-            for (int i = 0; i < DEPTH; i++)
-                weights[i].load(vector, smaller(tile + WARPS * DEPTH + i, last), lane);
-        if (tile > 0) {
-            wait_for_chain(warp);
-#pragma unroll
-            for (int at = 0; at < LANE_OUTPUTS * LANE_ROWS; at++)
-                chains[at / LANE_ROWS][at % LANE_ROWS] = handed[warp][at][in_warp];
+        for (int i = 0; i < DEPTH; i++)
+            link(weights[i], inputs, smaller(at.tile * DEPTH + i, groups - 1), lane, table,
+                 links[i]);
+        Place next = at;
+        next.advance(WARPS, tiles, gridDim.x);
+        if (next.vector < vectors) load(weights, packed, next, groups, lane);
+        float chains[LANE_OUTPUTS][LANE_ROWS] = {};
+        float* const own = &chains[0][0];
+        if (!first) wait_for_chain(warp);
+        if (at.tile > 0) {
+            const uint4 found = handed[warp][in_warp];
+            own[0] = __uint_as_float(found.x), own[1] = __uint_as_float(found.y);
+            own[2] = __uint_as_float(found.z), own[3] = __uint_as_float(found.w);
         }
 #pragma unroll
         for (int i = 0; i < DEPTH; i++)
-            if (tile + i < groups) links[i].add_to(chains);
-        if (tile + DEPTH < groups) {
-            const int next = (warp + 1) % WARPS;
-#pragma unroll
-            for (int at = 0; at < LANE_OUTPUTS * LANE_ROWS; at++)
-                handed[next][at][in_warp] = chains[at / LANE_ROWS][at % LANE_ROWS];
-            hand_over_chain(next);
-            continue;
+            if (at.tile * DEPTH + i < groups) links[i].add_to(chains);
+        Place behind = at;
+        behind.advance(1, tiles, gridDim.x);
+        if (behind.vector < vectors) {  // another warp goes on there, if only with another vector
+            const int to = (warp + 1) % WARPS;
+            handed[to][in_warp] = make_uint4(__float_as_uint(own[0]), __float_as_uint(own[1]),
+                                             __float_as_uint(own[2]), __float_as_uint(own[3]));
+            hand_over_chain(to);
         }
+        if (at.tile == tiles - 1)
 #pragma unroll
-        for (int at = 0; at < LANE_OUTPUTS * LANE_ROWS; at++) {
-            const int row = lane.row + at % LANE_ROWS * lane.rows_apart;
-            const Int output = (Int)blockIdx.x * VECTOR + lane.output + at / LANE_ROWS;
-            const float chain = chains[at / LANE_ROWS][at % LANE_ROWS];
-            if (row < count && output < n)
-                y[(first_row + row) * apart + output] =
-                    bias == nullptr ? chain : __fadd_rn(chain, bias[output]);
-        }
+            for (int i = 0; i < LANE_OUTPUTS * LANE_ROWS; i++) {
+                const int row = lane.row + i % LANE_ROWS * lane.rows_apart;
+                const Int output = at.vector * VECTOR + lane.output + i / LANE_ROWS;
+                if (row < count && output < n)
+                    y[(first_row + row) * apart + output] =
+                        bias == nullptr ? own[i] : __fadd_rn(own[i], bias[output]);
+            }
+        at = next;
     }
 }
 

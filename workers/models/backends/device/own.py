@@ -103,6 +103,8 @@ ROW_THREADS, GROUP_THREADS = 512, 128
 """Threads of a block that rounds a row, or groups of rows, a warp each."""
 RELAY_ROWS, RELAY_THREADS = 8, 256
 """Rows and threads of a block over codes, of a substitute or of a GGUF file."""
+RELAY_BLOCKS = 2
+"""Such blocks that a multiprocessor has at a time."""
 WARP = 32
 
 
@@ -196,8 +198,9 @@ def multiply(
     """Write x W^T + bias to y [T, n], which may be some columns of a wider matrix. `name`: the
     function for the format of `packed`."""
     rows, groups, _ = x.abouts.shape
-    count = y.shape[1]
-    grid = (-(-count // VECTOR), -(-rows // RELAY_ROWS))
+    count, tiles = y.shape[1], -(-rows // RELAY_ROWS)
+    at_once = -(-RELAY_BLOCKS * program.units // tiles)
+    grid = (min(-(-count // VECTOR), at_once), tiles)
     arguments = (packed, x.values, x.abouts, bias, y, count, y.stride(0), groups, rows)
     program.launch(name, grid, RELAY_THREADS, arguments)
 
