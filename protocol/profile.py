@@ -152,6 +152,15 @@ class TypeTimes(Frozen):
     """Type -> why there is no product in it, or what is wrong with it."""
 
 
+class DraftFall(Frozen):
+    """A draft of `draft.device = auto` that the CPU had when it was started last, though there is a
+    GPU."""
+
+    key: tuple[str, ...]
+    """Libraries and card, driver, draft, target, weights."""
+    why: str
+
+
 class Profile(Frozen):
     """The whole file."""
 
@@ -160,6 +169,8 @@ class Profile(Frozen):
     nodes: tuple[NodeTimes, ...] = ()
     """At most one for each key."""
     types: tuple[TypeTimes, ...] = ()
+    """Likewise."""
+    falls: tuple[DraftFall, ...] = ()
     """Likewise."""
 
     def find(self, key: ProfileKey) -> Entry:
@@ -187,6 +198,16 @@ class Profile(Frozen):
         return self.model_copy(
             update={"types": (*(t for t in self.types if t.key != times.key), times)}
         )
+
+    def fall_of(self, key: Sequence[str]) -> str:
+        """Return why a draft fell to the CPU when it was started last; empty: it did not."""
+        return next((fall.why for fall in self.falls if fall.key == tuple(key)), "")
+
+    def with_fall(self, fall: DraftFall) -> "Profile":
+        """Return the profile with a fall in place of the one of the same key; without that if it
+        has no reason."""
+        others = [f for f in self.falls if f.key != fall.key]
+        return self.model_copy(update={"falls": (*others, *([fall] if fall.why else []))})
 
 
 def load_profile(path: Path) -> Profile:

@@ -276,6 +276,8 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
         print_table(tuple(WEIGHTS), [_brief(one) for one in result["weights_compared"]])
     if result["device_says"]:
         click.echo(result["device_says"])
+    for name, falls in result["falls"].items():
+        click.echo(f"draft.device = auto has the CPU draft with the {name}, priced so: {falls}")
     for name, origin in result["origins"].items():
         click.echo(f"{name}: {origin}")
     print_table(tuple(COLUMNS), [_line(one, device) for one in every])

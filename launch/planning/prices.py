@@ -122,6 +122,8 @@ class Hardware:
     level_s: float = LEVEL_S
     """Seconds that a level takes beside the draft's pass; `proposal_s` a proposal."""
     proposal_s: float = PROPOSAL_S
+    core: Engine | None = None
+    """The core that a draft has where the GPU cannot draft; None: `draft` says it."""
 
 
 def arithmetic(weights: str) -> str:

@@ -58,6 +58,9 @@ class Subject:
         self.here: Here | None = None
         self.levels: dict[str, Origin] = {}
         """The origin of t_D of each draft."""
+        self.falls: dict[str, str] = {}
+        """Draft -> why `draft.device = auto` would have the CPU compute it, though there is a
+        GPU."""
 
     @property
     def needs(self) -> str:
@@ -90,17 +93,20 @@ class Subject:
         return found
 
     def offered(self, candidate: Candidate) -> list[Offered]:
-        """A candidate as drafts: one of its own, and where it can one that shares with the
-        target."""
-        measured = self.here.level(candidate) if self.here is not None else None
-        self.levels[candidate.name] = (
-            MEASURED if measured is not None else self.hardware.draft.origin
-        )
-        on_device = self.device is not None and self.draft_device == self.device
+        """A candidate as drafts: one of its own, and where it can one that shares with the target.
+        One that the GPU cannot have is priced on the CPU."""
+        hardware, measured = self.hardware, None
+        if self.here is not None:
+            if falls := self.here.fall(candidate):
+                self.falls[candidate.name] = falls
+                hardware = replace(hardware, draft=hardware.core or hardware.draft)
+            measured = self.here.level(candidate, self._place_of(candidate))
+        self.levels[candidate.name] = MEASURED if measured is not None else hardware.draft.origin
+        on_device = self.device is not None and self._place_of(candidate) == self.device
         beside_s = self.hardware.proposal_s
         found = [
             candidate.draft(
-                level(self.hardware, candidate.size, measured), beside_s, on_device=on_device
+                level(hardware, candidate.size, measured), beside_s, on_device=on_device
             )
         ]
         if candidate.kind == "substitute" and on_device and self.prices.machine.device is not None:
@@ -114,6 +120,10 @@ class Subject:
             )
         return [Offered(candidate, draft) for draft in found]
 
+    def _place_of(self, candidate: Candidate) -> str:
+        """Return the device that drafts."""
+        return "cpu" if candidate.name in self.falls else self.draft_device
+
     def ahead(self, option: Option) -> bool:
         """Return whether target and draft have cores or devices of their own: a draft on a GPU
         shares it with what is there of the target, one on a CPU may have a core of the target
@@ -121,7 +131,8 @@ class Subject:
         assert option.draft is not None
         if option.draft.shares:
             return False
-        if self.draft_device == "cpu" and self.here is not None:
+        falls = option.draft.name in self.falls
+        if (falls or self.draft_device == "cpu") and self.here is not None:
             return not self._in_turns
         return (
             self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
@@ -168,6 +179,7 @@ class Subject:
             "device": self.device,
             "device_says": self._device_says(),
             "left_out": list(self.left_out),
+            "falls": dict(self.falls),
             "weights": self.weights,
             "layers": self.target.layers,
             "parameters": self.design.parameters,
@@ -235,7 +247,7 @@ class Subject:
         return settings(
             one,
             self.device or "cpu",
-            self.draft_device,
+            self.draft_device if one.candidate is None else self._place_of(one.candidate),
             self.configuration.over("plan", {"target.weights": self.weights}),
         )
 

@@ -57,8 +57,25 @@ class Here:
     limits: tuple[MachineLimits, str]
     """The limits of the cores in use, and their origin."""
 
-    def level(self, candidate: Candidate) -> RowsSeconds | None:
-        """t_D of a draft as it was measured here."""
+    def fall(self, candidate: Candidate) -> str:
+        """Return why `draft.device = auto` would have the CPU draft, though there is a GPU: it did
+        when this draft was started last, or there is too little memory; empty: the GPU drafts."""
+        if self.configuration.settings.draft.device != "auto" or self.draft_device == "cpu":
+            return ""
+        from dovetail.workers.devices import open_device
+        from dovetail.workers.drafters.trial import fall_key
+
+        size, room = candidate.size.bytes, self.hardware.device_bytes
+        if room is not None and size > room:
+            return f"it takes {size / 1e9:.3g} GB, and {room / 1e9:.3g} GB are there"
+        opened = open_device(self.draft_device, len(self.layout.draft.cores), for_head=True)
+        target = with_target(self.configuration.settings.target).model
+        key = fall_key(with_draft(candidate.settings), target, opened)
+        why = load_profile(profile_path()).fall_of(key)
+        return f"as when it was started last: {why}" if why else ""
+
+    def level(self, candidate: Candidate, device: str) -> RowsSeconds | None:
+        """t_D of a draft on a device as it was measured here."""
         settings = candidate.settings
         if candidate.lacks and candidate.kind != "substitute":
             return None
@@ -71,7 +88,7 @@ class Here:
         ):
             return None
         threads = len(self.layout.draft.cores)
-        library = open_device(self.draft_device, threads, for_head=True).library
+        library = open_device(device, threads, for_head=True).library
         found = expected_levels(
             profile_path(),
             with_draft(settings),
@@ -180,11 +197,18 @@ def _hardware(
             vram,
             ram,
         )
-    return _with_gpu(settings, device, host, threads, ram, measured=measured)
+    return _with_gpu(settings, device, host, core, threads, ram, measured=measured)
 
 
 def _with_gpu(
-    settings: Settings, device: str, host: Engine, threads: int, ram: int, *, measured: bool
+    settings: Settings,
+    device: str,
+    host: Engine,
+    core: Engine,
+    threads: int,
+    ram: int,
+    *,
+    measured: bool,
 ) -> Hardware:
     from dovetail.workers.calibration.devices import probe_device
     from dovetail.workers.devices import open_device
@@ -206,4 +230,5 @@ def _with_gpu(
         True,
         vram,
         ram,
+        core=core,
     )

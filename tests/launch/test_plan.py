@@ -14,7 +14,10 @@ from gguf import GGMLQuantizationType
 
 from dovetail.launch.processes.stack import layout_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.protocol.settings import Settings
+from dovetail.protocol.settings import DraftSettings, Settings
+from dovetail.workers.devices import open_device
+from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped
+from dovetail.workers.drafters.trial import fall_key, remember_fall
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
 from support.gguf_files import tokens_of, write_gguf
 from support.kernels import needs_kernels
@@ -405,3 +408,34 @@ def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(invoke: R
     )
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "draft.weights = 'fp16'" in refused.stderr
+
+
+@needs_kernels
+@pytest.mark.skipif(not POSSIBLE, reason="torch cannot be told of a device from Python")
+@pytest.mark.parametrize(
+    ("room", "remembered", "why"),
+    [
+        (4_000_000, "", "it takes 0.08"),
+        (120_000_000, "its products are wrong", "as when it was started last: its products"),
+    ],
+)
+def test_a_draft_that_the_gpu_cannot_have_is_priced_on_the_cpu(
+    plan: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    room: int,
+    remembered: str,
+    why: str,
+) -> None:
+    """For want of memory, or as the profile file remembers it."""
+    draft, target = str(DEMO_FOLDER / "draft"), str(DEMO_FOLDER / "target")
+    key = fall_key(DraftSettings(model=draft), target, open_device("pretended", 1))
+    remember_fall(tmp_path / "cache" / "dovetail" / "profile.json", key, remembered)
+    with capped(MEMORY.used + room):
+        found = plan(
+            *("--target.device", "pretended", "--weights", "half", "--draft", draft),
+            *("--target", target),
+        )
+    assert "".join(found["falls"].values()).startswith(why)
+    drafted = [one for one in found["alternatives"] if one["gamma"]]
+    devices = {one["settings"]["draft.device"] for one in drafted}
+    assert devices == {"cpu"}

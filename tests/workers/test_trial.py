@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, device
 from dovetail.workers.drafters.registry import open_draft_worker
@@ -32,9 +33,13 @@ def test_a_gpu_drafts_once_before_it_is_chosen(
     draft = target if kind == "small" else write_head(tmp_path / "head", kind)
     settings = DraftSettings(model=str(draft))
 
+    profile = tmp_path / "profile.json"
+
     def opened() -> str:
         """Return where the draft runs."""
-        worker = open_draft_worker(settings, name="draft", threads=1, target=str(target))
+        worker = open_draft_worker(
+            settings, name="draft", threads=1, target=str(target), profile=profile
+        )
         return worker.hello(1).device
 
     before = MEMORY.most = MEMORY.used
@@ -44,5 +49,11 @@ def test_a_gpu_drafts_once_before_it_is_chosen(
         capsys.readouterr()
         with capped(MEMORY.used + int(part * needed)):
             assert opened() == "cpu"
-        assert "draft: drafts on the CPU, because on pretended:0: " in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "draft: drafts on the CPU, because on pretended:0: " in said
+        (fall,) = load_profile(profile).falls
+        assert fall.key[2:] == (str(draft), str(target), "auto")
+        assert f"because on pretended:0: {fall.why}" in said
+    assert opened() == "pretended:0"
+    assert not load_profile(profile).falls
     assert not caplog.text  # graphs were not given up before

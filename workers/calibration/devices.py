@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,6 +53,8 @@ trees."""
 LINK_TIMES = 5
 LEAST_S = 1e-7
 PROBE_SIDE, PROBE_BYTES = 4096, 256 << 20
+PROBE_PARTS, MULTIPLE = 32, 4096
+"""A probe takes one of so many parts of the memory that is free, in multiples of a size."""
 
 
 def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
@@ -232,8 +235,10 @@ class Probed:
 
 def probe_device(device: Device, *, side: int = PROBE_SIDE, size: int = PROBE_BYTES) -> Probed:
     """Bandwidth, arithmetic and link of a device, the best of a few short tries: over so many
-    bytes, and with square matrices of that side."""
-    place = device.torch_device
+    bytes, and with square matrices of that side, or less where little memory is free."""
+    place, room = device.torch_device, max(MULTIPLE, device.free_bytes() // PROBE_PARTS)
+    size = min(size, room) // MULTIPLE * MULTIPLE
+    side = min(side, isqrt(room // 4))
     memory = torch.ones(size // 4, device=place)
     read = size / _least(lambda: memory.sum().item()) / 1e9
     peaks = []

@@ -102,14 +102,19 @@ def open_draft_worker(
     opener = OPENERS[settings.kind]
     if settings.device != "auto" or opener is _open_ngram:
         return _opened(opener, wanted)
-    from dovetail.workers.drafters.trial import open_where_it_fits
+    from dovetail.workers.drafters.trial import fall_key, open_where_it_fits, remember_fall
 
-    return open_where_it_fits(
-        name,
-        lambda device: opener(
-            replace(wanted, settings=settings.model_copy(update={"device": device}))
-        ),
-    )
+    def there(device: str) -> Wanted:
+        return replace(wanted, settings=settings.model_copy(update={"device": device}))
+
+    def remember(device: str, why: str) -> None:
+        try:
+            opened = there(device).open_device(for_head=True)
+        except SettingsError:  # whoever plans with it hears that
+            return
+        remember_fall(profile, fall_key(settings, target, opened), why)
+
+    return open_where_it_fits(name, lambda device: opener(there(device)), remember)
 
 
 def _opened(opener: "Opener", wanted: Wanted) -> DraftWorker[Any]:

@@ -1,17 +1,20 @@
 """The trial of a draft with `draft.device = auto`. Before anything is served, the GPU has to hold
 its weights, a session and the graphs that are captured for it, and to compute a proposal; else the
-CPU drafts, and a line says why."""
+CPU drafts, a line says why, and the profile file remembers it for plans. Every start tries the GPU
+again."""
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import MAX_SPANS, Draft, Feed, Hello, Open
-from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.workers.devices import first_device
+from dovetail.protocol.profile import DraftFall, load_profile, rewrite_profile
+from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
+from dovetail.workers.devices import Device, first_device
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.sessions.wire import narrowed, to_array
@@ -24,22 +27,40 @@ CPU = "cpu"
 Opened = DraftWorker[Any]
 
 
-def open_where_it_fits(name: str, opened: Callable[[str], Opened]) -> Opened:
+def open_where_it_fits(
+    name: str, opened: Callable[[str], Opened], remember: Callable[[str, str], None]
+) -> Opened:
     """Return the draft worker that `opened` opens on the device of a name: the first GPU if it can
-    draft there, else the CPU. `UserError` where it cannot be opened there either."""
+    draft there, else the CPU. `remember`: hears the GPU, and why not; empty: it drafts there.
+    `UserError` where it cannot be opened there either."""
     if (device := first_device()) == CPU:
         return opened(CPU)
     try:
         worker = opened(device)
         with HELD.trial():
             try_out(worker)
+        remember(device, "")
         return worker
     except (UserError, RuntimeError) as error:  # torch's own errors of devices are RuntimeErrors
         why = " ".join(str(error).split())[:300]
     HELD.let_go()
+    remember(device, why)
     worker = opened(CPU)
     print(f"{name}: drafts on the CPU, because on {device}: {why}", file=sys.stderr)
     return worker
+
+
+def fall_key(settings: DraftSettings, target: str, device: Device) -> tuple[str, ...]:
+    """Return where a fall holds: the GPU, and the draft as it was asked for. `target`: the folder
+    or hub id of the model that it is for."""
+    driver = device.kind.driver(device.torch_device)
+    return (device.library, driver, settings.model or settings.kind, target, settings.weights)
+
+
+def remember_fall(profile: Path | None, key: tuple[str, ...], why: str) -> None:
+    """Note why a draft fell to the CPU; empty: the GPU has it."""
+    if profile is not None and load_profile(profile).fall_of(key) != why:
+        rewrite_profile(profile, lambda known: known.with_fall(DraftFall(key=key, why=why)))
 
 
 def try_out(worker: Opened) -> None:
