@@ -91,6 +91,23 @@ def test_a_draft_whose_memory_runs_out_changes_nothing() -> None:
 
 
 @pytest.mark.slow
+def test_a_target_under_a_hard_cap_serves_whoever_it_admits() -> None:
+    """The others wait for their turn, and no pass fails for want of memory."""
+    placed = {"target.device": "pretended", "target.weights": "half", "memory.vram": "96MB"}
+    with running({**placed, "draft.kind": "dovetail"}) as client:
+        asked = [
+            client.submit(turns=turns[:1], max_tokens=TOKENS, seed=5, tree=TREE)
+            for turns in PROMPTS[:6]
+        ]
+        found = complete_all(client, asked)
+        status = client.status()
+    target = next(worker for worker in status.workers if worker.roles == ("target",))
+    assert target.placement.startswith("pretended:0 ")
+    assert not status.faults
+    assert all(one.result.token_ids and one.result.draft_failure is None for one in found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dovetail", "small", "eagle", "substitute"])
 def test_a_draft_there_drafts_as_well_as_one_here(kind: str) -> None:
     with pretended(kind) as client:
