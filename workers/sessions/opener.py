@@ -76,7 +76,7 @@ class Opener:
         self._kept.clear()
 
     def let_graphs_go(self) -> bool:
-        """Return False: a target captures nothing."""
+        """Return False: graphs are held by the arenas of caches."""
         return False
 
     @property

@@ -201,6 +201,7 @@ def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda
         + copied
         + computed * cache_bytes(sizes)
         + pass_bytes(sizes, device)
+        + (level_bytes(sizes) if resident and device != "cpu" else 0)
     )
 
 
@@ -267,8 +268,8 @@ def bytes_of_codes(numbers: int, bits: int) -> int:
 
 
 def level_bytes(sizes: Sizes) -> int:
-    """Return what the graphs of a draft's levels hold, all in one memory: the states of the largest
-    level, what its rows see, and their logits."""
+    """Return what graphs hold, all in one memory: the states of the largest pass that is captured,
+    what its rows see, and their logits."""
     seen = _rows(sizes) + TREES_AHEAD * TREE_ROWS
     row = 2 * sizes.state + sizes.inputs + sizes.inner + LEVEL_LOGITS * sizes.logits
     masks = 2 * LEVEL_ROWS * sizes.groups * NUMBER_BYTES
