@@ -205,7 +205,7 @@ class Bench:
                 ready._blob,
                 streamed=not (index + 1) * resident // count > index * resident // count,
             )
-        stage.finish()
+        stage.finish(self.staged._staging.capture, self.staged._cache)
         for index, layer in stage.settled.items():
             self.own._coded[index] = RoundedLayer(layer)
 
@@ -290,7 +290,8 @@ class Bench:
 
     def _open_target(self, folder: Path) -> LanguageModel:
         def stage(config: Any, *_: Any) -> Staging:
-            return Staging([Place.STREAMED] * config["num_hidden_layers"], self.transfer)
+            places = [Place.STREAMED] * config["num_hidden_layers"]
+            return Staging(places, self.transfer, capture=self.device.capture)
 
         return load_language_model(
             str(folder), weights="half", device="cpu", stage=stage, cache=CACHE
