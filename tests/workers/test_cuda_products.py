@@ -326,7 +326,7 @@ def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", everyday(ARCHITECTURES, 90))
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(COMPILER, str)
     code = COMPILER.compile(BOTH, architecture)
