@@ -24,7 +24,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.workers.devices.memory import Held, captured_if_possible
-from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, capture, device
+from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, capture, device, graphs
 from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_together
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.backends.device.arenas import Arenas
@@ -121,6 +121,7 @@ def drafts(
     def drafted(beyond: int | None) -> tuple[dict[int, Event], int, int]:
         """Return the event of each session, the bytes that were taken when all were open, and the
         most that were. `beyond`: bytes that the device has more than those of open sessions."""
+        graphs._pools.clear()  # those of other tests hold memory for graphs that these would need
         worker = open_draft_worker(settings, name="draft", threads=1, target=str(target))
         worker.hello(1)
         for number in SESSIONS:
