@@ -8,10 +8,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.profile import load_profile
+from dovetail.protocol.profile import TypeTimes, load_profile, rewrite_profile
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices import open_device
-from dovetail.workers.devices.pretended import POSSIBLE, capable, device, slow_fp16
+from dovetail.workers.devices.pretended import (
+    MEMORY,
+    POSSIBLE,
+    capable,
+    capped,
+    device,
+    slow_fp16,
+)
+from dovetail.workers.drafters import weights
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.drafters.weights import chosen_type
 from dovetail.workers.models.backends.device.choice import products_on
@@ -78,16 +86,48 @@ def test_what_was_measured_is_remembered_for_the_card_and_its_driver(tmp_path: P
         assert f"capability-{capability}-1.0" in known[-1].key
 
 
-def opened(draft: Path, target: Path, weights: str = "auto") -> str:
+def test_without_memory_to_time_products_a_draft_has_its_own_type_and_nothing_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, opened = tmp_path / "profile.json", open_device("pretended", 1)
+    monkeypatch.setattr(weights, "COUNTED_SHAPE", (1024, 1024))
+    with capable(8.5), slow_fp16(0.04):
+        with capped(MEMORY.used + (1 << 20)):
+            chosen = chosen_type(opened, "fp16", profile)
+        assert chosen.weights == "fp16"
+        assert chosen.said.endswith("there is no memory to time its products beside other types'")
+        assert not load_profile(profile).types
+        with capped(MEMORY.used + 1024), pytest.raises(torch.OutOfMemoryError):
+            chosen_type(opened, "fp16", profile)
+        assert chosen_type(opened, "fp16", profile).weights != "fp16"
+    assert load_profile(profile).types
+
+
+@pytest.mark.parametrize("seconds", [{}, {"fp16": (1e-3,) * 3, "bf16": (1e-3,) * 3}])
+def test_remembered_times_that_lack_a_type_are_measured_anew(
+    tmp_path: Path, seconds: dict[str, tuple[float, ...]]
+) -> None:
+    profile = tmp_path / "profile.json"
+    with capable(8.1 + len(seconds) / 10):
+        opened = open_device("pretended", 1)
+        times = TypeTimes(key=weights._key(opened), seconds=seconds)
+        rewrite_profile(profile, lambda found: found.with_types(times))
+        chosen_type(opened, "fp16", profile)
+    (known,) = load_profile(profile).types
+    assert known.key == times.key
+    assert {*known.seconds} == {"fp16", "bf16", "fp32"}
+
+
+def opened(draft: Path, target: Path, kind: str = "auto") -> str:
     """The type of weights that a draft has on a pretended GPU."""
-    settings = DraftSettings(model=str(draft), device="pretended", weights=weights)
+    settings = DraftSettings(model=str(draft), device="pretended", weights=kind)
     engine = open_draft_worker(settings, name="draft", threads=1, target=str(target)).engine
     return str(engine.model.weights)
 
 
-@pytest.mark.parametrize(("gain", "weights"), [(1.0, "fp16"), (3e5, "fp32")])
+@pytest.mark.parametrize(("gain", "expected"), [(1.0, "fp16"), (3e5, "fp32")])
 def test_a_small_model_of_bf16_whose_numbers_leave_fp16_becomes_fp32_on_an_old_card(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gain: float, weights: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gain: float, expected: str
 ) -> None:
     target = tiny_llama(tmp_path, dtype=torch.bfloat16)
     file = target / "model.safetensors"
@@ -95,11 +135,11 @@ def test_a_small_model_of_bf16_whose_numbers_leave_fp16_becomes_fp32_on_an_old_c
     tensors["lm_head.weight"] *= gain
     save_file(tensors, file, {"format": "pt"})
     with capable(6.1):
-        assert opened(target, target) == weights
+        assert opened(target, target) == expected
     said = capsys.readouterr().err
     assert "draft: pretended:0: weights are fp16, stored as bf16: a product of 1, 4, 16" in said
-    assert ("weights are fp32, stored as bf16" in said) is (weights == "fp32")
-    assert ("fp16: numbers leave it" in said) is (weights == "fp32")
+    assert ("weights are fp32, stored as bf16" in said) is (expected == "fp32")
+    assert ("fp16: numbers leave it" in said) is (expected == "fp32")
 
 
 def test_a_head_of_bf16_becomes_fp16_on_an_old_card(

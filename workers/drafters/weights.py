@@ -18,7 +18,7 @@ from torch import Tensor
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import TypeTimes, load_profile, rewrite_profile
 from dovetail.workers.devices import Device, Program, kind_of
-from dovetail.workers.devices.memory import HELD
+from dovetail.workers.devices.memory import HELD, is_out_of_memory
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import ELEMENTS, Matrix, alone
 from dovetail.workers.models.backends.device.choice import (
@@ -75,7 +75,8 @@ def chosen_type(
     """Return the type that weights become which are stored as `stored` (fp16, bf16, fp32).
     `profile`: the file that remembers times. `but`: types that may not be taken -> why.
 
-    `SettingsError` where no product is right on the device."""
+    `SettingsError` where no product is right on the device, `torch.OutOfMemoryError` where there is
+    no memory for a small one."""
     times, but = _times(device, profile), but or {}
     refused = {**times.refused, **but}
     left = [name for name in ORDERS[stored] if name not in refused]
@@ -85,6 +86,12 @@ def chosen_type(
             "draft.device to 'cpu'"
         )
     best = left[0]
+    if not times.seconds:
+        return Chosen(
+            best,
+            f"{device.name}: weights are {best}: there is no memory to time its products beside "
+            "other types'",
+        )
     for name in left[1:]:
         if MARGIN * sum(times.seconds[name]) < sum(times.seconds[best]):
             best = name
@@ -114,7 +121,7 @@ def check_type(device: Device, weights: str) -> None:
 
 def against_type(device: torch.device, name: str) -> str:
     """Return why the product in a type of weights that a draft would use is not right on a device;
-    empty if it is."""
+    empty if it is. `torch.OutOfMemoryError` where there is no memory for it."""
     kind = KINDS[name]
     try:
         why_not = kind_of(device).against_bf16(device) if kind is Kind.BF16 else ""
@@ -125,6 +132,8 @@ def against_type(device: torch.device, name: str) -> str:
         x = torch.randn(TIMED_ROWS[1], SHAPE[1], generator=generator)
         found = _product(kind, weight, device)(x.to(device)).cpu().double()
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         return str(error).partition("\n")[0]
     expected = x.double() @ weight.double().t()
     apart = float((found - expected).abs().max() / expected.abs().max())
@@ -157,15 +166,24 @@ def _key(device: Device) -> tuple[str, ...]:
 
 
 def _times(device: Device, profile: Path | None) -> TypeTimes:
-    """Return the times of products on a device: remembered, or measured and then remembered."""
+    """Return the times of products on a device: remembered, or measured and then remembered; none
+    where there is no memory to measure them, which the next start may have."""
     key = _key(device)
     known = _KNOWN.get(key) or (None if profile is None else load_profile(profile).types_of(key))
-    if known is None:
+    if known is None or not _is_whole(known):
         known = _measured(device, key)
+        if not _is_whole(known):
+            return known
         if profile is not None:
             rewrite_profile(profile, lambda found: found.with_types(known))
     _KNOWN[key] = known
     return known
+
+
+def _is_whole(times: TypeTimes) -> bool:
+    """Return whether each type is timed or refused."""
+    rows = len(TIMED_ROWS)
+    return all(name in times.refused or len(times.seconds.get(name, ())) == rows for name in KINDS)
 
 
 def _measured(device: Device, key: tuple[str, ...]) -> TypeTimes:
@@ -175,14 +193,17 @@ def _measured(device: Device, key: tuple[str, ...]) -> TypeTimes:
     for name in KINDS:
         if name in refused:
             continue
-        products = list(_products(KINDS[name], device, shape))
         try:
+            products = list(_products(KINDS[name], device, shape))
             seconds[name] = tuple(
                 product_seconds(products, rows, device, shape[1]) for rows in TIMED_ROWS
             )
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                return TypeTimes(key=key, seconds={}, refused=refused)
             refused[name] = str(error).partition("\n")[0]
-        del products
+        finally:
+            products = []
         HELD.give_back()
     return TypeTimes(key=key, seconds=seconds, refused=refused)
 
