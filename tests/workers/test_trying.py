@@ -3,14 +3,24 @@ after each other, and in another one after a crash."""
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from dovetail.workers.devices import Program, open_device
 from dovetail.workers.devices.pretended import POSSIBLE
 from dovetail.workers.kernels import Kind
-from dovetail.workers.models.backends.device.choice import CONTESTS, TIMED_ROWS, Products
+from dovetail.workers.models.backends.device.choice import (
+    CONTESTS,
+    TIMED_ROWS,
+    Products,
+    measured,
+)
+from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.device.trying import Trials
 from support.emulated import Emulated, emulated
 from support.kernels import needs_kernels
@@ -67,3 +77,17 @@ def test_a_trial_that_fails_leaves_torchs_product_and_a_process_does_not_wait_fo
             "cpu"
         )
     trials.end()
+
+
+def test_torch_without_memory_for_its_product_is_no_answer() -> None:
+    """What is measured is remembered, and the next start may have the memory."""
+
+    def refused() -> Product:
+        raise torch.OutOfMemoryError("no memory")
+
+    def pairs(*_: Any) -> Iterator[tuple[Product, Callable[[], Product]]]:
+        yield (lambda x: x), refused
+
+    contest, program = replace(CONTESTS[Kind.FP16], pairs=pairs), cast(Program, None)
+    with pytest.raises(torch.OutOfMemoryError):
+        measured(program, open_device("cpu", 1), contest)

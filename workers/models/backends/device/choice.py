@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dovetail.workers import kernels
 from dovetail.workers.devices import Capture, Device, Program, kind_of
+from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.devices.nvidia import compiled
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import Coded
@@ -198,13 +199,15 @@ def measured(
     program: Program, device: Device, contest: Contest
 ) -> tuple[Sequence[float], Sequence[float] | str]:
     """Return the seconds of our product and of torch's for each of `TIMED_ROWS`; a sentence where
-    torch refuses."""
+    torch refuses. `torch.OutOfMemoryError` where there is no memory for it."""
     pairs = list(contest.pairs(program, device.torch_device))
     ours = [product_seconds([own for own, _ in pairs], rows, device) for rows in TIMED_ROWS]
     try:
         theirs = [make() for _, make in pairs]
         torchs = [product_seconds(theirs, rows, device) for rows in TIMED_ROWS]
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         return ours, _line(error)
     return ours, torchs
 
