@@ -72,8 +72,8 @@ def _openvino(facts: Facts) -> Iterator[Check]:
     if (told := facts.inventory.get("openvino")) is None:
         return
     if told["broken"]:
-        remedy = "pip install --force-reinstall 'dovetail[openvino]'"
-        yield Check("OpenVINO", False, told["broken"].partition(":")[0], remedy)
+        remedy = "pip install --force-reinstall openvino"
+        yield Check("OpenVINO", False, told["broken"].partition(": pip")[0], remedy)
         return
     devices = ", ".join(f"openvino:{name} ({chip})" for name, chip in told["devices"].items())
     said = f"{told['version']}: a head can draft on {devices}"

@@ -144,6 +144,47 @@ def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch)
         open_device("openvino:CPU", 1, for_head=True)
 
 
+class Raising:
+    """A package of which one part fails, as with a driver that is broken."""
+
+    __version__ = "2026.4.1-0"
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def Core(self) -> "Raising":
+        return self._or_fail("core", self)
+
+    @property
+    def available_devices(self) -> list[str]:
+        return self._or_fail("devices", ["CPU"])
+
+    def get_property(self, _: str, name: str) -> str:
+        return self._or_fail(name, "a chip")
+
+    def _or_fail(self, part: str, answer: Any) -> Any:
+        if part == self._part:
+            raise RuntimeError("Exception from core.cpp:103:\nzeInit failed")
+        return answer
+
+
+@pytest.mark.parametrize(
+    "part", ["core", "devices", "FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES"]
+)
+def test_a_package_that_fails_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    openvino._core.cache_clear()
+    monkeypatch.setattr(openvino, "_package", lambda: Raising(part))
+    with pytest.raises(SettingsError) as refusal:
+        open_device("openvino:CPU", 1, for_head=True)
+    openvino._core.cache_clear()
+    assert str(refusal.value) == (
+        "OpenVINO fails here (Exception from core.cpp:103: zeInit failed): "
+        "pip install --force-reinstall openvino, or use device cpu"
+    )
+
+
 def test_nothing_tells_anybody_that_it_is_used(tmp_path: Path, place: Device) -> None:
     opened(tmp_path, "eagle", place)
     assert sys.modules["openvino_telemetry"] is None

@@ -8,7 +8,8 @@ left out here.
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from dovetail.workers.devices import cpu
 from dovetail.workers.devices.base import Conversion, Device, DeviceKind
 
 REMEDY = "pip install 'dovetail[openvino]'"
+ANEW = "pip install --force-reinstall openvino"
 PLACE = re.compile(r"openvino(?::(.*))?")
 EXACT, ROUNDED = 2e-5, 1e-2
 """The largest difference from torch's, as a share of the largest number, in fp32 and in fp16, which
@@ -38,7 +40,8 @@ def _package() -> Any:
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "openvino"
         why = "is not installed" if missing else f"cannot be imported ({error})"
-        raise SettingsError(f"OpenVINO {why}: {REMEDY}, or use device cpu") from error
+        remedy = REMEDY if missing else ANEW
+        raise SettingsError(f"OpenVINO {why}: {remedy}, or use device cpu") from error
     return openvino
 
 
@@ -47,12 +50,26 @@ def _core() -> Any:
     return _package().Core()
 
 
+@contextmanager
+def _asked() -> Iterator[None]:
+    """`SettingsError` where OpenVINO, or the driver of a device, fails within the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:300]
+        raise SettingsError(f"OpenVINO fails here ({why}): {ANEW}, or use device cpu") from error
+
+
 def found() -> Mapping[str, str]:
-    """Return OpenVINO's devices here and what each calls itself; `SettingsError` without it."""
-    return {
-        name: str(_core().get_property(name, "FULL_DEVICE_NAME"))
-        for name in _core().available_devices
-    }
+    """Return OpenVINO's devices here and what each calls itself; `SettingsError` without it, and
+    where it fails."""
+    with _asked():
+        names = _core().available_devices
+        return {name: str(_property(name, "FULL_DEVICE_NAME")) for name in names}
+
+
+def _property(place: str, name: str) -> Any:
+    return _core().get_property(place, name)
 
 
 def version() -> str:
@@ -99,7 +116,7 @@ def _compiled(
 
 def _properties(place: str) -> dict[str, Any]:
     """Return how a device is to compute: in fp32 where it can, one pass at a time."""
-    able = _core().get_property(place, "OPTIMIZATION_CAPABILITIES")
+    able = _property(place, "OPTIMIZATION_CAPABILITIES")
     properties: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
     if "FP32" in able:
         properties["INFERENCE_PRECISION_HINT"] = "f32"
@@ -128,8 +145,9 @@ class _Openvino(DeviceKind):
                 f"there is no {name}: OpenVINO {version()} finds {known}; use one of these, or "
                 "install the driver of the device that is meant"
             )
-        chip = str(_core().get_property(place, "FULL_DEVICE_NAME")).replace(" ", "-")
-        able = _core().get_property(place, "OPTIMIZATION_CAPABILITIES")
+        with _asked():
+            chip = str(_property(place, "FULL_DEVICE_NAME")).replace(" ", "-")
+            able = _property(place, "OPTIMIZATION_CAPABILITIES")
         conversion = Conversion(
             partial(_converted, place),
             grows=not place.startswith("NPU"),
