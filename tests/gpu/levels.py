@@ -10,6 +10,7 @@ growth of the tree with all that Python does. Times are medians.
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +27,12 @@ from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from gpu import chip
 from gpu.grown import Shape, grow
 from gpu.report import Report
-from support.drafts import Timed, wide
+from support.drafts import DEEP, SHALLOW, Timed, of_a_level, wide
 from support.heads import write_head
 
-DEEP, SHALLOW, WIDTHS, TIMES, WARM = 9, 1, (1, 8), 11, 3
+WIDTHS, TIMES, WARM = (1, 8), 11, 3
 HOST_MS = {"eagle": 0.25, "small": 0.4}
-"""The most of a level that the host may take."""
+"""The most milliseconds of a level that the host may take."""
 LEAST_SHARE = 60.0
 """Percent of the memory's rate, of a level of one row."""
 BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
@@ -72,8 +73,8 @@ class Looked:
 
 
 def run(report: Report, device: Device, work: Path, progress: Callable[[str], None]) -> None:
-    """Measure every kind and type of weights. What torch's profiler is asked comes after all times:
-    it slows what is launched from then on."""
+    """Measure every kind and type of weights. torch's profiler is used after all times are taken:
+    it slows whatever is launched from then on."""
     size = chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
     memory = chip.memory_gb_s(device.torch_device, size)
     timed: list[tuple[Case, Timed, float]] = []
@@ -89,8 +90,7 @@ def run(report: Report, device: Device, work: Path, progress: Callable[[str], No
         assert isinstance(engine, HeadDrafter | Drafter)
         for width in WIDTHS:
             drafts = Timed(engine, width, 0.0)
-            deep, shallow = (_median_ms(drafts, depth) for depth in (DEEP, SHALLOW))
-            level = (deep - shallow) / (DEEP - SHALLOW)
+            level = of_a_level(partial(_median_ms, drafts))
             least = 1e3 * case.size / (1e9 * memory)
             said = f"{level:.3f} ms; the memory takes {least:.3f} for the weights"
             report.note(_said(case, width), said)

@@ -32,16 +32,15 @@ from dovetail.workers.drafters.converted_head import open_converted_head  # noqa
 from dovetail.workers.drafters.head import HeadDrafter  # noqa: E402
 from dovetail.workers.heads.head import open_head  # noqa: E402
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from support.drafts import Timed, wide  # noqa: E402
+from support.drafts import Timed, of_a_level, wide  # noqa: E402
 from support.heads import write_head  # noqa: E402
 
-DEEP, SHALLOW, WIDTH = 9, 1, 8
+WIDTH = 8
 
 
 def level_ms(drafts: Timed) -> float:
     """Return the milliseconds of a level of one pair of proposals."""
-    deep, shallow = (drafts.seconds(depth) for depth in (DEEP, SHALLOW))
-    return 1e3 * (deep - shallow) / (DEEP - SHALLOW)
+    return 1e3 * of_a_level(drafts.seconds)
 
 
 def main() -> None:

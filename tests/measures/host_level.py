@@ -1,11 +1,11 @@
-"""Measures what the host does for a level of a draft's tree beside what a device computes:
-milliseconds, on a machine without a GPU.
+"""Measures the milliseconds that the host takes for a level of a draft's tree beside the device, on
+a machine without a GPU.
 
     python tests/measures/host_level.py                # a head, and a small model of 22 layers
     python tests/measures/host_level.py --kind eagle --look
 
-The CPU stands for a device: what a graph would compute is computed once, and a replay returns that
-again, so that rows, copies, ranking and growth of the tree are left with all that Python does. The
+The CPU stands for a device: what a graph would compute is computed once, and a replay returns it
+again. What is left is rows, copies, ranking and growth of the tree, with all that Python does. The
 time of a level is that of a proposal of nine levels less that of one, divided by eight; times are
 medians of the processor's time. `--look` lists where Python spends it.
 """
@@ -30,10 +30,10 @@ import torch  # noqa: E402
 
 from dovetail.workers.drafters.head import HeadDrafter  # noqa: E402
 from dovetail.workers.drafters.model import Drafter  # noqa: E402
-from support.drafts import Drafts, opened  # noqa: E402
+from support.drafts import DEEP, Drafts, of_a_level, opened  # noqa: E402
 
 BUDGETS_MS = {"eagle": 0.25, "eagle3": 0.25, "dovetail": 0.25, "jakiro": 0.25, "small": 0.4}
-DEEP, SHALLOW, WIDTHS, TIMES, WARM = 9, 1, (1, 8), 41, 3
+WIDTHS, TIMES, WARM = (1, 8), 41, 3
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Drafted:
 
     def ms(self) -> float:
         """Return the host's time of a level."""
-        deep, shallow = (self._proposal_ms(depth) for depth in (DEEP, SHALLOW))
-        return (deep - shallow) / (DEEP - SHALLOW)
+        return of_a_level(self._proposal_ms)
 
     def _proposal_ms(self, depth: int) -> float:
         drafts, found = Drafts(self.engine, self.width, self.temperature), []
@@ -69,7 +68,7 @@ class Drafted:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=BUDGETS_MS, help="of draft; all of them if left out")
+    parser.add_argument("--kind", choices=BUDGETS_MS, help="kind of draft; all if left out")
     parser.add_argument("--look", action="store_true", help="list where the time goes")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
-"""Drafts that are drafted with once a session, and drafts for which the CPU stands for a device
-that computes nothing: what the host does for a level is left."""
+"""Sessions of a draft that ask for one proposal each; and drafts whose device, for which the CPU
+stands, computes nothing, so that only the host's part of a level is left."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,14 @@ from support.models import tiny_llama
 from support.opening import opening
 
 PROMPT, CAPACITY = 256, 480
+DEEP, SHALLOW = 9, 1
+"""The levels of the two proposals by which a level is measured."""
 LAYERS, HIDDEN, CONTEXT, VOCABULARY = 22, 2048, 4096, 512
+
+
+def of_a_level(of_proposal: Callable[[int], float]) -> float:
+    """Return what a level takes, given what a proposal of so many levels takes."""
+    return (of_proposal(DEEP) - of_proposal(SHALLOW)) / (DEEP - SHALLOW)
 
 
 def _nothing() -> None:

@@ -6,19 +6,14 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices import pretended
-from dovetail.workers.devices.nvidia import nvrtc
-from dovetail.workers.kernels.build import compiler
 from dovetail.workers.models.attention import by_torch
 from dovetail.workers.models.backends.device import attention
 from dovetail.workers.models.backends.device.attention import CONTEST, SOURCE, own_attention
 from dovetail.workers.models.backends.device.choice import Products
+from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc
 from support.emulated import Emulated, emulated
 
-ARCHITECTURES = (61, 75, 86, 89, 90, 120)
-"""See `test_cuda_products.py`."""
 CPU = torch.device("cpu")
-COMPILER = nvrtc.find("")
-needs_a_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
 
 GROUPS = 2
@@ -117,11 +112,11 @@ def test_it_is_captured_in_a_graph_as_a_gpu_captures_it() -> None:
     torch.testing.assert_close(replay().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
+@needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
-    assert not isinstance(COMPILER, str)
-    code = COMPILER.compile(SOURCE, architecture)
+    assert not isinstance(NVRTC, str)
+    code = NVRTC.compile(SOURCE, architecture)
     assert isinstance(code, bytes), code
     for name in ("scores_128", "scores_256", "weights_of", "values_of"):
         assert name.encode() in code

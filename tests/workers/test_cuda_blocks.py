@@ -12,11 +12,9 @@ from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.devices.nvidia import nvrtc
 from dovetail.workers.devices.pretended import PretendedTransfer, device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.kernels.blocks import Part
-from dovetail.workers.kernels.build import compiler
 from dovetail.workers.models.backends.blob import Lying
 from dovetail.workers.models.backends.device.choice import (
     Products,
@@ -40,15 +38,12 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import write_tiny
 from support.cases import everyday
+from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc
 from support.emulated import UNITS, Emulated, emulated, given_to_pretended
 from support.gguf_files import BLOCKED, write_gguf
 from support.kernels import needs_kernels
 
-ARCHITECTURES = (61, 75, 86, 89, 90, 120)
-"""See `test_cuda_products.py`."""
 CPU = torch.device("cpu")
-COMPILER = nvrtc.find("")
-needs_a_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
 F16, Q4_K, Q6_K = 1, 12, 14
 ROUNDED = 0.08
@@ -201,11 +196,11 @@ def test_activations_in_fp32_are_refused_on_a_device(tmp_path: Path, launches: l
         )
 
 
-@pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
+@needs_nvrtc
 @pytest.mark.parametrize("architecture", everyday(ARCHITECTURES, 61))
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
-    assert not isinstance(COMPILER, str)
-    code = COMPILER.compile(SOURCE, architecture)
+    assert not isinstance(NVRTC, str)
+    code = NVRTC.compile(SOURCE, architecture)
     assert isinstance(code, bytes), code
     for type in FORMATS:
         assert f"blocks_{KINDS[type].name}".encode() in code

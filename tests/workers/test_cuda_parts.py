@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from dovetail.workers.devices.nvidia import nvrtc
-from dovetail.workers.kernels.build import compiler
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.backends.device.choice import Products
 from dovetail.workers.models.backends.device.parts import (
@@ -21,13 +19,10 @@ from dovetail.workers.models.backends.device.parts import (
     Turning,
 )
 from dovetail.workers.models.backends.device.products import narrowed
+from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc
 from support.emulated import Emulated, emulated
 
-ARCHITECTURES = (61, 75, 86, 89, 90, 120)
-"""See `test_cuda_products.py`."""
 CPU = torch.device("cpu")
-COMPILER = nvrtc.find("")
-needs_a_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
 
 @needs_a_compiler
@@ -112,11 +107,11 @@ def test_rows_that_do_not_lie_behind_each_other_are_taken() -> None:
     assert torch.equal(parts.gate(x[::2, :20]), parts.gate(x[::2, :20].contiguous()))
 
 
-@pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
+@needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
-    assert not isinstance(COMPILER, str)
-    code = COMPILER.compile(SOURCE, architecture)
+    assert not isinstance(NVRTC, str)
+    code = NVRTC.compile(SOURCE, architecture)
     assert isinstance(code, bytes), code
     for name in ("norm_rows", "turn_rows", "gate_rows", "narrow_rows"):
         assert name.encode() in code

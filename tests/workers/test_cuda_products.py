@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dovetail.protocol.files import cache_folder
 from dovetail.workers.devices import pretended
-from dovetail.workers.devices.nvidia import compiled, nvrtc
+from dovetail.workers.devices.nvidia import compiled
 from dovetail.workers.devices.nvidia import driver as nvidia_driver
 from dovetail.workers.devices.nvidia.driver import DriverError, Functions, load_functions
 from dovetail.workers.kernels import Kind, PackedMatrix
@@ -30,18 +30,15 @@ from dovetail.workers.models.backends.device.own import (
 from dovetail.workers.models.substitutes import coded
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from support.cases import everyday
+from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_nvrtc
 from support.emulated import UNITS, Emulated, emulated, library_file
 from support.kernels import needs_kernels
 
-ARCHITECTURES = (61, 75, 86, 89, 90, 120)
-"""GTX 10xx and P40; GTX 16xx, RTX 20xx and T4; RTX 30xx; RTX 40xx; H100; RTX 50xx."""
 ROWS = (1, 3, 4, 5, 16, 17, 33, 70)
 BITS, CODE_SHAPES = (8, 4, 3, 2), ((40, 100), (17, 1100), (16, 2500), (700, 200))
 SHAPES = ((37, 130), (100, 33), (16, 3))
 BOTH = SOURCE + CODES_SOURCE.removeprefix(source_of())
 CPU = torch.device("cpu")
-COMPILER = nvrtc.find("")
-needs_compiler = pytest.mark.skipif(isinstance(COMPILER, str), reason=str(COMPILER))
 
 
 def packed(kind: Kind, n: int, k: int, *, bias: bool = True) -> PackedMatrix:
@@ -325,40 +322,40 @@ def test_what_the_driver_refuses_is_said_in_its_words(driver: CDLL) -> None:
     assert driver.contexts_left() == 0
 
 
-@needs_compiler
+@needs_nvrtc
 @pytest.mark.parametrize("architecture", everyday(ARCHITECTURES, 90))
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
-    assert not isinstance(COMPILER, str)
-    code = COMPILER.compile(BOTH, architecture)
+    assert not isinstance(NVRTC, str)
+    code = NVRTC.compile(BOTH, architecture)
     assert isinstance(code, bytes), code
     assert code.startswith(b"\x7fELF")
     for name in ("fp16_4", "int8_32", "round_rows", "codes4", "round_64"):
         assert name.encode() in code
 
 
-@needs_compiler
+@needs_nvrtc
 def test_a_source_that_is_wrong_and_a_gpu_that_is_not_known_are_refused_in_words() -> None:
-    assert not isinstance(COMPILER, str)
-    wrong = COMPILER.compile("__global__ void f() { g(); }", 86)
+    assert not isinstance(NVRTC, str)
+    wrong = NVRTC.compile("__global__ void f() { g(); }", 86)
     assert isinstance(wrong, str)
     assert 'identifier "g" is undefined' in wrong
-    assert str(COMPILER.compile("", 11)).endswith("has no code for compute capability 1.1")
+    assert str(NVRTC.compile("", 11)).endswith("has no code for compute capability 1.1")
 
 
-@needs_compiler
+@needs_nvrtc
 def test_what_was_compiled_is_kept_for_its_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert not isinstance(COMPILER, str)
+    assert not isinstance(NVRTC, str)
     source = 'extern "C" __global__ void f(float* x) { x[0] = 1.0f; }'
-    code = compiled.compiled_for(COMPILER, source, 86)
+    code = compiled.compiled_for(NVRTC, source, 86)
     assert isinstance(code, bytes)
     (file,) = (cache_folder() / "cuda").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert compiled.find(file.name) == code
-    assert compiled.compiled_for(COMPILER, source, 75) != code
+    assert compiled.compiled_for(NVRTC, source, 75) != code
     assert len(list(file.parent.iterdir())) == 2
 
     file.chmod(0o620)
@@ -368,5 +365,5 @@ def test_what_was_compiled_is_kept_for_its_user_alone(
     assert compiled.find(file.name) is None
     assert "not yours alone" in caplog.text
     assert "not what was written" in caplog.text
-    assert compiled.compiled_for(COMPILER, source, 86) == code
+    assert compiled.compiled_for(NVRTC, source, 86) == code
     assert compiled.find(file.name) == code
