@@ -277,7 +277,7 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
     if result["device_says"]:
         click.echo(result["device_says"])
     for name, falls in result["falls"].items():
-        click.echo(f"draft.device = auto has the CPU draft with the {name}, priced so: {falls}")
+        click.echo(f"draft.device = auto puts the {name} on the CPU, as priced here: {falls}")
     for name, origin in result["origins"].items():
         click.echo(f"{name}: {origin}")
     print_table(tuple(COLUMNS), [_line(one, device) for one in every])

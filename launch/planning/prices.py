@@ -123,7 +123,7 @@ class Hardware:
     """Seconds that a level takes beside the draft's pass; `proposal_s` a proposal."""
     proposal_s: float = PROPOSAL_S
     core: Engine | None = None
-    """The core that a draft has where the GPU cannot draft; None: `draft` says it."""
+    """The core that drafts where the GPU cannot; None: `draft` stands for it."""
 
 
 def arithmetic(weights: str) -> str:

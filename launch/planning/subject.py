@@ -59,8 +59,7 @@ class Subject:
         self.levels: dict[str, Origin] = {}
         """The origin of t_D of each draft."""
         self.falls: dict[str, str] = {}
-        """Draft -> why `draft.device = auto` would have the CPU compute it, though there is a
-        GPU."""
+        """Draft -> why `draft.device = auto` puts it on the CPU, though there is a GPU."""
 
     @property
     def needs(self) -> str:
@@ -121,7 +120,7 @@ class Subject:
         return [Offered(candidate, draft) for draft in found]
 
     def _place_of(self, candidate: Candidate) -> str:
-        """Return the device that drafts."""
+        """Return the device on which a candidate drafts."""
         return "cpu" if candidate.name in self.falls else self.draft_device
 
     def ahead(self, option: Option) -> bool:

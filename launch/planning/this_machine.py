@@ -58,8 +58,8 @@ class Here:
     """The limits of the cores in use, and their origin."""
 
     def fall(self, candidate: Candidate) -> str:
-        """Return why `draft.device = auto` would have the CPU draft, though there is a GPU: it did
-        when this draft was started last, or there is too little memory; empty: the GPU drafts."""
+        """Return why `draft.device = auto` puts a draft on the CPU, though there is a GPU: it did
+        so at the last start, or the GPU has too little memory. Empty: the GPU drafts."""
         if self.configuration.settings.draft.device != "auto" or self.draft_device == "cpu":
             return ""
         from dovetail.workers.devices import open_device
@@ -67,15 +67,15 @@ class Here:
 
         size, room = candidate.size.bytes, self.hardware.device_bytes
         if room is not None and size > room:
-            return f"it takes {size / 1e9:.3g} GB, and {room / 1e9:.3g} GB are there"
+            return f"it takes {size / 1e9:.3g} GB, and the GPU has room for {room / 1e9:.3g}"
         opened = open_device(self.draft_device, len(self.layout.draft.cores), for_head=True)
         target = with_target(self.configuration.settings.target).model
         key = fall_key(with_draft(candidate.settings), target, opened)
         why = load_profile(profile_path()).fall_of(key)
-        return f"as when it was started last: {why}" if why else ""
+        return f"as at its last start: {why}" if why else ""
 
     def level(self, candidate: Candidate, device: str) -> RowsSeconds | None:
-        """t_D of a draft on a device as it was measured here."""
+        """Return t_D of a draft on a device as it was measured here; None: it was not."""
         settings = candidate.settings
         if candidate.lacks and candidate.kind != "substitute":
             return None
@@ -137,7 +137,7 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     calibration, folder = known.calibration, Path(target.model).expanduser()
     limits = _limits(calibration, say) if before is None or calibration else before.limits
     products = None if calibration else product_seconds(target.weights, folder, target.activations)
-    hardware = _hardware(settings, device, limits, products, threads, measured=parts is not None)
+    hardware = _hardware(settings, device, limits, products, threads)
     design = design_of(config, folder)
     return Here(configuration, device, design, hardware, calibration, parts, layout, limits)
 
@@ -168,8 +168,6 @@ def _hardware(
     limits_there: tuple[MachineLimits, str],
     products: RowsSeconds | None,
     threads: int,
-    *,
-    measured: bool,
 ) -> Hardware:
     weights, memory = settings.target.weights, settings.memory
     limits, source = limits_there
@@ -197,7 +195,7 @@ def _hardware(
             vram,
             ram,
         )
-    return _with_gpu(settings, device, host, core, threads, ram, measured=measured)
+    return _with_gpu(settings, device, host, core, threads, ram)
 
 
 def _with_gpu(
@@ -207,8 +205,6 @@ def _with_gpu(
     core: Engine,
     threads: int,
     ram: int,
-    *,
-    measured: bool,
 ) -> Hardware:
     from dovetail.workers.calibration.devices import probe_device
     from dovetail.workers.devices import open_device

@@ -18,6 +18,7 @@ from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import (
     HOST_DEVICES,
     SUBSTITUTE_WEIGHTS,
+    DraftSettings,
     Settings,
     TargetSettings,
     byte_count,
@@ -251,9 +252,9 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 def draft_bytes(settings: Settings) -> int:
     """Return what a draft takes of the GPU that it has in common with the target, as far as the
-    sizes of both tell: weights of 16 bits unless they are fp32 (a substitute's codes), keys and
-    values for a long conversation and its trees, a pass, and graphs. 0 where it is elsewhere, or
-    part of the target's process."""
+    sizes of both tell: weights of 16 bits unless they are fp32 (of a substitute its codes), keys
+    and values for a long conversation and its trees, a pass, and graphs. 0 where it is elsewhere,
+    or part of the target's process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
@@ -269,14 +270,18 @@ def draft_bytes(settings: Settings) -> int:
         return substitute_bytes(whole, bits, device)
     if own is None:
         return 0
-    tensors = read_tensors(Path(draft.model).expanduser())
-    theirs = read_tensors(Path(target.model).expanduser())
-    more = 0
-    if tensors and not any(tensor.is_table for tensor in tensors):  # a head, which has matrices
-        numbers = sum(tensor.numbers for tensor in (*tensors, *tables_lacking(tensors, theirs)))
-        told = own.layers * own.layer + own.embedding + own.head
-        more = max(0, numbers * WEIGHT_BYTES[_type_of(draft.weights)] - told)
-    return placement.draft_bytes(own, device) + more
+    return placement.draft_bytes(own, device) + _bytes_beyond(own, draft, target)
+
+
+def _bytes_beyond(sizes: Sizes, draft: DraftSettings, target: TargetSettings) -> int:
+    """Return what the matrices of a head, and the tables that it has of its target, take beyond
+    what the sizes tell; 0 for a smaller model."""
+    own, theirs = (read_tensors(Path(of.model).expanduser()) for of in (draft, target))
+    if not own or any(tensor.is_table for tensor in own):
+        return 0
+    numbers = sum(tensor.numbers for tensor in (*own, *tables_lacking(own, theirs)))
+    told = sizes.layers * sizes.layer + sizes.embedding + sizes.head
+    return max(0, numbers * WEIGHT_BYTES[_type_of(draft.weights)] - told)
 
 
 def _type_of(weights: str) -> str:

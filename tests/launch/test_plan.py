@@ -416,7 +416,7 @@ def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(invoke: R
     ("room", "remembered", "why"),
     [
         (4_000_000, "", "it takes 0.08"),
-        (120_000_000, "its products are wrong", "as when it was started last: its products"),
+        (120_000_000, "its products are wrong", "as at its last start: its products"),
     ],
 )
 def test_a_draft_that_the_gpu_cannot_have_is_priced_on_the_cpu(

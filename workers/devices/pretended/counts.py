@@ -7,7 +7,7 @@ are captured.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
@@ -45,7 +45,7 @@ class Counts:
     out."""
 
     def all(self) -> tuple[int, ...]:
-        """Return the counts that are no bytes, in the order in which they stand above."""
+        """Return all counts but that of bytes, in the order in which they stand above."""
         return astuple(self)[:-1]
 
     def add(self, more: "Counts") -> None:
@@ -84,10 +84,8 @@ def add(**more_of: int) -> None:
         counts.add(more)
 
 
-def count(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], others: Iterable[Tensor]
-) -> None:
-    """Count an operation of torch; `others` are the tensors of the CPU that it meets."""
+def count(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Count an operation of torch."""
     if not _open():
         return
     packet = function.overloadpacket

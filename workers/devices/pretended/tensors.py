@@ -95,7 +95,7 @@ def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     if recording() is not None:
         rules.check_captured(function, args, kwargs, others)
     else:
-        counts.count(function, args, kwargs, others)
+        counts.count(function, args, kwargs)
     return _done(function, args, kwargs, ours, asked_here)
 
 

@@ -1,8 +1,9 @@
 """Layers in a row whose weights stay on a device, captured for passes of a few rows of one session
 and replayed as one launch.
 
-A captured pass has more rows than were asked for, and reads more slots than a row sees. So layers
-are captured whose functions are all ours: these give a row the same bytes whatever is beside it.
+A captured pass has more rows than were asked for, and reads more slots than a row sees. So only
+layers whose functions are all ours are captured: these give a row the same bytes whatever is beside
+it.
 Knows layers and rows; nothing of sessions.
 """
 
@@ -41,7 +42,7 @@ class Span:
     """Some layers in a row of a stage."""
 
     first: int
-    """The number of the first one in its stage."""
+    """The number of the first layer in its stage."""
     layers: Sequence[SettledLayer]
     plans: Sequence[LayerPlan]
     engine: TorchEngine
@@ -62,16 +63,17 @@ class Span:
     def run(
         self, states: Tensor, positions: Tensor, segment: Segment, kept: Kept, at: int
     ) -> Tensor:
-        """states [T, hidden] on the CPU or on the device, through the layers, the first of which is
-        the model's layer `at`; positions [T] on the CPU."""
+        """Return the states behind the layers, [T, hidden] on the device, of the states in front of
+        them, on the CPU or the device; positions [T] are on the CPU. `at`: the number of the first
+        layer in the model."""
         if segment.paths is None:
             segment = replace(segment, paths=Paths.growing(segment.start, segment.count))
         cache, form, count = segment.cache, form_of(segment), segment.count
         assert isinstance(cache, ArenaCache)
         here, hidden = states.device.type == "cpu", states.shape[1]
         wanted = frozenset(place - at for place in kept.wanted) & frozenset(range(len(self.layers)))
-        make = partial(self._open, cache, form, hidden, wanted, here=here)
-        level = fixed_pass(cache, (self, wanted, here), form, make, self.capture)
+        make = partial(self._open, cache, form, hidden, wanted)
+        level = fixed_pass(cache, (self, wanted), form, make, self.capture)
         rows = {"positions": positions.numpy()}
         if here:
             rows["states"] = states.numpy()
@@ -85,7 +87,7 @@ class Span:
         return passed.states[:count].clone()
 
     def _open(
-        self, cache: ArenaCache, form: Form, hidden: int, wanted: Collection[int], *, here: bool
+        self, cache: ArenaCache, form: Form, hidden: int, wanted: Collection[int]
     ) -> tuple[Inputs, Callable[[], Passed]]:
         """Return the inputs of a pass, and what computes it."""
         engine, cached = self.engine, cache.rows
@@ -120,7 +122,8 @@ def spans_of(
     capture: Capture | None,
     cache: torch.dtype,
 ) -> Mapping[int, Span]:
-    """Return the spans of a stage's layers by their first one, with keys and values of a type."""
+    """Return the spans of a stage's layers by the number of their first layer. `cache`: the type of
+    keys and values."""
     if capture is None or not isinstance(engine, TorchEngine) or not _all_ours(engine, cache):
         return {}
     found = {}
@@ -138,7 +141,7 @@ def _runs(chosen: Sequence[bool]) -> Iterator[Sequence[int]]:
 
 
 def _all_ours(engine: TorchEngine, cache: torch.dtype) -> bool:
-    """Return whether attention and what lies between products are computed by ours."""
+    """Return whether functions of ours compute attention and what lies between products."""
     products = engine.products
     return (
         products is not None
@@ -149,7 +152,7 @@ def _all_ours(engine: TorchEngine, cache: torch.dtype) -> bool:
 
 
 def _is_ours(layer: object, plan: LayerPlan) -> bool:
-    """Return whether a layer is computed by ours, in shapes that are fixed."""
+    """Return whether functions of ours compute a layer, in shapes that are fixed."""
     return (
         isinstance(layer, SettledLayer)
         and not any(isinstance(matrix, Matrix) for matrix in layer.matrices.values())
