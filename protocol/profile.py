@@ -144,7 +144,7 @@ class TypeTimes(Frozen):
     """Seconds of products on a device in types of weights of 16 and 32 bits."""
 
     key: tuple[str, ...]
-    """Libraries and card, driver, functions of ours: change any of these, and it is measured
+    """Libraries and card, driver, functions of ours. If any of these changes, times are measured
     anew."""
     seconds: Mapping[str, tuple[Seconds, ...]]
     """Type -> seconds of a product of 1, 4 and 16 rows."""
@@ -153,8 +153,8 @@ class TypeTimes(Frozen):
 
 
 class DraftFall(Frozen):
-    """A draft of `draft.device = auto` that the CPU had when it was started last, though there is a
-    GPU."""
+    """A draft with `draft.device = auto` that was computed by the CPU at its last start, though
+    there is a GPU."""
 
     key: tuple[str, ...]
     """Libraries and card, driver, draft, target, weights."""
@@ -169,9 +169,9 @@ class Profile(Frozen):
     nodes: tuple[NodeTimes, ...] = ()
     """At most one for each key."""
     types: tuple[TypeTimes, ...] = ()
-    """Likewise."""
+    """At most one for each key."""
     falls: tuple[DraftFall, ...] = ()
-    """Likewise."""
+    """At most one for each key."""
 
     def find(self, key: ProfileKey) -> Entry:
         """Return what is known under a key; an empty entry if nothing is."""
@@ -204,8 +204,8 @@ class Profile(Frozen):
         return next((fall.why for fall in self.falls if fall.key == tuple(key)), "")
 
     def with_fall(self, fall: DraftFall) -> "Profile":
-        """Return the profile with a fall in place of the one of the same key; without that if it
-        has no reason."""
+        """Return the profile with a fall in place of the one of the same key, or with neither if
+        its reason is empty."""
         others = [f for f in self.falls if f.key != fall.key]
         return self.model_copy(update={"falls": (*others, *([fall] if fall.why else []))})
 

@@ -1,5 +1,5 @@
 """The graphics cards of AMD and Intel on this machine, as the Linux kernel shows them below /sys:
-who made them, their memory, how busy they are. Nothing of a vendor's is needed for it.
+who made them, their memory, how busy they are. No vendor's tools are needed.
 
 Files and units are those of the kernel's documentation (amdgpu's `mem_info_*` and
 `gpu_busy_percent`; `gtidle` of xe and `rc6_residency_ms` of i915, which count the time that a GPU
@@ -21,8 +21,8 @@ CARD_CLASSES = ("0x03", "0x12")
 MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}
 """Numbers of the PCI SIG."""
 CARVED = 3 << 30
-"""Bytes: a processor's own graphics of AMD's has a part of the machine's memory, by default less
-than that."""
+"""Bytes: graphics that are part of an AMD processor have a share of the machine's memory, by
+default less than this."""
 LANE_GB_S = {2.5: 0.25, 5.0: 0.5, 8.0: 0.985, 16.0: 1.969, 32.0: 3.938, 64.0: 7.563}
 """GT/s -> 10^9 bytes a second of a lane of PCIe one way: 8/10 of 2.5 and 5 GT/s, 128/130 of 8, 16
 and 32 GT/s, 242/256 of 64 (PCI-SIG)."""
@@ -39,7 +39,7 @@ class Card:
     integrated: bool
     """True if it is a part of the processor and has the machine's memory."""
     memory_bytes: int | None
-    """None: its driver does not tell."""
+    """None: its driver does not tell it."""
     target: str
     """AMD's name of its instruction set, such as gfx1031; empty: not known."""
     link_gb_s: float | None
@@ -57,8 +57,8 @@ class Card:
         return None if percent is None else percent / 100
 
     def idle_s(self) -> float | None:
-        """Return how many seconds it has been powered down since it was started, the most of its
-        parts: a card that does nothing is."""
+        """Return how many seconds it has been powered down since it was started: the least of its
+        parts, since it is busy if one of them is."""
         patterns = ("tile*/gt*/gtidle/idle_residency_ms", "drm/card*/gt/gt*/rc6_residency_ms")
         found = [_number(path) for pattern in patterns for path in self.folder.glob(pattern)]
         counted = [number for number in found if number is not None]
@@ -79,7 +79,7 @@ def _read(folder: Path, root: Path) -> Card | None:
         return None
     memory, device = _memory(folder), _word(folder / "device").removeprefix("0x")
     if maker == "Intel":
-        integrated = folder.name.endswith(":00:02.0")  # where every one of Intel's is
+        integrated = folder.name.endswith(":00:02.0")  # where all of Intel's are
     else:
         integrated = memory is not None and memory < CARVED
     return Card(
@@ -103,7 +103,8 @@ def _memory(folder: Path) -> int | None:
 
 
 def _name(folder: Path, root: Path, maker: str, device: str) -> str:
-    """Return what the card calls itself, or its name in the list of numbers, or its number."""
+    """Return the name that the card has for itself, or that of its number in the list, or the
+    number."""
     if told := _word(folder / "product_name"):
         return told if told.startswith(maker) else f"{maker} {told}"
     vendor = _word(folder / "vendor").removeprefix("0x")
@@ -133,8 +134,8 @@ def _short(listed: str) -> str:
 
 
 def _target(folder: Path, root: Path) -> str:
-    """Return the name of the instruction set of AMD's card, by the kernel's compute driver, which
-    knows it by its place on the bus: 100301 is gfx1031."""
+    """Return the name of an AMD card's instruction set. The kernel's compute driver has it as a
+    number (100301 is gfx1031) beside the card's place on the bus."""
     place = re.fullmatch(r"([0-9a-f]{4}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])", folder.name)
     if place is None:
         return ""

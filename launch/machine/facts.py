@@ -57,7 +57,7 @@ class Facts:
     could not run."""
     gpus: Sequence[Gpu] = ()
     cards: Sequence[Card] = ()
-    """Those of AMD and Intel."""
+    """The graphics cards of AMD and Intel."""
     driver_problem: str = ""
     huge_pages: str = "madvise"
     memory_bytes: int = 0

@@ -17,7 +17,7 @@ from dovetail.launch.machine.wheels import (
 )
 
 OVERRIDE = (
-    "start dovetail with HSA_OVERRIDE_GFX_VERSION=10.3.0, which has it run the code of gfx1030 "
+    "start dovetail with HSA_OVERRIDE_GFX_VERSION=10.3.0, so that it runs the code for gfx1030 "
     "(AMD does not support that)"
 )
 ACCESS = {
@@ -38,7 +38,7 @@ def build_of(inventory: Mapping[str, Any]) -> str:
 
 
 def examine_gpus(facts: Facts) -> Iterator[Check]:
-    """Yield what there is to say of every graphics card, and of OpenVINO where it is."""
+    """Yield the checks of every graphics card, and of OpenVINO where it is installed."""
     if facts.driver_problem:
         yield Check(
             "GPU driver",
@@ -52,7 +52,7 @@ def examine_gpus(facts: Facts) -> Iterator[Check]:
     for index, products in enumerate(facts.inventory.get("products", ())):
         yield _products(index, products)
     for index, card in enumerate(facts.cards):
-        yield _card(facts, f"{card.maker}'s card {index}", card)
+        yield _card(facts, f"{card.maker} card {index}", card)
     yield from _unproved(facts)
     yield from _openvino(facts)
     if not (facts.gpus or facts.cards or facts.driver_problem or facts.inventory.get("found")):
@@ -60,11 +60,11 @@ def examine_gpus(facts: Facts) -> Iterator[Check]:
 
 
 def _unproved(facts: Facts) -> Iterator[Check]:
-    """Yield a line for each GPU that torch finds and that dovetail was never run on."""
+    """Yield a line for each GPU that torch finds and that dovetail has never been run on."""
     for device in facts.inventory.get("found", ()):
         if device["unproved"]:
             said = f"torch finds {device['chip']}; {device['unproved']}"
-            yield Check(device["name"], True, f"{said}, and checks what it computes as it starts")
+            yield Check(device["name"], True, f"{said}, and checks its results at each start")
 
 
 def _openvino(facts: Facts) -> Iterator[Check]:
@@ -77,11 +77,11 @@ def _openvino(facts: Facts) -> Iterator[Check]:
         return
     devices = ", ".join(f"openvino:{name} ({chip})" for name, chip in told["devices"].items())
     said = f"{told['version']}: a head can draft on {devices}"
-    yield Check("OpenVINO", True, f"{said}; dovetail was run on its CPU alone")
+    yield Check("OpenVINO", True, f"{said}; dovetail has been run on its CPU only")
 
 
 def _card(facts: Facts, name: str, card: Card) -> Check:
-    """Return whether torch can use a card of AMD's or Intel's, and what would make it."""
+    """Return whether torch can use an AMD or Intel card, and what would make it."""
     memory = f", {card.memory_bytes >> 20} MiB" if card.memory_bytes else ""
     target = f" ({card.target})" if card.target else ""
     found = f"{card.name}{target}{memory}, driver {card.driver or 'none'}"
@@ -91,8 +91,8 @@ def _card(facts: Facts, name: str, card: Card) -> Check:
     own = "hip" if card.maker == "AMD" else "xpu"
     if not facts.inventory[own]:
         if card.integrated or facts.gpus:
-            said = "a part of the processor" if card.integrated else "there is one of NVIDIA's, too"
-            alone = f"this build of torch, {build_of(facts.inventory)}, leaves it alone"
+            said = "a part of the processor" if card.integrated else "there is an NVIDIA GPU, too"
+            alone = f"this build of torch, {build_of(facts.inventory)}, does not use it"
             return Check(name, True, f"{found}; {said}: {alone}{_drafting(card)}")
         said = f"{found}; this build of torch is {build_of(facts.inventory)} and cannot use it"
         return Check(name, False, said, _install(card, release))
@@ -117,7 +117,7 @@ def _install(card: Card, release: str) -> str:
 
 
 def _drafting(card: Card) -> str:
-    """Return how a head drafts on a card without torch's help."""
+    """Return how a head can draft on a card that torch cannot use; empty if it cannot."""
     if card.maker != "Intel":
         return ""
     how = "pip install 'dovetail[openvino]', draft.device openvino:GPU"

@@ -29,8 +29,8 @@ compatibility)."""
 ROCM = ("rocm6.4", "rocm7.1")
 """The builds for AMD's GPUs."""
 LIKE_GFX1030 = ("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
-"""AMD's chips that no build has code for, and that have the instructions of gfx1030, which all have
-(LLVM, User Guide for AMDGPU Backend)."""
+"""AMD chips that have no code in any build, but the same instructions as gfx1030, which is in all
+of them (LLVM, User Guide for AMDGPU Backend)."""
 INDEX = "https://download.pytorch.org/whl"
 
 

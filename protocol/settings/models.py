@@ -27,7 +27,7 @@ NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 HOST_DEVICES = ("cpu", "pretended")
 """Devices that compute in the host's memory; every other one has a memory of its own."""
 SHARED_DEVICES = ("cpu", "mps", "openvino:CPU")
-"""Devices whose weights lie in the memory of the host, whoever computes with them there."""
+"""Devices whose weights lie in the host's memory, whatever computes with them."""
 TARGETS_OWN = ("target.model", "target.inflate", "target.context")
 """Settings of the target that a draft reads too: what a head or a substitute is made for."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")
@@ -35,7 +35,7 @@ MODELLESS_KINDS = ("ngram", "substitute", "none")
 DEVICE = re.compile(r"cpu|(cuda|xpu)(:[0-9]{1,3})?|mps|pretended")
 """Names of devices that a setting may have."""
 GPUS = "cuda:N, xpu:N, mps"
-"""The names of GPUs in the words of an error: NVIDIA's and AMD's, Intel's, Apple's."""
+"""The names of GPUs (NVIDIA's and AMD's, Intel's, Apple's) as an error message lists them."""
 
 
 def cache_of(cache: str, weights: str) -> str:

@@ -37,5 +37,5 @@ AMPERE = Gpu("RTX A2000", (8, 6), 590, 6138)
 
 
 def inventory(**changes: Any) -> dict[str, Any]:
-    """The inventory of torch there, with some facts changed."""
+    """Return the inventory of torch on such a machine, with some facts changed."""
     return {**INVENTORY, **changes}

@@ -56,8 +56,8 @@ def write_machine(
 def write_card(
     root: Path, place: str, vendor: int, device: int, *, driver: str = "", **files: str
 ) -> Path:
-    """The folder of a graphics card of that place on the bus, such as 0000:03:00.0, with its files
-    by their names, `__` for a slash."""
+    """Write the files of a graphics card at a place on the bus, such as 0000:03:00.0, and return
+    its folder. `files`: their contents by name, with `__` for a slash."""
     folder = root / "sys/devices" / place
     write(folder / "vendor", f"0x{vendor:04x}")
     write(folder / "device", f"0x{device:04x}")
@@ -95,7 +95,8 @@ PCI_IDS = """# a comment
 
 
 def write_cards(root: Path) -> Path:
-    """The files of a machine with an RX 6700, an Arc A380 and a processor's own graphics."""
+    """Write the files of a machine with an RX 6700, an Arc A380 and a processor's own graphics;
+    return `root`."""
     write(root / "usr/share/misc/pci.ids", PCI_IDS)
     write_card(root, "0000:03:00.0", 0x1002, 0x73DF, **RX_6700)
     write(

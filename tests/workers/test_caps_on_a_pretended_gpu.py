@@ -1,6 +1,6 @@
-"""`memory.vram` is a hard cap: a target that is placed within it reads and verifies all that it has
-said it has room for, and takes no byte more; and what it keeps of sessions that have ended goes
-where memory runs out."""
+"""`memory.vram` is a hard cap: a target that is placed within it reads and verifies all that it
+says it has room for, and takes no byte more. What it keeps of ended sessions is freed where memory
+runs out."""
 
 import gc
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,5 @@
-"""Layers of a target that stay on a GPU are captured for passes of a few rows of one session: with
-the bytes that they have operation by operation, however many rows a pass is padded to."""
+"""Layers of a target that stay on a GPU are captured for passes of a few rows of one session. They
+give the bytes that they give operation by operation, however many rows a pass is padded to."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ LAYERS, FEW, ALL = 3, (3,), (1, 2, 3, 5, 8, 6)
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The pretended GPU has our functions as long as a test takes."""
+    """Give the pretended GPU our functions for as long as a test takes."""
     yield from given_to_pretended(monkeypatch)
 
 
@@ -86,7 +86,7 @@ def decode(model: LanguageModel, rows: Sequence[int] = FEW) -> list[Tensor]:
         ("llama", [C, R, R], FEW),
     ),
 )
-def test_captured_layers_give_the_bytes_of_layers_that_are_computed_as_they_come(
+def test_captured_layers_give_the_bytes_of_layers_that_are_computed_operation_by_operation(
     tmp_path: Path,
     launches: list[str],
     family: str,
@@ -120,7 +120,7 @@ def test_layers_are_one_launch_and_captured_once_for_rows_up_to_a_power_of_two(
     assert captured.copies_in == 1
 
 
-def test_layers_that_cannot_be_captured_are_computed_as_they_come(
+def test_layers_that_cannot_be_captured_are_computed_operation_by_operation(
     tmp_path: Path, launches: list[str]
 ) -> None:
     folder = tiny_llama(tmp_path, layers=LAYERS, dtype=torch.float16)

@@ -1,5 +1,5 @@
-"""Heads whose levels OpenVINO computes, on its CPU: every kind, in every shape, is torch's
-function; what OpenVINO does not have is refused in a sentence."""
+"""Heads whose levels OpenVINO computes, on its CPU: every kind, in every shape, computes what torch
+does; what OpenVINO does not have is refused in a sentence."""
 
 import sys
 from dataclasses import replace
@@ -41,7 +41,7 @@ def opened(folder: Path, kind: str, place: Device) -> ConvertedHead:
 
 
 def level(head: Head, rows: int, slots: int, *, true: bool, contrast: bool) -> tuple[Any, ...]:
-    """The arguments of a level of random rows behind some others."""
+    """Return the arguments of a level of random rows behind some others."""
     generator, spec = torch.Generator().manual_seed(rows), head.spec
     behind = slots - rows - 3
     mask = torch.zeros(rows, slots)
@@ -67,7 +67,7 @@ def far(found: Tensor, expected: Tensor) -> float:
     ("kind", "grows"),
     everyday(CASES, *((kind, True) for kind in EVERYDAY), ("jakiro-4", False)),
 )
-def test_levels_of_all_shapes_are_torchs_function(
+def test_levels_of_all_shapes_are_what_torch_computes(
     kind: str, grows: bool, tmp_path: Path, place: Device
 ) -> None:
     assert place.conversion is not None
@@ -97,7 +97,7 @@ def test_a_head_drafts_with_converted_levels_and_says_where(tmp_path: Path, plac
     try_out(worker)
 
 
-def test_a_device_that_computes_another_function_is_refused(tmp_path: Path, place: Device) -> None:
+def test_a_device_that_computes_wrong_levels_is_refused(tmp_path: Path, place: Device) -> None:
     assert place.conversion is not None
     right = place.conversion.convert
 
@@ -106,7 +106,7 @@ def test_a_device_that_computes_another_function_is_refused(tmp_path: Path, plac
         return lambda tensors: [part * 1.001 for part in compute(tensors)]
 
     broken = replace(place, conversion=replace(place.conversion, convert=wrong))
-    with pytest.raises(CheckpointError, match=r"differ from torch's by 1\.0e-03 of the largest"):
+    with pytest.raises(CheckpointError, match=r"differ by 1\.0e-03 of the largest"):
         opened(tmp_path, "eagle", broken)
 
 
@@ -124,11 +124,11 @@ def test_what_openvino_does_not_have_is_refused(tmp_path: Path, place: Device) -
     for name in ("openvino:TPU", "openvino", "openvino:"):
         with pytest.raises(SettingsError, match=r"finds openvino:CPU \(.*; use one of these"):
             open_device(name, 1, for_head=True)
-    with pytest.raises(SettingsError, match="computes levels of draft heads alone"):
+    with pytest.raises(SettingsError, match="computes draft heads alone"):
         open_device(place.name, 1)
     target, head = tiny_llama(tmp_path / "target"), write_head(tmp_path / "head", "eagle")
     for model, weights, said in (
-        (target, "auto", "levels of draft heads alone"),
+        (target, "auto", "computes draft heads alone"),
         (head, "int4", "use fp32, fp16 or bf16"),
     ):
         settings = DraftSettings(model=str(model), device=place.name, weights=weights)
@@ -185,6 +185,6 @@ def test_a_package_that_fails_is_refused_in_a_sentence(
     )
 
 
-def test_nothing_tells_anybody_that_it_is_used(tmp_path: Path, place: Device) -> None:
+def test_openvinos_telemetry_is_not_imported(tmp_path: Path, place: Device) -> None:
     opened(tmp_path, "eagle", place)
     assert sys.modules["openvino_telemetry"] is None

@@ -1,5 +1,5 @@
-"""Devices of AMD, Intel and Apple on machines that have none: what their files ask torch is
-answered by stand-ins, and what they compute by the pretended GPU."""
+"""Devices of AMD, Intel and Apple on machines that have none: stand-ins answer for torch, and the
+pretended GPU computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +80,7 @@ def standing_in(patch: pytest.MonkeyPatch, kind: DeviceKind, **modules: Any) -> 
         yield
 
 
-def test_a_gpu_of_intels_without_graphs_or_fp64_opens_and_says_that_none_was_ever_tried(
+def test_an_intel_gpu_without_graphs_or_fp64_opens_and_says_that_none_was_ever_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with standing_in(monkeypatch, XPU, xpu=Module(Properties())), lacking({"fp64", "int4"}):
@@ -91,7 +91,7 @@ def test_a_gpu_of_intels_without_graphs_or_fp64_opens_and_says_that_none_was_eve
         assert "Arc" in opened.library
         assert opened.free_bytes() == 5 * GIB
         limit_memory(opened, 3 * GIB)
-        assert "cannot be limited to 3.22 GB" in caplog.text
+        assert "cannot limit a process to 3.22 GB" in caplog.text
         limits: list[float] = []
         name = "set_per_process_memory_fraction"  # of newer versions
         monkeypatch.setattr(torch.xpu, name, lambda share, _: limits.append(share), raising=False)
@@ -103,14 +103,14 @@ def test_a_gpu_of_intels_without_graphs_or_fp64_opens_and_says_that_none_was_eve
         assert "NVIDIA's GPUs alone" in str(opened.kind.program(place, ""))
         with pytest.raises(SettingsError, match=r"this machine has 1 such devices"):
             devices.open_device(f"{NAME}:3", 1)
-    assert "was never run on a GPU of Intel's" in caplog.text
+    assert "has never been run on an Intel GPU" in caplog.text
 
 
 @pytest.mark.parametrize(("integrated", "refuses"), [(False, True), (True, False)])
-def test_the_memory_of_intels_is_what_is_known_of_it(
+def test_the_free_memory_of_an_intel_gpu_is_what_is_known_of_it(
     monkeypatch: pytest.MonkeyPatch, integrated: bool, refuses: bool
 ) -> None:
-    """Some drivers refuse to tell; an integrated one shares what the host has."""
+    """Some drivers refuse to tell it; an integrated GPU shares the host's."""
 
     def refuse(place: Any) -> Any:
         raise RuntimeError("the device does not tell what is free")
@@ -163,7 +163,7 @@ def test_graphs_that_are_refused_or_wrong_are_not_used(
     monkeypatch.setattr(Graph, "lazy", lazy)
     with standing_in(monkeypatch, XPU, xpu=Graphs(Properties(has_fp64=True))):
         assert devices.open_device("auto", 1).capture is None
-    assert "graphs are not used, and passes are computed as they come" in caplog.text
+    assert "passes are computed operation by operation, without graphs" in caplog.text
     assert ("wrong numbers" in caplog.text) is lazy
 
 
@@ -183,15 +183,17 @@ def test_a_device_that_computes_wrong_numbers_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(accelerator, "_sample", wrong)
     with (
         standing_in(monkeypatch, XPU, xpu=Module(Properties())),
-        pytest.raises(SettingsError, match=r"its attention are wrong by .*; use device cpu"),
+        pytest.raises(
+            SettingsError, match=r"its results for attention are off by .*; use device cpu"
+        ),
     ):
         devices.open_device("auto", 1)
 
 
-def test_cuda_0_of_a_build_for_rocm_is_amds(
+def test_cuda_0_of_a_build_for_rocm_is_an_amd_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has what CUDA's has but what is compiled for NVIDIA's chips, and int4 on trial."""
+    """It has all that CUDA has, but no functions of ours, and int4 only if a trial is right."""
     found = Graphs(Properties(name="AMD Radeon RX 6700 XT"))
     place = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
@@ -204,7 +206,7 @@ def test_cuda_0_of_a_build_for_rocm_is_amds(
         assert "rocm6.4.43482-AMD-Radeon-RX-6700-XT-gfx1031" in opened.library
         assert opened.kind.against_int4(opened.torch_device)
         assert opened.capture is None
-    assert "was never run on a GPU of AMD's" in caplog.text
+    assert "has never been run on an AMD GPU" in caplog.text
     monkeypatch.setattr(torch.version, "hip", None)
     assert devices.kind_of(place) is not ROCM
     assert rocm.ROCM.open("cuda:0") is None

@@ -1,5 +1,5 @@
 """Drafts and placements on GPUs that lack what CUDA's have, as those of AMD, Intel and Apple do: a
-pretended one without numbers of 64 bits, graphs, pinned memory, a stream of copies or int4 gives
+pretended one without fp64, graphs, pinned memory, a stream of copies or int4 gives
 the same tokens and the same function."""
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ PROMPT = tuple(range(3, 15))
 
 
 def proposed(kind: str, folder: Path) -> dict[str, Sequence[int]]:
-    """The tokens of a proposal for each of `SAMPLINGS` by a draft in fp32 on the device."""
+    """Return the tokens of a proposal for each of `SAMPLINGS` by a draft in fp32 on the device."""
     target = folder / "target"
     if not target.exists():
         tiny_llama(target, intermediate_size=128, context=256, dtype=torch.float16)
@@ -120,7 +120,7 @@ def test_a_substitute_without_products_for_its_codes_is_refused(maker: str, tmp_
         open_draft_worker(settings, name="draft", threads=1, target=target)
 
 
-def test_numbers_of_64_bits_are_the_hosts_where_the_card_has_none() -> None:
+def test_the_host_computes_in_fp64_where_the_card_cannot() -> None:
     numbers = torch.ones(3, device=device())
     assert in_fp64(numbers).device == device()
     with lacking({"fp64"}):

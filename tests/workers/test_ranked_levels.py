@@ -31,7 +31,7 @@ def test_the_largest_of_long_rows_are_those_of_one_search(count: int) -> None:
 
 @pytest.mark.parametrize("noisy", [False, True])
 def test_children_are_those_that_the_host_finds_by_the_same_logits(noisy: bool) -> None:
-    """Of the last two rows of three, in a pass that is padded to four."""
+    """They are those of the last two rows of three, in a pass that is padded to four."""
     generator, vocabulary, first = torch.Generator().manual_seed(1), 500, 1
     logits = torch.randn(4, vocabulary, generator=generator)
     noise = torch.randn(2, vocabulary, generator=generator)

@@ -57,8 +57,8 @@ def test_one_process_tries_all_and_the_one_that_crashed_is_named(
 def test_a_trial_that_fails_leaves_torchs_product_and_a_process_does_not_wait_for_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are no functions for the CPU. What is asked of a process that had nothing to do, and
-    has ended, is asked of another one."""
+    """There are no functions for the CPU. A question to a process that has ended for want of work
+    goes to another one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     trials = Trials("cpu", linger_s=0.0)
     products = Products(

@@ -32,7 +32,7 @@ pytestmark = [
     needs_kernels,
     pytest.mark.skipif(not POSSIBLE, reason="torch cannot be told of a device from Python"),
 ]
-NO_BF16 = "bf16: pretended:0 has no arithmetic of bf16, and compute capability {}"
+NO_BF16 = "bf16: pretended:0 has no bf16 arithmetic (compute capability {})"
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_weights_of_bf16_become_fp16_on_cards_without_bf16(capability: float) ->
             chosen = chosen_type(open_device("pretended", 1), stored, None)
             assert chosen.weights == "fp16"
             assert chosen.said.endswith(NO_BF16.format(capability))
-        assert "weights are fp16, stored as fp32: a product of 1, 4, 16 rows takes fp16 " in (
+        assert "weights are fp16 (stored as fp32); products of 1, 4 and 16 rows take " in (
             chosen.said
         )
 
@@ -73,7 +73,7 @@ def test_products_of_fp16_that_are_slow_make_way_for_fp32_unless_ours_are_there(
         for _ in given_to_pretended(monkeypatch):
             opened = open_device("pretended", 1)
             found = [chosen_type(opened, stored, None).weights for stored in ("fp16", "bf16")]
-            assert found == ["fp16", "bf16"]  # ours need no arithmetic of bf16
+            assert found == ["fp16", "bf16"]  # ours need no bf16 arithmetic
 
 
 def test_what_was_measured_is_remembered_for_the_card_and_its_driver(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_a_small_model_of_bf16_whose_numbers_leave_fp16_becomes_fp32_on_an_old_c
     with capable(6.1):
         assert opened(target, target) == expected
     said = capsys.readouterr().err
-    assert "draft: pretended:0: weights are fp16, stored as bf16: a product of 1, 4, 16" in said
-    assert ("weights are fp32, stored as bf16" in said) is (expected == "fp32")
-    assert ("fp16: numbers leave it" in said) is (expected == "fp32")
+    assert "draft: pretended:0: weights are fp16 (stored as bf16); products of 1, 4" in said
+    assert ("weights are fp32 (stored as bf16)" in said) is (expected == "fp32")
+    assert ("fp16: the model's numbers overflow it" in said) is (expected == "fp32")
 
 
 def test_a_head_of_bf16_becomes_fp16_on_an_old_card(
@@ -152,7 +152,7 @@ def test_a_head_of_bf16_becomes_fp16_on_an_old_card(
         with capable(capability):
             worker = open_draft_worker(settings, name="draft", threads=1, target=str(target))
         assert worker.engine.head._table.dtype == kind
-    assert "weights are fp16, stored as bf16" in capsys.readouterr().err
+    assert "weights are fp16 (stored as bf16)" in capsys.readouterr().err
 
 
 def test_a_type_that_somebody_wants_is_taken_or_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_a_type_that_somebody_wants_is_taken_or_refused_in_a_sentence(tmp_path: 
         with pytest.raises(SettingsError) as refusal:
             opened(target, target, "bf16")
     assert str(refusal.value) == (
-        "draft.weights = 'bf16' is not possible on pretended:0: pretended:0 has no arithmetic of "
-        "bf16, and compute capability 7.5; use fp16 or fp32"
+        "draft.weights = 'bf16' is not possible on pretended:0: pretended:0 has no bf16 "
+        "arithmetic (compute capability 7.5); use fp16 or fp32"
     )
 
 

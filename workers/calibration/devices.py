@@ -54,7 +54,7 @@ LINK_TIMES = 5
 LEAST_S = 1e-7
 PROBE_SIDE, PROBE_BYTES = 4096, 256 << 20
 PROBE_PARTS, MULTIPLE = 32, 4096
-"""A probe takes one of so many parts of the memory that is free, in multiples of a size."""
+"""A probe takes at most one of so many parts of the free memory, in multiples of so many bytes."""
 
 
 def planned_config(settings: TargetSettings) -> Mapping[str, Any]:

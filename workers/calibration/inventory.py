@@ -60,8 +60,8 @@ def take_inventory() -> dict[str, Any]:
 
 
 def found() -> Iterator[dict[str, str]]:
-    """Yield the GPUs that torch finds: name, chip, and a few words where dovetail was never run on
-    one."""
+    """Yield the GPUs that torch finds, by name and chip, with a clause where dovetail has never
+    been run on one of the kind."""
     for kind in devices.KINDS:
         for name in kind.found():
             yield {"name": name, "chip": kind.chip(torch.device(name)), "unproved": kind.unproved}

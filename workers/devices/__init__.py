@@ -38,7 +38,7 @@ KINDS: tuple[DeviceKind, ...] = (CUDA, ROCM, XPU, MPS, CPU, OPENVINO, PRETENDED)
 def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
     """Return the device `name`, or for `auto` the one that suits a draft; makes the settings that
     hold for the whole process, which has so many CPU threads. `for_head`: it may be one that
-    computes nothing but converted levels of a head."""
+    computes nothing but draft heads."""
     cpu.set_threads(threads)
     if name == "auto":
         name = first_device()
@@ -46,8 +46,8 @@ def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
         if (device := kind.open(name)) is not None:
             if device.conversion is not None and not for_head:
                 raise SettingsError(
-                    f"{name} computes levels of draft heads alone, and this is none: use cpu, "
-                    "cuda:N, xpu:N or mps, or draft.kind eagle, eagle3, dovetail or jakiro"
+                    f"{name} computes draft heads alone, and this is not one: use cpu, cuda:N, "
+                    "xpu:N or mps, or draft.kind eagle, eagle3, dovetail or jakiro"
                 )
             if kind.unproved:
                 _prove(device)
@@ -58,9 +58,9 @@ def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
 
 
 def _prove(device: Device) -> None:
-    """Say that dovetail has never run on a device like this one; `SettingsError` where it computes
-    wrong numbers."""
-    HELD.tell(f"{device.name}: {device.kind.unproved}; what it computes is checked, not its speed")
+    """Say that dovetail has never been run on a device like this one; `SettingsError` if its
+    numbers are wrong."""
+    HELD.tell(f"{device.name}: {device.kind.unproved}; its results are checked now, not its speed")
     if wrong := wrong_numbers(device.torch_device):
         raise SettingsError(f"{device.name} cannot be used: {wrong}; use device cpu")
 
@@ -77,10 +77,10 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def has_fp64(device: torch.device) -> bool:
-    """Return whether a device has numbers of 64 bits."""
+    """Return whether a device computes in fp64."""
     return device.type == "cpu" or kind_of(device).has_fp64(device)
 
 
 def in_fp64(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64: on its device, or on the host where the device has none."""
+    """Return a tensor in float64: on its device, or on the host where the device has no fp64."""
     return (tensor if has_fp64(tensor.device) else tensor.cpu()).double()

@@ -1,5 +1,5 @@
-"""Accelerators as torch knows them all alike, by `torch.accelerator`: streams, events, pinned
-memory, and trials of what a device may lack. Knows no maker.
+"""Streams, events and pinned memory, as torch has them for all accelerators alike
+(`torch.accelerator`), and trials of what a device may lack. Knows no maker.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ GROUP, TILES = 64, 4
 """The group of int4 weights that one scale is for, and the tiles of torch's layout that are tried;
 `models/substitutes/quantised.py` takes these, too."""
 SHAPES = ((6, 64), (80, 64), (32, 64))
-"""Those of rows, of a matrix and of keys by which a device is proved."""
+"""The shapes of rows, of a matrix and of keys by which a device is proved."""
 CLOSE = 5e-3
 """The largest error of a device, as a share of the largest number, that is no fault of it: fp16 has
 11 bits, and no product may be worse than that."""
@@ -31,8 +31,8 @@ class Streams:
         self._copies = torch.Stream(device)
 
     def pin(self, memory: Tensor) -> None:
-        """Do nothing: torch locks no pages of memory that is there already but CUDA's, and a copy
-        from others is slower."""
+        """Do nothing: only for CUDA can torch lock pages of memory that exists already; a copy from
+        other pages is slower."""
 
     def buffer(self, size: int) -> Tensor:
         """Return uint8 [size] of the device, whose memory goes to nobody else before the last copy
@@ -79,8 +79,8 @@ def _wait(event: torch.Event) -> None:
 
 
 def wrong_numbers(device: torch.device) -> str:
-    """Return what a device computes otherwise than the host, of the operations that drafts are made
-    of; empty if nothing."""
+    """Return which of the operations that drafts are made of a device computes otherwise than the
+    host; empty if none."""
     try:
         ours, theirs = _sample(torch.device("cpu")), _sample(device)
     except RuntimeError as error:
@@ -90,9 +90,9 @@ def wrong_numbers(device: torch.device) -> str:
         if found.is_floating_point():
             apart = float((found.float() - expected.float()).abs().max())
             if not apart <= CLOSE * float(expected.float().abs().max()):
-                return f"its {name} are wrong by {apart:.1e}"
+                return f"its results for {name} are off by {apart:.1e}"
         elif not torch.equal(found, expected):
-            return f"its {name} are wrong"
+            return f"its results for {name} are wrong"
     return ""
 
 
@@ -110,8 +110,8 @@ def _sample(device: torch.device) -> dict[str, Tensor]:
         "products of 16 bits": torch.nn.functional.linear(x.half(), weight.half()).float(),
         "attention": (x @ memory.t() + mask).softmax(-1) @ memory,
         "ranking": products.topk(4).indices,
-        "codes": (slots << 33 | 5) * 3,
-        "bytes": products.view(torch.int32).view(torch.uint8).view(torch.float32),
+        "64-bit integers": (slots << 33 | 5) * 3,
+        "views of bytes": products.view(torch.int32).view(torch.uint8).view(torch.float32),
     }
 
 

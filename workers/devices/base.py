@@ -65,7 +65,7 @@ class InOrder:
         target.copy_(source)
 
     def computed(self) -> Mark:
-        """Return None: what is asked for later is done later."""
+        """Return None: what is asked for later is done later anyway."""
 
     def wait(self, mark: Mark) -> None:
         """Do nothing: all that was copied has been waited for."""
@@ -103,7 +103,8 @@ class DeviceKind(ABC):
     names: ClassVar[str] = ""
     """The names that a user may write, as an error message has them; empty: for tests alone."""
     unproved: ClassVar[str] = ""
-    """A few words, where dovetail has never run on a device of this kind; else empty."""
+    """A clause that says that dovetail has never been run on a device of this kind; empty if it
+    has."""
 
     def is_here(self) -> bool:
         """Return whether `type` means this kind to this build of torch: NVIDIA's and AMD's GPUs
@@ -132,7 +133,7 @@ class DeviceKind(ABC):
         """Return how much memory is free for what lives on a device."""
 
     def limit(self, device: torch.device, size: int) -> bool:
-        """Have torch refuse this process more than so many bytes of a device; False: it cannot."""
+        """Have torch refuse this process more than `size` bytes of a device; False: it cannot."""
         return False
 
     def transfer(self, device: torch.device) -> Transfer:
@@ -157,8 +158,7 @@ class DeviceKind(ABC):
         return lambda: None
 
     def has_fp64(self, device: torch.device) -> bool:
-        """Return whether a device has numbers of 64 bits; without them the host computes what needs
-        them."""
+        """Return whether a device computes in fp64; if not, the host computes what needs it."""
         return True
 
     def driver(self, device: torch.device) -> str:
@@ -166,8 +166,8 @@ class DeviceKind(ABC):
         return ""
 
     counts_time: ClassVar[bool] = False
-    """True: the clock counts what operations would take, for small ones as exactly as for large
-    ones."""
+    """True: `clock` counts what operations would take, so that small ones are timed as exactly as
+    large ones."""
 
     def clock(self) -> float:
         """Return the time in seconds by which a device is measured."""

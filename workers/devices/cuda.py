@@ -20,10 +20,12 @@ from dovetail.workers.devices.nvidia.driver import Functions, load_functions
 
 CAPTURING: dict[str, Any] = {"capture_error_mode": "thread_local"}
 """The mode of captures: other threads may ask the GPU for anything meanwhile."""
+DRIVER = Path("/sys/module/nvidia/version")
+"""The file with the version of NVIDIA's driver."""
 
 
 def _make_products_exact() -> None:
-    """Have products computed in fp32: no TF32, which would round the inputs to 10 bits."""
+    """Have products of fp32 computed in fp32, not in TF32, which rounds their inputs to 10 bits."""
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
@@ -76,10 +78,6 @@ def program(device: torch.device, source: str) -> Functions | str:
         torch.cuda.get_device_properties(device).multi_processor_count,
         architecture,
     )
-
-
-DRIVER = Path("/sys/module/nvidia/version")
-"""The file with the version of NVIDIA's driver."""
 
 
 class CudaTransfer:
@@ -157,10 +155,10 @@ class Cuda(DeviceKind):
     """NVIDIA GPUs, by their index."""
 
     type = "cuda"
-    names = "cuda:N (NVIDIA's, AMD's)"
+    names = "cuda:N (NVIDIA, AMD)"
     remedy = (
-        "CUDA device; use device cpu, or install torch for CUDA and a driver (for a card of AMD's "
-        "torch for ROCm, as dovetail doctor says)"
+        "CUDA device; use device cpu, or install torch for CUDA (for ROCm if it is an AMD GPU) and "
+        "a driver, as dovetail doctor says"
     )
 
     def is_here(self) -> bool:
@@ -216,13 +214,15 @@ class Cuda(DeviceKind):
         return DRIVER.read_text(encoding="ascii").strip() if DRIVER.is_file() else ""
 
     def against_bf16(self, device: torch.device) -> str:
-        """cuBLAS multiplies bf16 on older cards, too, and takes longer than for fp32."""
+        """Return why torch's products of bf16 are not worth it: below compute capability 8.0 cuBLAS
+        has them, too, but they take longer than those of fp32. Empty if they are."""
         if (found := capability(device.index)) >= (8, 0):
             return ""
-        return f"{device} has no arithmetic of bf16, and compute capability {found[0]}.{found[1]}"
+        return f"{device} has no bf16 arithmetic (compute capability {found[0]}.{found[1]})"
 
     def against_int4(self, device: torch.device) -> str:
-        """The products take the matrix units of compute capability 8."""
+        """Return why torch's int4 products cannot run: they take the matrix units of compute
+        capability 8.0. Empty if they can."""
         if (found := capability(device.index)) >= (8, 0):
             return ""
         return (

@@ -28,8 +28,8 @@ def capture(
     nothing, as a graph; returns what replays it.
 
     The result is always the same tensors, with new numbers after each replay. They are good until
-    another graph is replayed, because all graphs of a device share their memory. `module`: of
-    torch; `new`: makes a graph; `mode`: of `module.graph`.
+    another graph is replayed, because all graphs of a device share their memory. `module`:
+    `torch.cuda` or `torch.xpu`; `new`: makes a graph; `mode`: options of `module.graph`.
     """
     with module.device(device):
         side = module.Stream()
@@ -63,17 +63,17 @@ def _first_graph(
 
 
 def proved(capture: Capture, device: torch.device) -> Capture | None:
-    """Return a capture if a small graph on a device gives the right numbers twice; else None, and
-    the reason is said once."""
+    """Return `capture` if a small graph on a device gives the right numbers twice; else say why
+    not, once, and return None."""
     given = torch.zeros(64, device=device)
     try:
         replay = capture(lambda: (given + given.flip(0)) * 2.0)
         for number in (3.0, 5.0):
             given.copy_(torch.arange(64) + number)
             if not (replay() == 2.0 * (63.0 + 2.0 * number)).all().item():
-                raise RuntimeError("a graph that was replayed gave wrong numbers")
+                raise RuntimeError("a replayed graph gave wrong numbers")
     except (RuntimeError, TypeError, AttributeError) as error:  # of torch, whatever it lacks here
         why = " ".join(str(error).split())[:200]
-        HELD.tell(f"{device}: graphs are not used, and passes are computed as they come: {why}")
+        HELD.tell(f"{device}: passes are computed operation by operation, without graphs: {why}")
         return None
     return capture

@@ -116,13 +116,13 @@ HELD = Held()
 
 
 def limit_memory(device: Device, size: int | None) -> None:
-    """Have torch refuse this process more than so many bytes of a GPU, None: as many as there are;
-    where it cannot, say so once."""
+    """Have torch refuse this process more than `size` bytes of a GPU (None: no limit); where it
+    cannot, say so once."""
     if size is None or device.is_cpu or device.kind.limit(device.torch_device, size):
         return
     HELD.tell(
-        f"{device.name}: torch cannot be limited to {size / 1e9:.3g} GB there; what is counted "
-        "stays within that"
+        f"{device.name}: torch cannot limit a process to {size / 1e9:.3g} GB there; memory.vram "
+        "holds only for what is counted"
     )
 
 

@@ -1,5 +1,5 @@
 """Apple's GPUs, by `torch.mps`: one a machine, in the memory of the host. Copies come in the order
-of what is computed; there are no numbers of 64 bits and no graphs.
+of what is computed; there is no fp64, and there are no graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ class _Mps(DeviceKind):
     """The GPU of a Mac."""
 
     type = "mps"
-    names = "mps (Apple's)"
-    remedy = "GPU of Apple's; use device cpu, or torch for macOS on Apple silicon"
-    unproved = "dovetail was never run on a GPU of Apple's"
+    names = "mps (Apple)"
+    remedy = "Apple GPU; use device cpu, or install torch for macOS on Apple silicon"
+    unproved = "dovetail has never been run on an Apple GPU"
 
     def open(self, name: str) -> Device | None:
         if self.own(name, len(self.found()), self.remedy) is None:
@@ -31,15 +31,13 @@ class _Mps(DeviceKind):
         return [self.type] if torch.backends.mps.is_available() else []
 
     def chip(self, device: torch.device) -> str:
-        """Return the name that newer versions of torch tell."""
-        told: Callable[[], str] = getattr(
-            torch.backends.mps, "get_name", lambda: "a GPU of Apple's"
-        )
+        """Return the name of the GPU, which older versions of torch do not tell."""
+        told: Callable[[], str] = getattr(torch.backends.mps, "get_name", lambda: "an Apple GPU")
         return told()
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return what Metal recommends less what it has taken, and no more than what the host has
-        free: it is the same memory."""
+        """Return what Metal recommends, less what this process has taken of it, and at most what
+        the host has free: it is the same memory."""
         free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
         return max(0, min(free, cpu.free_bytes()))
 

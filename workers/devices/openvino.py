@@ -1,8 +1,8 @@
-"""OpenVINO's devices: a CPU, and Intel's GPUs and NPUs, integrated ones too. They compute what is
-converted for them, the levels of a head; tensors, caches and all else are the host's.
+"""OpenVINO's devices: a CPU, and Intel's GPUs and NPUs, integrated ones too. They compute converted
+levels of heads; tensors, caches and all else are the host's.
 
-The package is an extra. Its converter would tell Intel of its use, by a module of its own that is
-left out here.
+The package is an extra. Its converter reports its use to Intel, through a module that is kept from
+being imported here.
 """
 
 import re
@@ -25,13 +25,13 @@ REMEDY = "pip install 'dovetail[openvino]'"
 ANEW = "pip install --force-reinstall openvino"
 PLACE = re.compile(r"openvino(?::(.*))?")
 EXACT, ROUNDED = 2e-5, 1e-2
-"""The largest difference from torch's, as a share of the largest number, in fp32 and in fp16, which
-is all that an NPU has."""
+"""The largest difference from torch's results that is accepted, as a share of the largest number:
+in fp32, and in fp16, which is all that an NPU has."""
 
 
 @cache
 def _package() -> Any:
-    """Return OpenVINO; `SettingsError` where it is not installed or broken."""
+    """Return the package; `SettingsError` where it is missing or broken."""
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         with warnings.catch_warnings():
@@ -103,7 +103,7 @@ def _compiled(
 ) -> Any:
     """Return a module as a model that a device computes."""
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch's, of tracing; what comes out of it is compared
+        warnings.simplefilter("ignore")  # of torch's tracing; its result is compared with torch's
         model = _package().convert_model(module, example_input=tuple(example))
     model.reshape(
         {
@@ -120,7 +120,7 @@ def _properties(place: str) -> dict[str, Any]:
     properties: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
     if "FP32" in able:
         properties["INFERENCE_PRECISION_HINT"] = "f32"
-    if place != "CPU":  # which compiles in less than a second, and would keep a copy of all weights
+    if place != "CPU":  # a CPU compiles in under a second, and would keep a copy of all weights
         kept = {"CACHE_DIR": str(cache_folder() / "openvino")} if "EXPORT_IMPORT" in able else {}
         properties |= kept
     else:
@@ -132,7 +132,7 @@ def _properties(place: str) -> dict[str, Any]:
 class _Openvino(DeviceKind):
     """OpenVINO's devices, by the names that it has for them."""
 
-    type = "openvino"  # which torch does not know: tensors are the host's
+    type = "openvino"  # no name of torch's: tensors are the host's
     names = "openvino:CPU|GPU|NPU"
 
     def open(self, name: str) -> Device | None:

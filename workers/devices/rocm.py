@@ -1,7 +1,7 @@
 """AMD GPUs, which builds of torch for ROCm call cuda:N and answer for as `torch.cuda`.
 
-What the host asks of them is what it asks of NVIDIA's: streams, events, pinned memory and graphs
-have the same names there (HIP). What is compiled for NVIDIA's GPUs is not there.
+Streams, events, pinned memory and graphs have the same names there as for NVIDIA's (HIP). The
+functions that are compiled for NVIDIA's GPUs are missing.
 """
 
 import torch
@@ -19,7 +19,7 @@ class _Rocm(Cuda):
         "AMD GPU; use device cpu, or install AMD's driver (amdgpu, and membership of the groups "
         "render and video)"
     )
-    unproved = "dovetail was never run on a GPU of AMD's"
+    unproved = "dovetail has never been run on an AMD GPU"
 
     def is_here(self) -> bool:
         return torch.version.hip is not None
@@ -41,8 +41,8 @@ class _Rocm(Cuda):
         return ""
 
     def against_int4(self, device: torch.device) -> str:
-        """torch has these products for CDNA 2 and newer (gfx90a and up), and says so when one is
-        asked for."""
+        """Return why torch's int4 products cannot run on a GPU; empty if they can, as on CDNA 2
+        (gfx90a) and newer."""
         return tried_int4(device)
 
     def program(self, device: torch.device, source: str) -> Program | str:

@@ -18,12 +18,12 @@ class _Xpu(DeviceKind):
     """Intel GPUs, by their index."""
 
     type = "xpu"
-    names = "xpu:N (Intel's)"
+    names = "xpu:N (Intel)"
     remedy = (
         "Intel GPU; use device cpu, or install torch for XPU and Intel's compute runtime, as "
         "dovetail doctor says"
     )
-    unproved = "dovetail was never run on a GPU of Intel's"
+    unproved = "dovetail has never been run on an Intel GPU"
 
     def open(self, name: str) -> Device | None:
         if (index := self.own(name, len(self.found()), self.remedy)) is None:
@@ -52,8 +52,8 @@ class _Xpu(DeviceKind):
         return new and proved(partial(capture, torch.xpu, new, device), device)
 
     def free_bytes(self, device: torch.device) -> int:
-        """Some drivers do not tell what is free; then it is what this process has not taken. An
-        integrated GPU has the host's memory."""
+        """Return how much memory is free; where a driver does not tell, what this process has not
+        taken. An integrated GPU shares the host's memory."""
         found: Any = torch.xpu.get_device_properties(device)
         try:
             free = torch.xpu.mem_get_info(device)[0]
@@ -63,7 +63,8 @@ class _Xpu(DeviceKind):
         return min(free, cpu.free_bytes()) if shared else free
 
     def limit(self, device: torch.device, size: int) -> bool:
-        """Newer versions of torch can."""
+        """Have torch refuse this process more than so many bytes of a GPU; False: this version of
+        torch cannot."""
         limit = getattr(torch.xpu, "set_per_process_memory_fraction", None)
         if limit is None:
             return False
@@ -83,7 +84,8 @@ class _Xpu(DeviceKind):
         return accelerator.copied(source, target, source.device)
 
     def has_fp64(self, device: torch.device) -> bool:
-        """Arc of the A series has none, nor have most integrated ones."""
+        """Return whether a GPU computes in fp64: Arc of the A series does not, nor do most
+        integrated GPUs."""
         found: Any = torch.xpu.get_device_properties(device)
         return bool(found.has_fp64)
 

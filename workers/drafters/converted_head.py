@@ -1,6 +1,6 @@
-"""A head whose levels of fixed shape another library computes: the part between the embedding and
-the scores of tokens is converted once, compared with torch's, and used in its place. Prompts, and
-whatever is no level, stay torch's.
+"""A head whose levels of fixed shape another library computes: the part from the embeddings to the
+logits is converted once, compared with torch's, and used in its place. torch computes prompts and
+all else.
 
 Knows tensors and shapes; nothing of the library.
 """
@@ -26,9 +26,10 @@ from dovetail.workers.models.backends.device.fixed import SLOTS
 from dovetail.workers.models.imports.stand_ins import make_room
 
 ROWS = 16
-"""Rows of a level by which a head is converted; no level of the usual trees is wider."""
+"""Rows of a level for which a head is converted; no level of the usual trees is wider."""
 ROW_INPUTS = 4
-"""The first inputs have a row for each of a level's: embeddings, features, positions, slots."""
+"""The inputs, from the first on, that have as many rows as the level: embeddings, features,
+positions, slots."""
 COMPARED = ("logits", "states", "keys and values", "logits of the contrast")
 Compute = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -78,8 +79,8 @@ class ConvertedHead(Head):
     """A head with converted levels."""
 
     def __init__(self, *given: Any, conversion: Conversion, place: str, **options: Any) -> None:
-        """`conversion`: of the device `place`; the rest is `Head`'s. `CheckpointError` where the
-        device computes another function."""
+        """`conversion`: that of the device `place`; the rest is `Head`'s. `CheckpointError` where
+        the device does not compute what torch does."""
         super().__init__(*given, **options)
         self._conversion, self._place = conversion, place
         self._levels: dict[tuple[bool, bool, tuple[int, int]], Compute] = {}
@@ -88,7 +89,8 @@ class ConvertedHead(Head):
             torch.equal(*pair)
             for pair in zip(self._sample(true=False), self._sample(true=True), strict=True)
         )
-        """True if rows that read the target's features are computed as those of a tree."""
+        """True if the head computes rows that read the target's features as it does those of a
+        tree."""
         make_room()
         self._check()
 
@@ -116,8 +118,8 @@ class ConvertedHead(Head):
         return Predicted(spread[0], states[kept], spread[1] if later else None)
 
     def _level(self, given: Sequence[Tensor], *, true: bool, contrast: bool) -> Sequence[Tensor]:
-        """Compute a level, which is converted at the first call with its shapes: one serves levels
-        of all shapes, unless the device wants them fixed; then rows are added up to `ROWS`."""
+        """Compute a level, which is converted at the first call. One conversion serves all shapes,
+        unless the device wants them fixed: then each has its own, with rows added up to `ROWS`."""
         grows, count, (*_, memory) = self._conversion.grows, len(given[0]), given
         true = true and not self._alike
         shape = (0, 0) if grows else (max(ROWS, count), memory.shape[3])
@@ -131,7 +133,7 @@ class ConvertedHead(Head):
         return self._levels[key](given)
 
     def _check(self) -> None:
-        """Compare levels of every kind with torch's."""
+        """Compare levels of every kind with torch's; `CheckpointError` where they differ."""
         allowed, contrasts = self._conversion.tolerance, {False, self.spec.contrast}
         for true, contrast in product({False, not self._alike}, contrasts):
             expected = self._sample(true=true, contrast=contrast)
@@ -140,8 +142,8 @@ class ConvertedHead(Head):
                 apart = float((ours - theirs).abs().max() / theirs.abs().max())
                 if not apart <= allowed:
                     raise CheckpointError(
-                        f"{self._place} computes another function than {self.source}: its {name} "
-                        f"differ from torch's by {apart:.1e} of the largest, and {allowed:.0e} is "
+                        f"{self._place} does not compute {self.source} as torch does: its {name} "
+                        f"differ by {apart:.1e} of the largest, and {allowed:.0e} is "
                         "allowed; use draft.device cpu"
                     )
 
@@ -175,8 +177,8 @@ class ConvertedHead(Head):
 
 
 def _padded(given: Sequence[Tensor], rows: int) -> Iterator[Tensor]:
-    """Yield the inputs of a level with its last row again and again, up to so many rows; it writes
-    the same to the same slot."""
+    """Yield the inputs of a level with its last row repeated, up to so many rows: the repeated rows
+    write the same to the same slot."""
     *by_row, memory = given
     for part in by_row:
         more = rows - len(part)

@@ -233,15 +233,15 @@ def _small_weights(wanted: Wanted, device: "Device") -> str:
     return weights
 
 
-def _fastest(wanted: Wanted, device: "Device", but: Mapping[str, str] | None = None) -> str:
-    """Return the type of weights in which a smaller model is fastest on a GPU, and say so; `but`:
-    types that it may not have -> why."""
+def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | None = None) -> str:
+    """Return the type of weights in which a smaller model is fastest on a GPU, and say so.
+    `excluded`: types that it may not have -> why."""
     from dovetail.workers.drafters.weights import chosen_type
     from dovetail.workers.models.checkpoints.footprint import read_tensors, type_of_matrices
     from dovetail.workers.models.checkpoints.hub import find_folder
 
     stored = type_of_matrices(read_tensors(find_folder(wanted.settings.model)))
-    chosen = chosen_type(device, stored, wanted.profile, but=but)
+    chosen = chosen_type(device, stored, wanted.profile, excluded=excluded)
     print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
     return chosen.weights
 
@@ -317,7 +317,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
 
 
 def _head_on(wanted: Wanted, device: "Device") -> "Head":
-    """Open a head on a device, which computes it itself or has its levels converted."""
+    """Open a head on a device, with converted levels if that is all that the device computes."""
     from dovetail.workers.drafters.converted_head import open_converted_head
     from dovetail.workers.drafters.weights import check_type, chosen_type
     from dovetail.workers.heads.head import open_head
@@ -333,12 +333,12 @@ def _head_on(wanted: Wanted, device: "Device") -> "Head":
     check_type(device, settings.weights)
 
     @cache
-    def become(stored: str) -> str:
+    def choose_type(stored: str) -> str:
         chosen = chosen_type(device, stored, wanted.profile)
         print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
         return chosen.weights
 
-    return open_head(settings.model, device=device.name, become=become, **how)
+    return open_head(settings.model, device=device.name, choose_type=choose_type, **how)
 
 
 def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:

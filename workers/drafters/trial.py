@@ -31,8 +31,8 @@ def open_where_it_fits(
     name: str, opened: Callable[[str], Opened], remember: Callable[[str, str], None]
 ) -> Opened:
     """Return the draft worker that `opened` opens on the device of a name: the first GPU if it can
-    draft there, else the CPU. `remember`: hears the GPU, and why not; empty: it drafts there.
-    `UserError` where it cannot be opened there either."""
+    draft there, else the CPU. `remember`: called with the GPU and why it does not draft (empty: it
+    does). `UserError` where it cannot be opened there either."""
     if (device := first_device()) == CPU:
         return opened(CPU)
     try:

@@ -46,15 +46,15 @@ ORDERS = {
     "bf16": ("bf16", "fp16", "fp32"),
     "fp32": ("fp16", "bf16", "fp32"),
 }
-"""Type of a checkpoint -> the types that it may become, the first one unless there is a reason."""
+"""Type of a checkpoint -> the types that its weights may get, in order of preference."""
 MARGIN = 1.1
-"""A type is taken in place of an earlier one if that takes so many times as long: less is noise."""
+"""A type is taken in place of an earlier one if that one takes this many times as long."""
 TOLERANCE = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-5}
 """The largest error of a product as a share of the largest result: some roundings of the inputs,
 which have 11, 8 and 24 bits."""
 COUNTED_SHAPE = (64, 128)
 """[out, in] of matrices whose time is counted and not measured."""
-OVERFLOWS = "numbers leave it"
+OVERFLOWS = "the model's numbers overflow it"
 TOKENS = 64
 """Tokens by which a model in fp16 is tried."""
 _KNOWN: dict[tuple[str, ...], TypeTimes] = {}
@@ -70,15 +70,17 @@ class Chosen:
 
 
 def chosen_type(
-    device: Device, stored: str, profile: Path | None, *, but: Mapping[str, str] | None = None
+    device: Device, stored: str, profile: Path | None, *, excluded: Mapping[str, str] | None = None
 ) -> Chosen:
-    """Return the type that weights become which are stored as `stored` (fp16, bf16, fp32).
-    `profile`: the file that remembers times. `but`: types that may not be taken -> why.
+    """Return the type in which weights stored as `stored` (fp16, bf16, fp32) are fastest on a
+    device.
 
+    `profile`: the file that remembers times. `excluded`: types that may not be taken -> why.
     `SettingsError` where no product is right on the device, `torch.OutOfMemoryError` where there is
-    no memory for a small one."""
-    times, but = _times(device, profile), but or {}
-    refused = {**times.refused, **but}
+    no memory for a small one.
+    """
+    times = _times(device, profile)
+    refused = {**times.refused, **(excluded or {})}
     left = [name for name in ORDERS[stored] if name not in refused]
     if not left:
         raise SettingsError(
@@ -95,20 +97,20 @@ def chosen_type(
     for name in left[1:]:
         if MARGIN * sum(times.seconds[name]) < sum(times.seconds[best]):
             best = name
-    rows = ", ".join(map(str, TIMED_ROWS))
-    took = ", ".join(f"{name} {said_in_ms(times.seconds[name])}" for name in left)
-    asked = "" if best == stored else f", stored as {stored}"
+    *few, most = TIMED_ROWS
+    took = "; ".join(f"{said_in_ms(times.seconds[name])} ms in {name}" for name in left)
+    asked = "" if best == stored else f" (stored as {stored})"
     why = _listed(refused, ORDERS[stored])
     return Chosen(
         best,
-        f"{device.name}: weights are {best}{asked}: a product of {rows} rows takes {took} ms"
-        + (f"; {why}" if why else ""),
+        f"{device.name}: weights are {best}{asked}; products of {', '.join(map(str, few))} and "
+        f"{most} rows take {took}" + (f"; {why}" if why else ""),
     )
 
 
 def check_type(device: Device, weights: str) -> None:
-    """`SettingsError` where products in a type of weights, which somebody has chosen for a draft,
-    are not right on a GPU; other types than those of 16 and 32 bits are not looked at."""
+    """Raise `SettingsError` if products in the type of weights that was asked for are not right on
+    a GPU. Types other than fp16, bf16 and fp32 are not looked at."""
     place = device.torch_device
     if device.is_cpu or weights not in KINDS or not (wrong := against_type(place, weights)):
         return

@@ -236,14 +236,14 @@ def open_head(
     device: str = "cpu",
     allow_bin: bool = False,
     backend: str = "auto",
-    become: Callable[[str], str] = str,
+    choose_type: Callable[[str], str] = str,
 ) -> Head:
     """Open the head in `source` for the model in `target` (folders, hub ids, id@revision), with
     weights of a type in `WEIGHTS` on cpu or cuda:N.
 
     `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the
-    kernels on a CPU that has them. `become`: returns the type of weights that its own one of 16
-    bits (fp16, bf16) becomes on a GPU, with weights auto. `CheckpointError` in one line for
+    kernels on a CPU that has them. `choose_type`: returns the type that weights stored in
+    16 bits (fp16, bf16) get on a GPU, with weights auto. `CheckpointError` in one line for
     whatever is wrong with it or does not fit. On a GPU states are fp32; where products narrow them
     to fp16 and they overflow it, products that do not are taken, of weights as they are stored.
     """
@@ -266,7 +266,7 @@ def open_head(
         on_gpu = place.type != "cpu"
         kind = HALF[checkpoint.spec.dtype] if on_gpu and weights == "auto" else weights
         if weights == "auto" and on_gpu and not exact:
-            kind = become(kind)
+            kind = choose_type(kind)
         narrows = on_gpu and kind == "fp16" and not exact
         return Head(
             checkpoint,

@@ -285,7 +285,7 @@ def by_torch(
     """Compute attention by torch: query [heads, T, head_dim], keys and values [kv_heads, S,
     head_dim] of any type, mask [..., T of each query head of a key head, S] of 0 and -inf, sinks
     [heads] -> [T, heads, head_dim]. The query heads that share a key head are laid below each other
-    as rows of that head, so that no key is ever repeated."""
+    as rows of that head, so that no key is repeated."""
     heads, rows, size = query.shape
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     packed = query.reshape(1, len(keys), -1, size)

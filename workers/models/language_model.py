@@ -226,7 +226,7 @@ class LanguageModel:
 
 
 class NotFiniteError(CheckpointError):
-    """A model computes no finite logits: its numbers leave the type of its weights."""
+    """A model whose logits are not finite: its numbers overflow the type of its weights."""
 
 
 def check_attention(model: LanguageModel) -> None:

@@ -182,7 +182,7 @@ def _on_cpu(
             if wanted.stage is not None and isinstance(error.__cause__, NotImplementedError):
                 raise CheckpointError(
                     f"{checkpoint.source}: torch cannot multiply {wanted.weights} weights on the "
-                    f"device that is to compute layers of it ({error.stumble}); use target.weights "
+                    f"device that is to compute its layers ({error.stumble}); use target.weights "
                     "half or fp32, or leave target.split, target.device and memory.vram out"
                 ) from error
             why_not = f"the C++ kernels cannot compute model type {kind}: {error.stumble}"

@@ -35,8 +35,8 @@ def _mix(x: Tensor) -> Tensor:
 def gumbel_noise(
     key: bytes, position: int, size: int, device: torch.device | None = None
 ) -> Tensor:
-    """The noise [V] (float32) of the tokens 0..size-1 at an absolute position. The host computes
-    it for a device that has no float64."""
+    """Return the noise [V] (float32) of the tokens 0..size-1 at an absolute position, on a device.
+    The host computes it for a device without fp64."""
     where = device if device is None or has_fp64(device) else None
     counters = torch.arange(1, size + 1, dtype=torch.int64, device=where)
     noise = _gumbel(counters, _signed(position_word(key, position))).to(torch.float32)

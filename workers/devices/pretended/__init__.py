@@ -7,10 +7,9 @@ them (`.numpy()`), a random generator of another device, int4 codes that are not
 and within a captured graph any wait for the device. Graphs are recorded operation by operation and
 replayed on the same memory. Which operations take a tensor of the CPU beside those of a GPU is in
 torch's native_functions.yaml: copies, indices of `x[...]`, and single numbers where the operation
-is elementwise. What is asked of it, and the bytes that
-it moves, are counted (`counted`); a test may say where its memory ends
-(`capped`), which compute capability it has (`capable`), and what it lacks that cards of other
-makers have not (`lacking`, `PROFILES`).
+is elementwise. What is asked of it, and the bytes that it moves, are counted (`counted`); a test
+may say where its memory ends (`capped`), which compute capability it has (`capable`), and what it
+lacks, as cards of other makers do (`lacking`, `PROFILES`).
 
 Copies are made as late as the events that are waited for allow (`streams.py`, `pinned.py`), and
 graphs share their memory: what one returned is spoilt when another is replayed. Everything else is
@@ -116,7 +115,7 @@ class _Pretended(DeviceKind):
     def against_bf16(self, device: torch.device) -> str:
         if CARD.computes_bf16:
             return ""
-        return f"{device} has no arithmetic of bf16, and compute capability {CARD.capability}"
+        return f"{device} has no bf16 arithmetic (compute capability {CARD.capability})"
 
     def against_int4(self, device: torch.device) -> str:
         if CARD.multiplies_int4:

@@ -1,11 +1,11 @@
-"""The card that is pretended: by its compute capability, and by what it lacks of other makers'.
+"""The card that is pretended, by its compute capability and by what cards of other makers lack.
 
 torch's int4 products take the matrix units for bf16 that came with 8.0, and there is no code of
 them for anything older (aten/src/ATen/native/cuda/int4mm.cu). cuBLAS multiplies bf16 from 5.3 on
-(github.com/pytorch/pytorch/pull/50442), and with arithmetic of bf16 from 8.0 on. Cards of other
-makers lack more, `PROFILES`: Apple's has neither numbers of 64 bits (fp64) nor graphs, pinned
-memory, a stream of copies or products of int8 (`_int_mm`), Arc of the A series no fp64, and graphs
-since torch 2.11 only. How fast anything is `times.py` knows.
+(github.com/pytorch/pytorch/pull/50442), and with bf16 arithmetic from 8.0 on. Cards of other makers
+lack more (`PROFILES`): Apple's have neither fp64 nor graphs, pinned memory, a stream of copies or
+products of int8 (`_int_mm`); Arc of the A series has no fp64, and graphs only since torch 2.11. How
+fast anything is `times.py` knows.
 """
 
 import os
@@ -53,16 +53,16 @@ class Card:
 
     @property
     def computes_bf16(self) -> bool:
-        """Return whether it has arithmetic of bf16."""
+        """Return whether it has bf16 arithmetic."""
         return self.capability >= BF16_SINCE
 
     def check_result(self, result: Tensor) -> None:
-        """`RuntimeError` for a tensor that a card without numbers of 64 bits cannot hold."""
+        """Raise `RuntimeError` for a float64 tensor on a card that has no fp64."""
         if result.dtype == torch.float64 and not self.has("fp64"):
             raise RuntimeError("the pretended card has no float64: use float32 instead")
 
     def check(self, packet: Any, given: Iterable[Any]) -> None:
-        """`RuntimeError` for an operation that torch does not have for the card. `given`: its
+        """Raise `RuntimeError` for an operation that torch does not have for the card. `given`: its
         arguments."""
         if packet is torch.ops.aten._int_mm and not self.has("int8"):
             raise NotImplementedError(

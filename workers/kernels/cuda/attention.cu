@@ -6,8 +6,8 @@
 //   out[d]    = one chain over s of fma(weight[s], v[s][d]), times 1 / the chain of the weights'
 //   sum (and of a sink's weight, which has no value)
 //
-// What is hidden changes no chain, so that a row's numbers follow from what it sees, in the order
-// of slots: not from its neighbours, nor from the slots between. Three functions, one after the
+// Hidden slots change no chain, so that a row's numbers follow from the slots that it sees, in
+// their order: not from its neighbours, nor from the slots between. Three functions, one after the
 // other, with the scores in memory between them. Rows are query heads of one key head, one head
 // behind the other.
 //
@@ -120,10 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         sink_weights[blockIdx.x] = exp_of(__fsub_rn(sink, most));
 }
 
-// Values of 8 rows, weighed: each of 128 threads two columns of two rows; a warp beside them adds
-// up the weights. 64 slots lie in shared memory, while the next ones are on their way into
-// registers. Every `of_head` rows are of another query head; a token's heads lie side by side in
-// `out`, and tokens `apart_out`.
+// The weighted values of 8 rows: each of 128 threads has two columns of two rows, and a warp beside
+// them adds up the weights. 64 slots lie in shared memory, while the next ones are on their way
+// into registers. Every `of_head` rows are of another query head; a token's heads lie side by side
+// in `out`, and tokens `apart_out`.
 extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
     values_of(const float* weights, const unsigned short* values, Int apart,
               const float* sink_weights, float* out, Int rows, Int slots, Int width,

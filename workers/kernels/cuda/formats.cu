@@ -17,8 +17,9 @@ enum Scales : int { HALF, HALF_AND_MORE, POWER, BYTE, BYTE_AND_LESS, BYTES, BYTE
 
 constexpr int SUPER = 8;  // blocks that share scales of scales
 
-// What a lane computes: LANE_OUTPUTS outputs from `output` on, and LANE_ROWS rows, from `row` on
-// and `rows_apart` from each other. `quarter`: of the steps of a group, on matrix units.
+// What a lane computes: LANE_OUTPUTS outputs from `output` on, for LANE_ROWS rows from `row` on
+// that are `rows_apart` from each other. `quarter`: its quarter of a group's steps, on matrix
+// units.
 struct Lane {
     int output, row, rows_apart, quarter;
 };
@@ -57,7 +58,7 @@ static __device__ unsigned look_up(unsigned codes, const unsigned* numbers) {
 }
 
 // Codes of BITS bits lie in a plane of words, step s in word s % COUNT from bit s / COUNT BITS on.
-// On matrix units a lane has of each output the words of its quarter's steps, else all.
+// On matrix units a lane has the words of its quarter's steps of each output, else all words.
 template <int COUNT, int BITS>
 struct Plane {
 #ifdef DT_MATRIX_UNITS

@@ -1,8 +1,8 @@
-// What all functions for a GPU begin with: numbers, each rounding of which is spelled out, and
-// memory on its way. Nothing here or behind it may be contracted or reordered by a compiler.
+// The beginning of every source for a GPU: arithmetic in which each rounding is spelled out, and
+// copies between memories. A compiler may contract or reorder nothing here or in what follows.
 //
-// Compiled by NVRTC for the card that is there (workers/devices/nvidia); by g++ with
-// tests/support/cuda/cpu.h before it in tests. Neither has a header at hand.
+// Compiled by NVRTC for the card that is there (workers/devices/nvidia); in tests by g++
+// behind tests/support/cuda/cpu.h. No headers are included.
 
 typedef long long Int;
 
@@ -13,8 +13,8 @@ static __device__ int smaller(Int a, Int b) { return (int)(a < b ? a : b); }
 static __device__ float larger(float a, float b) { return a > b ? a : b; }
 
 // A kernel may start while the one before it on the stream still runs, and waits here until that
-// one is done: it stands before everything that another kernel writes, or reads, is touched. The
-// next one may start from here on: earlier, it would wait where this one computes.
+// one is done, so this comes before a kernel touches anything that another one reads or writes. The
+// next kernel may start from here on; any earlier, it would only wait where this one is to compute.
 static __device__ void start_early() {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -90,7 +90,7 @@ static __device__ unsigned largest_of_warp(unsigned value) {
 
 // ---- memory
 
-// What is read once, and shall push nothing out of the nearest cache.
+// Reads of what is needed only once, which push nothing out of the nearest cache.
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 700
 static __device__ unsigned streamed(const char* from) {
     unsigned word;
@@ -109,10 +109,10 @@ static __device__ unsigned streamed(const char* from) { return *(const unsigned*
 static __device__ uint2 streamed_pair(const char* from) { return *(const uint2*)from; }
 #endif
 
-// From memory into shared memory, 16 bytes at a time: on their way until as many groups of copies
-// are left as the caller allows.
+// Copies into shared memory, 16 bytes at a time, which go on while the block computes.
+// `wait_for_groups` returns once at most LEFT groups of copies are unfinished.
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
-constexpr int SHARED_BYTES = 48 << 10;  // that a block has on every card
+constexpr int SHARED_BYTES = 48 << 10;  // a block has that on every card
 static __device__ void fetch(uint4* to, const void* from) {
     asm volatile(
         "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)),
@@ -124,7 +124,7 @@ template <int LEFT>
 static __device__ void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-#else  // at once; so that several blocks of a multiprocessor take turns in waiting, each has less
+#else  // copied at once; blocks have less, so that several on a multiprocessor take turns waiting
 constexpr int SHARED_BYTES = 16 << 10;
 static __device__ void fetch(uint4* to, const void* from) { *to = *(const uint4*)from; }
 static __device__ void end_group() {}

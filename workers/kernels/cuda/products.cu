@@ -5,8 +5,8 @@
 // int8 is an exact integer. So a row has the same bytes whatever its neighbours are, on every
 // architecture, and the same as on the CPU.
 //
-// Weights come through shared memory as they lie, and are widened in registers. Which shapes of
-// blocks there are, models/backends/device/own.py says, by DT_PRODUCT lines behind this source.
+// Weights come through shared memory as they lie, and are widened in registers. DT_PRODUCT lines
+// behind this source say which shapes of blocks there are (models/backends/device/own.py).
 // Arguments are addresses and 64-bit integers. Compiled behind numbers.cu.
 
 constexpr int FP16 = 1, BF16 = 2, INT8 = 3;  // kernels.h

@@ -9,8 +9,8 @@
 // to the next warp. Weights are on their way while the groups before them are computed. On matrix
 // units a lane has 2 outputs and 2 rows, elsewhere 1 and 4; the bytes are the same.
 //
-// Which formats there are, models/backends/device/own.py and own_blocks.py say, by DT_ROUNDED lines
-// behind this source. Compiled behind numbers.cu and formats.cu.
+// DT_ROUNDED lines behind this source say which formats there are (own.py and own_blocks.py in
+// models/backends/device). Compiled behind numbers.cu and formats.cu.
 
 constexpr int RELAY_ROWS = 8, WARPS = 8, RELAY_THREADS = 32 * WARPS;
 constexpr int DEPTH = LANE_OUTPUTS == 2 ? 4 : 1;  // groups of a warp at a time
@@ -55,8 +55,9 @@ static __device__ void hand_over_chain(int warp) {
 constexpr int ROUND_THREADS = 128;
 
 // x [rows, k] -> for each row and group WIDTH / 4 words of four int8, zeros behind the last input,
-// every fourth step side by side, which a lane reads at once; and about the group its scale, that
-// times the sum of the int8, the sum, and the sum of the first half. A warp a row and group.
+// with every fourth step side by side, since a lane reads these at once; and four numbers about the
+// group: its scale, the scale times the sum of the int8, that sum, and the sum of the first half.
+// One warp for each row and group.
 template <int WIDTH>
 static __device__ void round_row(const float* x, signed char* values, uint4* abouts, Int k,
                                  Int groups, Int rows) {
@@ -102,8 +103,8 @@ DT_ROUND(32)
 
 // ---- their products
 
-// What a group adds to the chains of a lane: its sums, scaled, and what is added to each weight;
-// and of each row the factors of both.
+// What a group adds to the chains of a lane: its scaled sums, and what is added to each weight; and
+// the factors of both for each row.
 template <class F>
 struct Links {
     float sums[LANE_OUTPUTS][LANE_ROWS], factors[LANE_ROWS];
@@ -124,8 +125,8 @@ struct Links {
     }
 };
 
-// exact [HALVES][LANE_OUTPUTS * LANE_ROWS] += the products of a group. `values`: of the group and
-// of the lane's row on matrix units, else of each of its rows.
+// exact [HALVES][LANE_OUTPUTS * LANE_ROWS] += the products of a group. `values`: the group's
+// numbers of the lane's row on matrix units, else of each of its rows.
 template <class F>
 static __device__ void multiply(const F& weights, const unsigned* const* values, const Lane& lane,
                                 const unsigned* table, int (*exact)[LANE_OUTPUTS * LANE_ROWS]) {
@@ -173,12 +174,12 @@ static __device__ void multiply(const F& weights, const unsigned* const* values,
 #endif
 }
 
-// Where a warp is: at so many groups from `tile` DEPTH on, of a vector of 16 outputs.
+// The place of a warp: the groups from `tile` * DEPTH on, of a vector of 16 outputs.
 struct Place {
     Int vector;
     int tile;
 
-    // Go on by `turns` tiles, a vector having `tiles`, and the block every `apart`th vector.
+    // Go on by `turns` tiles. A vector has `tiles` of them; the block has every `apart`th vector.
     __device__ void advance(int turns, int tiles, Int apart) {
         for (tile += turns; tile >= tiles; tile -= tiles) vector += apart;
     }
@@ -193,8 +194,8 @@ static __device__ void load(F* weights, const char* packed, const Place& at, Int
         weights[i].load(vector, smaller(at.tile * DEPTH + i, groups - 1), lane);
 }
 
-// Where the rows of a lane begin. Those that are not there are the last one's, and left out at the
-// end.
+// Where the rows of a lane begin. Rows beyond the last one are read as the last one, and not
+// written.
 struct Inputs {
 #ifdef DT_MATRIX_UNITS
     static constexpr int READ = 1;  // the values of another row than those that it adds up
@@ -261,8 +262,8 @@ static __device__ void link(const F& weights, const Inputs& inputs, int group, c
     }
 }
 
-// A block has every gridDim.x-th vector of outputs, and its warps every WARPS-th tile of them all,
-// so that weights keep coming from the end of one vector to the beginning of the next.
+// A block has every gridDim.x-th vector of outputs, and each of its warps every WARPS-th tile of
+// them, so that weights keep coming from the end of one vector to the beginning of the next.
 template <class F>
 static __device__ void relay(const char* packed, const char* values, const uint4* abouts,
                              const float* bias, float* y, Int n, Int apart, Int groups, Int rows,

@@ -33,8 +33,8 @@ session's processors done to them."""
 WIDENED_BYTES = 64 << 20
 """Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
 LEVEL_ROWS, LEVEL_LOGITS = 64, 4
-"""Rows of the largest pass that is captured (`device/levels.py`), and so often their logits are
-there: as they come, in fp32, and in the ranking of children."""
+"""Rows of the largest pass that is captured (`device/levels.py`), and how many copies of their
+logits there are: as computed, in fp32, and in the ranking of children."""
 PACKED_LAYERS = 2
 """While a model is loaded one layer is there as it was stored and as it is packed, before it lies
 where it stays."""

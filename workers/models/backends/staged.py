@@ -63,8 +63,8 @@ class Staging:
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
     capture: Capture | None = None
-    """Captures passes over layers that stay on the device; None: these are computed as they
-    come."""
+    """Captures passes over layers that stay on the device; None: these are computed
+    operation by operation."""
     draft: Device | None = None
     """The device that computes all of it for a draft, whose products may round."""
 

@@ -3,9 +3,9 @@ and attention.
 
 Ours are used where they are proved right on that device and measured to be no slower: a small
 product has to give the bytes that the kernels give on the CPU, for any number of rows, and products
-of 1, 4 and 16 rows may together take no longer than torch's. Both is tried in a process beside this
-one first (`trying.py`); what was measured is kept beside the compiled functions, so that a later
-start chooses the same, and every start proves them again. Knows products, not models.
+of 1, 4 and 16 rows may together take no longer than torch's. Both are tried in a process beside
+this one first (`trying.py`); what was measured is kept beside the compiled functions, so that a
+later start chooses the same, and every start proves them again. Knows products, not models.
 """
 
 import json
@@ -215,8 +215,8 @@ def measured(
 def product_seconds(
     products: Sequence[Product], rows: int, device: Device, width: int | None = None
 ) -> float:
-    """Return the least mean of a few turns over the products of `TIMED_SHAPE`, or smaller ones that
-    only count their time; reading a number waits for them."""
+    """Return the seconds of a product of so many rows: the least mean of a few turns over products
+    of `TIMED_SHAPE`, or of others with `width` inputs. Reading a number waits for them."""
     inputs = TIMED_SHAPE[1] if width is None else width
     x, best = torch.ones(rows, inputs, device=device.torch_device), math.inf
     clock = device.kind.clock

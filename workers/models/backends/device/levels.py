@@ -25,7 +25,7 @@ from dovetail.workers.models.backends.device.rows import FixedRows
 from dovetail.workers.models.segment import Segment
 
 MOST_ROWS = 64
-"""Passes of more rows are no levels of a tree, and computed as they come."""
+"""Passes of more rows are no levels of a tree, and computed operation by operation."""
 Layer = Callable[[FixedRows, Tensor], None]
 """A layer of its own matrices: (the rows of a pass, states [T, hidden]), in place."""
 
@@ -77,8 +77,8 @@ class Levels:
         wanted: int,
         ranking: DeviceRanking | None = None,
     ) -> Ranked:
-        """states [T, hidden], positions [T], both on the CPU -> what follows the last rows, as many
-        as are wanted: one copy there, one launch, and one copy back if there is a ranking."""
+        """Return what follows the last `wanted` rows of states [T, hidden] at positions [T], both
+        on the CPU: by one copy there, one launch, and one copy back if there is a ranking."""
         cache, form = segment.cache, form_of(segment)
         assert isinstance(cache, ArenaCache)
         ranks = None if ranking is None else RankingShape.of(ranking)
@@ -124,7 +124,7 @@ class Captured:
     """The part of a back end that computes levels."""
 
     levels: Levels | None = None
-    """None: all passes are computed as they come."""
+    """None: all passes are computed operation by operation."""
 
     @property
     def captures(self) -> bool:
@@ -139,8 +139,7 @@ class Captured:
         wanted: int,
         ranking: DeviceRanking | None = None,
     ) -> Ranked | None:
-        """Return what follows the last rows of a level, as many as are wanted; None: the pass is no
-        level."""
+        """Return what follows the last `wanted` rows of a level; None: the pass is not a level."""
         own = self._own(segment)
         if self.levels is None or not self.levels.cover([own]):
             return None

@@ -104,7 +104,7 @@ ROW_THREADS, GROUP_THREADS = 512, 128
 RELAY_ROWS, RELAY_THREADS = 8, 256
 """Rows and threads of a block over codes, of a substitute or of a GGUF file."""
 RELAY_BLOCKS = 2
-"""Such blocks that a multiprocessor has at a time."""
+"""Blocks of that kind that a multiprocessor has at a time."""
 WARP = 32
 
 
@@ -175,13 +175,13 @@ class RoundedRows:
     """Rows in int8 as our products over codes read them (`kernels/cuda/rounded.cu`)."""
 
     values: Tensor
-    """int8 [T, groups, inputs of a group]; steps of four inputs are in an order of their own."""
+    """int8 [T, groups, inputs of a group], with steps of four inputs in the order of the kernel."""
     abouts: Tensor
     """[T, groups, 4]: scales and sums."""
 
 
 def rounded_rows(program: Program, x: Tensor, width: int) -> RoundedRows:
-    """Return x [T, k] fp32 rounded to 8 bits, `width` inputs with a scale: 64, or 32."""
+    """Return x [T, k] fp32 rounded to 8 bits, with a scale for every `width` inputs (64 or 32)."""
     (rows, k), x = x.shape, x.contiguous()
     groups = -(-k // width)
     values = x.new_empty(rows, groups, width, dtype=torch.int8)

@@ -211,12 +211,13 @@ def _norm(x: Tensor, kind: NormKind, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _wrong_sum(parts: Parts, own: Norm, kind: NormKind, x: Tensor, device: torch.device) -> str:
-    """Say whether the norm of x plus something differs from that of their sum; empty if not."""
+    """Say that the norm of x plus an update differs from that of their sum; empty if it does
+    not."""
     update = x.flip(0).to(device)
     there, summed = x.to(device), x.to(device) + update
     found = parts.norm(there, kind, own, 1e-5, update)
     same = torch.equal(found, parts.norm(summed, kind, own, 1e-5)) and torch.equal(there, summed)
-    return "" if same else "it is another one than that of the rows added up before"
+    return "" if same else "it differs from that of rows that were added before"
 
 
 def _wrong(own: Callable[[Tensor], Tensor], x: Tensor, exact: Tensor) -> str:

@@ -85,7 +85,7 @@ class RankedInputs(Inputs):
     def __init__(
         self, form: Form, more: Shapes, ranks: RankingShape | None, device: torch.device
     ) -> None:
-        """`more`: as of `Inputs`. `ranks`: None leaves the ranking to the host."""
+        """`more`: further inputs, as for `Inputs`. `ranks`: None leaves the ranking to the host."""
         scales = dict.fromkeys(("temperatures", "sharpenings"), (torch.float32, (form.rows,)))
         super().__init__(form, {**more, **scales}, device)
         width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
@@ -134,8 +134,8 @@ class RankedInputs(Inputs):
         self._children[1, :count].copy_(gains.view(torch.int32))
 
     def fetch(self, first: int, count: int) -> Fetched:
-        """Have the children of rows brought to the host, where they are good for as long as nothing
-        else is asked of these inputs."""
+        """Have the children of rows copied to the host; they are kept when these inputs are used
+        again."""
         wait = self._kind.fetch(self._children, self._here)
         self._fetched = Fetched(wait, self._numbers, slice(first, first + count))
         return self._fetched

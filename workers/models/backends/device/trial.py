@@ -63,7 +63,7 @@ def answer(device: str, linger_s: float, answers: IO[str]) -> None:
         answers.flush()
         if spoilt:
             return
-        HELD.give_back()  # what was measured took memory, and the worker beside has weights
+        HELD.give_back()  # the worker needs it for weights
 
 
 if __name__ == "__main__":

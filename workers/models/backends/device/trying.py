@@ -1,9 +1,9 @@
-"""Has functions of ours tried in a process beside this one: a function that fails on a device takes
-its context with it, and no worker shall end by that.
+"""Has functions of ours tried in a process beside this one: a function that fails on a device
+spoils its context, which must not end a worker.
 
 One process tries all that is asked of it soon after each other, since torch's start and a context
-take longer than a trial. One that crashed is named for what it tried, and the next trial begins in
-another process. Knows names, not what is tried.
+take longer than a trial. After a crash the function that was being tried is refused, and another
+process makes the next trial. Knows names, not what is tried.
 """
 
 import json
@@ -28,7 +28,7 @@ PART = 4096
 """Bytes that are read at a time."""
 LINGER_S = 1.0
 """The process ends after so many seconds without a question: its context takes memory of the
-device, which weights shall have."""
+device that weights need."""
 
 
 class _Process:
@@ -72,7 +72,7 @@ class _Process:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         self._errors.close()
-        return code, lines[-1] if lines else "no word"
+        return code, lines[-1] if lines else "it wrote nothing to stderr"
 
     def kill(self) -> None:
         self._child.kill()
@@ -95,7 +95,7 @@ class Trials:
         self._limit_s = limit_s
         self._process: _Process | None = None
         self.started = 0
-        """Processes that were started."""
+        """Processes that have been started so far."""
 
     def tried(self, name: str) -> bytes | str:
         """Return what a trial of the functions `name` has measured; or how it failed."""
@@ -114,7 +114,7 @@ class Trials:
         if answer is None:
             self._process = None
             code, word = process.end()
-            if not code and not fresh:  # there was nothing to do for too long
+            if not code and not fresh:  # it had nothing to do for too long
                 return self.tried(name)
             return f"its trial ended with code {code}: {word}"
         found = json.loads(answer)
