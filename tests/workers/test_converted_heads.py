@@ -136,6 +136,13 @@ def test_what_openvino_does_not_have_is_refused(tmp_path: Path, place: Device) -
             open_draft_worker(settings, name="draft", threads=1, target=str(target))
 
 
+def test_a_name_of_no_device_is_answered_with_openvinos_for_a_head_alone() -> None:
+    for for_head in (False, True):
+        with pytest.raises(SettingsError, match="there is no device 'rocm'; write cpu or") as said:
+            open_device("rocm", 1, for_head=for_head)
+        assert ("openvino:CPU|GPU|NPU" in str(said.value)) is for_head
+
+
 def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     openvino._package.cache_clear()
     openvino._core.cache_clear()

@@ -53,7 +53,8 @@ def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
                 _prove(device)
             capture = device.capture and captured_if_possible(device.capture)
             return replace(device, capture=capture)
-    known = [kind.names for kind in (CPU, *KINDS) if kind.names]
+    fitting = (kind for kind in (CPU, *KINDS) if for_head or kind is not OPENVINO)
+    known = [kind.names for kind in fitting if kind.names]
     raise SettingsError(f"there is no device {name!r}; write {' or '.join(dict.fromkeys(known))}")
 
 
