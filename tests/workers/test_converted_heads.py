@@ -1,6 +1,7 @@
 """Heads whose levels OpenVINO computes, on its CPU: every kind, in every shape, computes what torch
 does; what OpenVINO does not have is refused in a sentence."""
 
+import logging
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -116,8 +117,10 @@ def test_what_it_cannot_convert_is_refused_in_a_sentence(place: Device) -> None:
             raise ValueError("no such thing")
 
     assert place.conversion is not None
+    before = logging.getLogger().level, [*logging.getLogger().filters]
     with pytest.raises(SettingsError, match=r"cannot compute this head: .*; use draft.device cpu"):
         place.conversion.convert(Strange(), [torch.ones(2)], [[0]])
+    assert (logging.getLogger().level, logging.getLogger().filters) == before
 
 
 def test_what_openvino_does_not_have_is_refused(tmp_path: Path, place: Device) -> None:

@@ -18,6 +18,7 @@ from dovetail.workers.models.backends.placement import (
     TREES_AHEAD,
     Place,
     coded_bytes,
+    level_bytes,
     needed_bytes,
 )
 from dovetail.workers.models.backends.sizes import TREE_ROWS, sizes_of
@@ -219,7 +220,7 @@ def test_levels_that_a_gpu_replays_are_those_of_the_kernels_substitute(
 def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
     sizes = sizes_of(CONFIG, "fp16")
     weights = 8 * (64 * 64 * 4 + 3 * 64 * 96)
-    trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS
+    trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS + level_bytes(sizes)
     codes = {bits: coded_bytes(sizes, "fp16", bits) - trees for bits in (2, 4, 8)}
     assert codes[4] == codes[2] == codes[8] // 2
     assert codes[4] == pytest.approx(weights * 4.5 / 8, rel=0.1)
@@ -241,7 +242,7 @@ def test_what_the_codes_take_is_left_to_them_of_a_limit(tmp_path: Path) -> None:
 
 def test_a_layer_that_stays_on_the_device_leaves_no_room_to_codes() -> None:
     sizes = sizes_of(CONFIG, "fp16")
-    trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS
+    trees = 8 * sizes.row * TREES_AHEAD * TREE_ROWS + level_bytes(sizes)
     memory = MemorySettings(vram=f"{needed_bytes(sizes, 8, 8, 'cpu') + trees}B")
     target = TargetSettings(split=SplitSettings(device="cpu", layers=8))
     spread = spread_of(target, memory, open_device("cpu", 1), 1, beside=8)

@@ -5,6 +5,7 @@ The package is an extra. Its converter reports its use to Intel, through a modul
 being imported here.
 """
 
+import logging
 import re
 import sys
 import warnings
@@ -102,7 +103,7 @@ def _compiled(
     place: str, module: nn.Module, example: Sequence[Tensor], free: Sequence[Sequence[int]]
 ) -> Any:
     """Return a module as a model that a device computes."""
-    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+    with _logging_kept(), warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # of torch's tracing; its result is compared with torch's
         model = _package().convert_model(module, example_input=tuple(example))
     model.reshape(
@@ -112,6 +113,18 @@ def _compiled(
         }
     )
     return _core().compile_model(model, place, _properties(place))
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """Leave Python's logging as it is: a conversion that fails would leave it without warnings."""
+    root = logging.getLogger()
+    level, filters, handlers = root.level, [*root.filters], [*root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.filters, root.handlers = filters, handlers
 
 
 def _properties(place: str) -> dict[str, Any]:
