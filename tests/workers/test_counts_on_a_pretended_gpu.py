@@ -211,7 +211,8 @@ BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
 """Bits of a weight with its share of scales."""
 
 
-@pytest.mark.parametrize("weights", everyday(BITS, "int8"))
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", BITS)
 def test_a_level_moves_little_but_its_weights(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
