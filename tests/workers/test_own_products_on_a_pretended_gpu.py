@@ -204,8 +204,8 @@ def test_a_head_of_fewer_bits_is_what_the_kernels_make_of_it(
     expected, found = levels_of(here, None), levels_of(there, capture)
     assert function in launches
     assert torch.equal(found.isfinite(), expected.isfinite())
-    known = expected.isfinite()  # attention is computed in 16 bits on the device alone
-    assert float((found - expected)[known].norm() / expected[known].norm()) < 4e-2
+    known = expected.isfinite()
+    assert float((found - expected)[known].norm() / expected[known].norm()) < 3e-2
 
 
 def test_int8_has_one_scale_a_row_where_blocks_are_slower(

@@ -114,7 +114,7 @@ def _done(
         for name, value in kwargs.items()
         if name != "pin_memory"
     }
-    call, held = _int4(packet) or function, tree_map(_held, (tuple(args), plain))
+    call, held = _as_cuda(packet) or function, tree_map(_held, (tuple(args), plain))
     result = call(*held[0], **held[1])
     if not function.is_view:
         USES.note([tensor.held for tensor in ours])
@@ -148,10 +148,22 @@ def _held(value: Any) -> Any:
     return value.held if isinstance(value, Elsewhere) else value
 
 
-def _int4(packet: Any) -> Callable[..., Tensor] | None:
-    """Return CUDA's layout and product of 4-bit codes, computed by those of the CPU."""
+def _as_cuda(packet: Any) -> Callable[..., Tensor] | None:
+    """Return an operation whose result on CUDA differs from the CPU's, computed on the CPU as CUDA
+    does; None for all others."""
     of: dict[Any, Callable[..., Tensor]] = {
         aten._convert_weight_to_int4pack: lay_out,
         aten._weight_int4pack_mm: multiply,
+        aten.scaled_dot_product_attention: _attend,
     }
     return of.get(packet)
+
+
+def _attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention whose sums are fp32, rounded once to the type of the queries."""
+    wide = tree_map(_widened, ((query, *args), kwargs))
+    return aten.scaled_dot_product_attention(*wide[0], **wide[1]).to(query.dtype)  # type: ignore[no-any-return]
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
