@@ -45,7 +45,7 @@ class Card:
     link_gb_s: float | None
     """The rate that its slot carries one way at best, 10^9 bytes a second."""
     folder: Path
-    """Its folder below /sys."""
+    """The folder of the card's device below /sys."""
 
     def used_bytes(self) -> int | None:
         """Return how much of its memory is in use."""

@@ -46,7 +46,7 @@ ASKED = {
     "copies": ("cudaMemcpy",),
     "waits": ("Synchronize",),
 }
-"""What is asked for -> words in the names of the runtime's functions that ask for it."""
+"""A kind of call -> words in the names of the CUDA runtime's functions that make it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Looked:
-    """What a level asks of a device."""
+    """The calls that a level makes on a device, and how long the device computes."""
 
     asked: str
     device_ms: float

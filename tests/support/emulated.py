@@ -26,7 +26,8 @@ FOLDER = Path(__file__).parent / "cuda"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
 MOST_ARGUMENTS = 18
 UNITS = {"vectors": "", "matrices": "#define DT_MATRIX_UNITS\n"}
-"""What stands before a source for cards without units for matrices, and for those with them."""
+"""Name of a path of the functions -> the text that selects it in front of a source: for cards
+without units for matrix products, and for cards with them."""
 
 
 class Emulated:

@@ -35,7 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Properties(SimpleNamespace):
-    """What torch says of a chip."""
+    """The properties of a GPU as torch reports them."""
 
     name = "Intel(R) Arc(TM) A380 Graphics"
     driver_version = "1.6"

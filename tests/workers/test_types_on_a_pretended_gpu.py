@@ -66,7 +66,7 @@ def test_weights_of_16_bits_stay_as_they_are_on_cards_with_units_for_both(
 def test_products_of_fp16_that_are_slow_make_way_for_fp32_unless_ours_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on GTX 16xx."""
+    """Products in fp16 take 25 times as long as those in fp32, as on a GTX 16xx."""
     with capable(7.5), slow_fp16(0.04):
         chosen = chosen_type(open_device("pretended", 1), "fp16", None)
         assert chosen.weights == "fp32"
