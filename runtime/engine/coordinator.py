@@ -49,13 +49,13 @@ from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.engine.worker_events import WorkerEvents
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
-from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog

@@ -11,13 +11,13 @@ from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.faults import aside
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
-from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.replacement import Changes
 from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally

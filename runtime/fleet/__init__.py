@@ -1,1 +1,1 @@
-"""The workers that are here: which of them serve a session, how one takes another's place."""
+"""The workers that are here, which of them serve a session, and whose turn it is on each."""

@@ -32,7 +32,7 @@ from dovetail.runtime.engine.coordinator import DEFAULTS
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.fleet.liveness import DEAF
-from dovetail.runtime.fleet.steps import Change
+from dovetail.runtime.moves.steps import Change
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.event_log import EventLog

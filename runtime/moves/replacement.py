@@ -28,11 +28,11 @@ from dovetail.runtime.engine.effects import (
     Tell,
 )
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.fleet.moving import Moving
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.steps import (
+from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.moves.steps import (
     Action,
     Change,
     End,
@@ -47,7 +47,7 @@ from dovetail.runtime.fleet.steps import (
     TakeBack,
     Try,
 )
-from dovetail.runtime.fleet.trials import Trials
+from dovetail.runtime.moves.trials import Trials
 from dovetail.runtime.session.state import State
 
 

@@ -19,9 +19,9 @@ from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.recovery import Recovery
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.moves.recovery import Recovery
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.state import State
 

@@ -15,7 +15,7 @@ from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.steps import Trial, TrialName
+from dovetail.runtime.moves.steps import Trial, TrialName
 
 TRIAL_TEXT = "one two three, one two three, one two three, one"
 """Text whose words come again, so that a draft that looks back has something to find."""

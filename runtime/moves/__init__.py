@@ -1,0 +1,1 @@
+"""Running sessions change their workers: lost ones, replaced ones, and better ones."""
