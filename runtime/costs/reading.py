@@ -1,7 +1,8 @@
 """The cost of prefill: seconds that rows of logs add to a pass, learned from the last chunks.
 Pure."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 LAST = 9
 """Chunks that are remembered. The median of their seconds a row counts, so that a pause of the
@@ -35,20 +36,40 @@ class ReadingCosts:
         """Return how many rows a chunk may have to add at most `seconds`."""
         if not self._rows_s:
             return FIRST_ROWS
-        row_s = sorted(self._rows_s)[len(self._rows_s) // 2]
-        return min(max(FIRST_ROWS, MORE * self._known_rows), int(max(0.0, seconds) / row_s))
+        return min(max(FIRST_ROWS, MORE * self._known_rows), int(max(0.0, seconds) / self.row_s))
+
+    @property
+    def row_s(self) -> float:
+        """Return the seconds of a row; 0 if nothing is known of them."""
+        return sorted(self._rows_s)[len(self._rows_s) // 2] if self._rows_s else 0.0
 
 
-def shares(left: list[int], rows: int) -> list[int]:
-    """Return how many of `rows` rows each log gets, where `left` rows of each are unread: equal
-    shares, but none more than it has left, and the first logs one each if there are too few."""
+def reading_order(
+    owners: Sequence[str], *, waited_s: Sequence[float], reading_s: Sequence[float]
+) -> list[int]:
+    """Return the places of logs in the order in which they are read: one of each owner, then the
+    second ones, and so on; among these that first which has waited longest, less the time that
+    reading it takes, so that short prompts are not held up by long ones, nor these for ever."""
+    before: Counter[str] = Counter()
+    turns = []
+    for place in sorted(range(len(owners)), key=lambda log: reading_s[log] - waited_s[log]):
+        turns.append((before[owners[place]], len(turns), place))
+        before[owners[place]] += 1
+    return [place for _, _, place in sorted(turns)]
+
+
+def shares(left: list[int], rows: int, *, at_once: int) -> list[int]:
+    """Return how many of `rows` rows each log gets, where `left` rows of each are unread: the first
+    `at_once` logs equal shares, but none more than it has left, and one each if there are too few;
+    then the others in their order what is over."""
     given = [0] * len(left)
-    open_ = [place for place, most in enumerate(left) if most > 0]
+    waiting = [place for place, most in enumerate(left) if most > 0]
+    open_ = waiting[:at_once]
     while open_ and rows > 0:
         each = max(1, rows // len(open_))
         for place in open_:
             more = min(each, left[place] - given[place], rows)
             given[place] += more
             rows -= more
-        open_ = [place for place in open_ if given[place] < left[place]]
+        open_ = [place for place in waiting if given[place] < left[place]][:at_once]
     return given

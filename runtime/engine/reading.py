@@ -2,15 +2,17 @@
 
 A chunk in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a pass
 of its own delays those whose proposals are about to come. So chunks are as large as the bound on
-that delay allows; where no session runs, they have the worker's own `prompt_rows`.
+that delay allows; where no session runs, they have the worker's own `prompt_rows`. Of many logs
+those that have waited longest are read first, fair by API key: read all at once, each would wait
+for all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from dovetail.protocol.messages import Open, Read, Refeed, Verified, Verify, VerifyItem
 from dovetail.protocol.spans import Span
-from dovetail.runtime.costs.reading import shares
+from dovetail.runtime.costs.reading import reading_order, shares
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Pass, Worker
 from dovetail.runtime.fleet.rest import Rest
@@ -21,21 +23,24 @@ LATENCY = 2.0
 prompt and the streams beside it share the target evenly."""
 LEAST_ROWS = 8
 """The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
+AT_ONCE = 4
+"""Logs among which the rows of a chunk are divided, so that a long prompt holds up no short one."""
 
 
 def share(
     worker: Worker,
     items: Sequence[VerifyItem],
     logs: Sequence[Rest],
-    running: Iterable[RunningRequest],
+    running: Mapping[int, RunningRequest],
+    now_ns: int,
     latency_ms: float | Literal["auto"],
 ) -> Sequence[int]:
     """Return how many rows of each log a worker reads next: in the pass that verifies `items`, or,
-    without items, in a pass of their own."""
+    without items, in a pass of their own. `running`: the sessions by their numbers."""
     own = {log.command.session for log in logs}
     others = [
         one
-        for one in running
+        for one in running.values()
         if one.decoding and worker in (one.target, one.draft) and one.session.number not in own
     ]
     most = worker.limits.prompt_rows
@@ -43,7 +48,22 @@ def share(
         return [0]  # opened now, and read in the passes of the others
     if others:
         most = min(most, max(LEAST_ROWS, _rows_beside(worker, items, others, latency_ms)))
-    return shares([log.left for log in logs], most)
+    first = _in_order(logs, running, now_ns, worker.reading.row_s)
+    rows = shares([logs[place].left for place in first], most, at_once=AT_ONCE)
+    given = dict(zip(first, rows, strict=True))
+    return [given[place] for place in range(len(logs))]
+
+
+def _in_order(
+    logs: Sequence[Rest], running: Mapping[int, RunningRequest], now_ns: int, row_s: float
+) -> Sequence[int]:
+    """Return the places of logs in the order in which they are read. `row_s`: seconds of a row."""
+    sessions = [running[log.command.session].session for log in logs]
+    return reading_order(
+        [session.request.owner for session in sessions],
+        waited_s=[(now_ns - session.accounts.began_ns) / 1e9 for session in sessions],
+        reading_s=[log.left * row_s for log in logs],
+    )
 
 
 def _rows_beside(

@@ -351,7 +351,8 @@ class CommandSender:
         self, worker: Worker, items: Sequence[VerifyItem], logs: Sequence[Rest]
     ) -> Sequence[int]:
         """Return how many rows of each log are read in a pass that verifies these items."""
-        return share(worker, items, logs, self._running.values(), self._latency_ms)
+        now_ns = self._post.now_ns()
+        return share(worker, items, logs, self._running, now_ns, self._latency_ms)
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
         """Return how many nodes of each item of a pass are verified: whatever was offered, but

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, shares
+from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, reading_order, shares
 
 
 def test_rows_are_few_until_their_cost_is_known() -> None:
@@ -42,10 +42,37 @@ def test_a_first_part_that_seemed_to_cost_nothing_is_forgotten_at_once() -> None
     assert costs.rows_within(0.05) == 50
 
 
-@given(st.lists(st.integers(0, 300), max_size=8), st.integers(0, 600))
-def test_rows_are_shared_equally_as_far_as_they_are_wanted(left: list[int], rows: int) -> None:
-    given = shares(left, rows)
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(0, 600), st.integers(1, 8))
+def test_rows_are_shared_equally_by_the_first_logs_as_far_as_they_are_wanted(
+    left: list[int], rows: int, at_once: int
+) -> None:
+    given = shares(left, rows, at_once=at_once)
     assert sum(given) == min(rows, sum(left))
     assert all(0 <= some <= most for some, most in zip(given, left, strict=True))
-    for some, most in zip(given, left, strict=True):
-        assert some == most or all(other <= some + 1 for other in given)
+    unread = [place for place, most in enumerate(left) if given[place] < most]
+    if at_once >= len(left):
+        assert all(other <= given[place] + 1 for place in unread for other in given)
+    assert not any(given[place] for place in unread[at_once:])
+
+
+def test_logs_are_read_in_the_order_in_which_they_came_and_one_of_each_owner_first() -> None:
+    owners = ["a", "a", "a", "b", "a", "b", "c"]
+    waited_s = [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    order = reading_order(owners, waited_s=waited_s, reading_s=[0.1] * 7)
+    assert order == [0, 3, 6, 1, 5, 2, 4]
+
+
+def test_a_long_log_is_overtaken_by_short_ones_for_no_longer_than_it_takes() -> None:
+    for waited_s, first in ((0.5, 1), (2.5, 0)):
+        order = reading_order(["a", "b"], waited_s=[waited_s, 0.2], reading_s=[2.0, 0.1])
+        assert order[0] == first
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 100), st.floats(0, 10)), max_size=20))
+def test_every_log_has_one_place_in_the_order(logs: list[tuple[int, float, float]]) -> None:
+    order = reading_order(
+        [str(owner) for owner, _, _ in logs],
+        waited_s=[waited for _, waited, _ in logs],
+        reading_s=[reading for _, _, reading in logs],
+    )
+    assert sorted(order) == list(range(len(logs)))
